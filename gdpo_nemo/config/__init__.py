@@ -1,0 +1,1 @@
+"""Typed configuration: schema, loading, validation. Imports no torch."""

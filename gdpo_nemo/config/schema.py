@@ -1,0 +1,373 @@
+"""The typed configuration: one dataclass per YAML section, one docstring per field.
+
+The string under a field is what ``gdpo-nemo explain KEY`` prints, so it says what the key does, its unit and what the
+default means. Section and key names follow NeMo-RL where they mean the same. This module imports no torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Dict, List, Optional
+
+from omegaconf import MISSING
+
+
+@dataclass
+class RunConfig:
+    """Identity of a run: its name, its folder, its seed."""
+
+    name: str = "gdpo"
+    """Name of the run; the last part of the default folder."""
+    dir: str = "results/${run.name}"
+    """Folder that receives everything the run writes. Starting again on the same folder resumes."""
+    seed: int = 42
+    """Seed of data order, sampling and initialisation. Two runs with one seed and one layout are equal bit for bit."""
+
+
+@dataclass
+class DynamicSamplingConfig:
+    """Replace groups that carry no signal before the update (DAPO), decided per component."""
+
+    enabled: bool = False
+    """Drop groups in which every weighted component is constant and sample further prompts instead."""
+    max_rounds: int = 4
+    """Generation rounds after which the step goes on with the groups it has."""
+
+
+@dataclass
+class GdpoConfig:
+    """What one step is made of, and how reward vectors become advantages."""
+
+    estimator: str = "gdpo"
+    """Advantage estimator by name: gdpo, grpo, dr_grpo, rloo, ... (`gdpo-nemo explain gdpo.estimator` lists all)."""
+    preset: Optional[str] = None
+    """Published variant to reproduce exactly, defects included: paper, trl, trl_fork, verl, ms_swift, nemo_rl."""
+    options: Dict[str, Any] = field(default_factory=dict)
+    """Further options of the chosen estimator, by name (for instance `gamma` of sa_mrpo)."""
+    rewards: Dict[str, float] = MISSING
+    """Reward components that are trained and their weights, by name: `{correctness: 1.0, format: 1.0}`."""
+    shaping: List[Dict[str, Any]] = field(default_factory=list)
+    """Ordered per-component transformations (scale, clip, condition, overlong, ...) applied before the advantages."""
+    batch_norm: Optional[bool] = None
+    """Divide by the standard deviation over the sequences of the batch. Null: on for gdpo, off for the others."""
+    epsilon: float = 1.0e-6
+    """Added to every standard deviation."""
+    num_prompts_per_step: int = 16
+    """Prompts in one step."""
+    num_generations_per_prompt: int = 8
+    """Samples per prompt (the group size G), at least 2."""
+    max_num_steps: int = 100
+    """Steps after which the run is complete."""
+    dynamic_sampling: DynamicSamplingConfig = field(default_factory=DynamicSamplingConfig)
+    val_period: int = 0
+    """Steps between validations; 0 switches validation off."""
+    val_at_start: bool = False
+    """Validate the untrained model too."""
+    val_prompts: Optional[int] = None
+    """Held-out prompts per validation; null takes them all."""
+    val_generations_per_prompt: int = 1
+    """Samples per held-out prompt; the reported value is the mean."""
+    val_temperature: float = 1.0
+    """Sampling temperature of validation; 0 is greedy."""
+    max_skipped_steps: int = 3
+    """Consecutive steps with a non-finite loss or gradient after which the run stops."""
+
+
+@dataclass
+class OffPolicyConfig:
+    """Correction for the gap between the sampler's and the trainer's log-probs."""
+
+    mode: str = "none"
+    """none, truncate (TIS), mask (MIS) or icepop."""
+    level: str = "token"
+    """Level of the importance ratio: token, sequence or geometric (per-token mean over the sequence)."""
+    ratio_max: float = 2.0
+    """Upper bound of the importance ratio."""
+    ratio_min: float = 0.0
+    """Lower bound of the importance ratio (mask and icepop)."""
+    sequence_mask_threshold: Optional[float] = None
+    """Mask sequences with negative advantage whose mean log-prob gap exceeds this (DeepSeek-V3.2); null: off."""
+
+
+@dataclass
+class LossConfig:
+    """The policy-gradient loss. Every mean is over the global batch, whatever the layout."""
+
+    type: str = "clipped_pg"
+    """clipped_pg, gspo, cispo or target_po."""
+    ratio_clip_min: float = 0.2
+    """Lower clip: the ratio is clipped at 1 - ratio_clip_min."""
+    ratio_clip_max: float = 0.28
+    """Upper clip: the ratio is clipped at 1 + ratio_clip_max."""
+    ratio_clip_c: Optional[float] = None
+    """Dual clip for negative advantages (> 1); null: off."""
+    aggregation: str = "token_mean"
+    """token_mean, sequence_mean (mean of the sequences' token means) or constant (Dr. GRPO)."""
+    constant_length: Optional[int] = None
+    """Length by which `aggregation: constant` divides; null takes policy.generation.max_new_tokens."""
+    old_logprobs: Optional[str] = None
+    """Denominator of the ratio: trainer or sampler. Null: trainer when on-policy, sampler when rollout.max_staleness > 0."""
+    reference_policy_kl_penalty: float = 0.0
+    """Weight of the KL penalty to the starting model; 0 keeps no reference model."""
+    reference_policy_kl_type: str = "k3"
+    """Estimator of that KL: k1, k2, k3, abs or mse."""
+    entropy_bonus: float = 0.0
+    """Weight of the policy's entropy, added to the objective."""
+    mask_truncated: bool = False
+    """Leave samples that hit the length limit out of the loss."""
+    target_temperature: float = 1.0
+    """Temperature eta of target_po's target distribution."""
+    target_length_normalize: bool = True
+    """Whether target_po divides sequence log-probs by the sequence length."""
+    off_policy: OffPolicyConfig = field(default_factory=OffPolicyConfig)
+
+
+@dataclass
+class OptimizerConfig:
+    """AdamW, as Megatron-core runs it."""
+
+    lr: float = 1.0e-6
+    """Peak learning rate."""
+    min_lr: float = 0.0
+    """Learning rate at the end of a decaying schedule."""
+    weight_decay: float = 0.0
+    """Decoupled weight decay of matrices (norms and biases have none)."""
+    adam_beta1: float = 0.9
+    """Decay of the first moment."""
+    adam_beta2: float = 0.99
+    """Decay of the second moment."""
+    adam_eps: float = 1.0e-8
+    """Added to the root of the second moment."""
+    clip_grad: float = 1.0
+    """Largest global gradient norm; 0 switches clipping off."""
+
+
+@dataclass
+class SchedulerConfig:
+    """Learning-rate schedule, in optimizer updates."""
+
+    lr_decay_style: str = "constant"
+    """constant, linear or cosine."""
+    lr_warmup_steps: int = 0
+    """Updates over which the learning rate rises linearly from 0."""
+    lr_decay_steps: Optional[int] = None
+    """Updates at which the decay ends; null: the updates of the whole run."""
+
+
+@dataclass
+class MegatronConfig:
+    """Parallel layout, memory and optimizer of the policy."""
+
+    tensor_model_parallel_size: int = 1
+    """Ranks that share each matrix."""
+    pipeline_model_parallel_size: int = 1
+    """Ranks that share the layers, in stages."""
+    virtual_pipeline_model_parallel_size: Optional[int] = None
+    """Model chunks per pipeline stage (interleaved schedule); null: one."""
+    context_parallel_size: int = 1
+    """Ranks that share each sequence."""
+    expert_model_parallel_size: int = 1
+    """Ranks that share the experts of a mixture model."""
+    expert_tensor_parallel_size: Optional[int] = None
+    """Ranks that share each expert's matrices; null: tensor_model_parallel_size."""
+    data_parallel_size: Optional[int] = None
+    """Replicas of the model. Null: what the GPUs of the cluster leave, or 1 on CPU."""
+    sequence_parallel: bool = False
+    """Shard activations between tensor-parallel regions along the sequence."""
+    use_distributed_optimizer: bool = False
+    """Shard optimizer state over the data-parallel ranks."""
+    overlap_grad_reduce: bool = False
+    """Overlap the gradient reduction with the backward pass."""
+    overlap_param_gather: bool = False
+    """Overlap the parameter gather of the distributed optimizer with the forward pass."""
+    recompute: str = "none"
+    """Activation recomputation: none, selective (attention) or full."""
+    attention_backend: str = "auto"
+    """auto, sdpa, or with TransformerEngine: flash, fused, unfused."""
+    transformer_engine: Optional[bool] = None
+    """Layers of TransformerEngine. Null: when it imports and CUDA is there."""
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+
+
+@dataclass
+class VllmConfig:
+    """One vLLM engine."""
+
+    tensor_parallel_size: int = 1
+    """Ranks of one engine."""
+    kv_cache_memory_bytes: int = 268435456
+    """KV cache of one engine on CPU, in bytes."""
+    gpu_memory_utilization: float = 0.85
+    """Share of GPU memory one engine may take (GPU only)."""
+    max_num_seqs: int = 256
+    """Sequences decoded at once by one engine."""
+    enforce_eager: bool = False
+    """Do not capture CUDA graphs (on CPU execution is always eager)."""
+
+
+@dataclass
+class GenerationConfig:
+    """How the policy is sampled."""
+
+    backend: str = "vllm"
+    """Sampling engine; vllm."""
+    engines: int = 1
+    """vLLM engines (data-parallel replicas)."""
+    max_new_tokens: int = 64
+    """Longest completion in tokens; shorter where the context ends."""
+    temperature: float = 1.0
+    """Sampling temperature; the trainer divides its logits by the same number."""
+    top_p: float = 1.0
+    """Nucleus of sampling. Below 1 the sampler's log-probs are of another distribution than the trainer's."""
+    top_k: int = -1
+    """Number of tokens sampled from; -1: all."""
+    stop_strings: List[str] = field(default_factory=list)
+    """Texts that end a completion; they stay part of it."""
+    verify_weights: bool = True
+    """After each weight update compare a probe's log-probs between trainer and engines."""
+    parity_limit: float = 0.1
+    """Largest difference allowed by that probe; the run stops above it."""
+    vllm_cfg: VllmConfig = field(default_factory=VllmConfig)
+
+
+@dataclass
+class PolicyConfig:
+    """The model: where it comes from, how it is trained and sampled."""
+
+    model_name: str = MISSING
+    """Folder with a Hugging Face checkpoint, or a name on the hub."""
+    model_factory: Optional[str] = None
+    """`file.py:function` called as function(folder, seed) when the folder model_name does not exist."""
+    tokenizer_name: Optional[str] = None
+    """Tokenizer folder or name; null: that of the model."""
+    precision: str = "bfloat16"
+    """float32 or bfloat16 (with float32 main weights)."""
+    max_total_sequence_length: int = 1024
+    """Longest prompt plus completion in tokens."""
+    train_global_batch_size: Optional[int] = None
+    """Sequences per optimizer update; null: all of a step, one update."""
+    micro_batch_tokens: int = 8192
+    """Token budget of one packed micro-batch on one data-parallel rank; never below the longest sequence."""
+    num_threads: Optional[int] = None
+    """CPU threads per policy rank; null: the cores divided by the ranks."""
+    megatron_cfg: MegatronConfig = field(default_factory=MegatronConfig)
+    generation: GenerationConfig = field(default_factory=GenerationConfig)
+
+
+@dataclass
+class RolloutConfig:
+    """How rollouts are scheduled, and when a failing environment ends the run."""
+
+    max_staleness: int = 0
+    """Largest number of updates between the weights that sample and the weights that train. 0: exactly on-policy."""
+    max_env_failure_share: float = 0.2
+    """Share of a step's samples that may fail in the environment before the run stops."""
+    env_timeout_s: float = 30.0
+    """Seconds one verification task may take."""
+    env_workers: int = 1
+    """Worker processes that verify."""
+    generation_timeout_s: float = 3600.0
+    """Seconds one step's generation may take."""
+    train_timeout_s: float = 3600.0
+    """Seconds one step's training may take."""
+    save_samples: bool = True
+    """Write rollouts/step_*.jsonl."""
+
+
+@dataclass
+class DatasetConfig:
+    """One split of prompts: a file, a hub dataset, or an environment that makes them."""
+
+    path: Optional[str] = None
+    """JSONL or Parquet file, or a dataset name on the Hugging Face hub."""
+    split: Optional[str] = None
+    """Split of a hub dataset, or the split name given to the environment."""
+    environment: Optional[str] = None
+    """Environment of `env` that makes the prompts (no path), or that verifies those of the file. Null: the only one."""
+    size: Optional[int] = None
+    """Rows: the first so many of a file, or how many the environment makes."""
+    prompt_key: Optional[str] = None
+    """Column with the prompt (text or chat messages). Null: the first of messages, prompt, question, problem."""
+    columns: Dict[str, str] = field(default_factory=dict)
+    """Renames columns on loading: {new: old}."""
+    system_prompt: Optional[str] = None
+    """System message put before each prompt. Null: the one the environment brings, if any."""
+    chat: Optional[bool] = None
+    """Render with the tokenizer's chat template. Null: when the tokenizer has one."""
+    shuffle: bool = True
+    """Shuffle the rows of every epoch anew."""
+
+
+@dataclass
+class DataConfig:
+    """Training and held-out prompts."""
+
+    train: DatasetConfig = field(default_factory=DatasetConfig)
+    validation: Optional[DatasetConfig] = None
+
+
+@dataclass
+class ClusterConfig:
+    """Machines."""
+
+    num_nodes: int = 1
+    """Nodes of the job."""
+    gpus_per_node: int = 0
+    """GPUs per node; 0 runs the same program on CPU."""
+    cpus_per_node: Optional[int] = None
+    """CPU cores to use on each node; null: all that the process may use."""
+
+
+@dataclass
+class CheckpointingConfig:
+    """When the run saves, and what it keeps."""
+
+    enabled: bool = True
+    """Write checkpoints; without them a stopped run starts again from step 0."""
+    save_period: int = 10
+    """Steps between checkpoints. The last step is always saved."""
+    keep_last: int = 2
+    """Newest checkpoints that stay."""
+    keep_best: int = 1
+    """Best checkpoints by metric_name that stay besides."""
+    metric_name: Optional[str] = None
+    """Metric that ranks checkpoints, larger is better, for instance validation/correctness."""
+    export_hf: bool = True
+    """Write the final weights as a Hugging Face folder (`model/` in the run folder)."""
+
+
+@dataclass
+class TensorboardConfig:
+    """TensorBoard events in the run folder."""
+
+    enabled: bool = True
+    """Write them."""
+
+
+@dataclass
+class LoggerConfig:
+    """What is shown and written beside metrics.jsonl."""
+
+    console: str = "auto"
+    """live, plain, or auto (live on a terminal)."""
+    plot: bool = True
+    """Draw rewards.png when the run ends."""
+    tensorboard: TensorboardConfig = field(default_factory=TensorboardConfig)
+
+
+@dataclass
+class Config:
+    """Everything a run is told."""
+
+    run: RunConfig = field(default_factory=RunConfig)
+    gdpo: GdpoConfig = field(default_factory=GdpoConfig)
+    loss_fn: LossConfig = field(default_factory=LossConfig)
+    policy: PolicyConfig = field(default_factory=PolicyConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    env: Dict[str, Any] = field(default_factory=dict)
+    """Environments by name; the value holds the options of the plugin."""
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    checkpointing: CheckpointingConfig = field(default_factory=CheckpointingConfig)
+    logger: LoggerConfig = field(default_factory=LoggerConfig)

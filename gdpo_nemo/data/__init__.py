@@ -1,0 +1,1 @@
+"""Prompts in, trajectories through, packed batches out."""

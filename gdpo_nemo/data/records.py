@@ -1,0 +1,81 @@
+"""The records that travel from prompt to update, one type per stage.
+
+Prompt -> Trajectory (one sample with its verdict) -> Group (all samples of one prompt). Arrays are NumPy on the driver;
+torch begins at the micro-batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, Mapping, Sequence
+
+import numpy as np
+
+
+class Outcome(StrEnum):
+    """How a trajectory ended. Only OK and TRUNCATED are trained on; the others are masked and counted."""
+
+    OK = "ok"
+    TRUNCATED = "truncated"
+    ABORTED = "aborted"
+    ENV_FAILED = "env_failed"
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt. ``id`` is unique and stable over epochs and resumes; groups are formed by it and by nothing else."""
+
+    id: str
+    token_ids: np.ndarray
+    """int32 [prompt tokens]"""
+    text: str
+    """The rendered prompt, for logs and for reward functions."""
+    environment: str
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    """The remaining columns of the row, as reward functions receive them."""
+    messages: Sequence[Mapping[str, str]] | None = None
+
+
+@dataclass
+class Trajectory:
+    """One sampled completion with everything training and verification need."""
+
+    prompt: Prompt
+    sample_index: int
+    completion_ids: np.ndarray
+    """int32 [completion tokens], exactly as sampled, never re-tokenised."""
+    logprobs: np.ndarray
+    """float32 [completion tokens], the sampler's log-probs of those tokens."""
+    policy_version: int
+    """Updates that the sampling weights had seen."""
+    text: str
+    """The decoded completion, without special tokens."""
+    finish_reason: str
+    """stop or length, as the engine said."""
+    rewards: dict[str, float | None] = field(default_factory=dict)
+    outcome: Outcome = Outcome.OK
+    detail: str = ""
+    """What went wrong, when something did."""
+
+    @property
+    def trains(self) -> bool:
+        """Whether this trajectory may carry an advantage."""
+        return self.outcome in (Outcome.OK, Outcome.TRUNCATED)
+
+
+@dataclass
+class Group:
+    """The trajectories of one prompt id."""
+
+    prompt: Prompt
+    trajectories: list[Trajectory]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What an environment says about one completion: named components, None for 'not applicable'."""
+
+    rewards: Mapping[str, float | None]
+    outcome: Outcome = Outcome.OK
+    detail: str = ""
