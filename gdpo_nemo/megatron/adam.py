@@ -1,0 +1,62 @@
+"""Adam with its step count in the parameter group.
+
+torch's own Adam keeps a step tensor per parameter, which Megatron's distributed optimizer can neither shard nor restore.
+TransformerEngine's and apex's FusedAdam keep it in the group; with the same layout here, checkpoints written on a CPU and
+on a GPU are alike. The arithmetic is torch's fused kernel.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.optim.adam import adam
+from torch.optim.adamw import adamw
+
+
+class GroupStepAdam(torch.optim.Optimizer):
+    """AdamW (``adam_w_mode``) or Adam with L2 decay. State per parameter: exp_avg, exp_avg_sq; per group: step."""
+
+    def __init__(
+        self,
+        params,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        adam_w_mode: bool = True,
+        bias_correction: bool = True,
+        **unused,
+    ):
+        self._update = adamw if adam_w_mode else adam
+        defaults = dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, bias_correction=bias_correction)
+        super().__init__(params, defaults)
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        """One update of every parameter that has a gradient."""
+        for group in self.param_groups:
+            params = [p for p in group["params"] if p.grad is not None]
+            if not params:
+                continue
+            step = int(group.get("step", 0))
+            group["step"] = step + 1
+            for p in params:
+                state = self.state[p]
+                if not state:
+                    state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(p), torch.zeros_like(p)
+            self._update(
+                params,
+                [p.grad for p in params],
+                [self.state[p]["exp_avg"] for p in params],
+                [self.state[p]["exp_avg_sq"] for p in params],
+                [],
+                [torch.tensor(float(step), device=p.device) for p in params],
+                fused=True,
+                foreach=False,
+                amsgrad=False,
+                maximize=False,
+                beta1=group["betas"][0],
+                beta2=group["betas"][1],
+                lr=group["lr"],
+                weight_decay=group["weight_decay"],
+                eps=group["eps"],
+            )

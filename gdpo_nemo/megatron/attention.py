@@ -1,0 +1,278 @@
+"""Core attention without TransformerEngine: rotary embedding and torch SDPA over packed sequences.
+
+A micro-batch is a pack of sequences laid end to end. SDPA wants a rectangle, so the pack is unrolled into rectangles of
+sequences of similar length (right-padded: under a causal mask no real token sees the padding) and rolled up again. Under
+context parallelism a rank holds two chunks of every sequence (zigzag: chunk r and chunk 2n-1-r, which balances causal
+work); keys and values are gathered, and an explicit mask compares positions.
+
+The rotary embedding is applied here and not by Megatron's model code because the positions of a pack are known here once
+for all layers; the frequencies come from transformers, so every published scaling rule is the original.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.module import MegatronModule
+
+# A rectangle may hold this many times the tokens of its sequences before they are split over several rectangles.
+_PADDING_ALLOWED = 1.3
+
+
+@dataclass
+class Packing(PackedSeqParams):
+    """Megatron's packed-sequence parameters, plus what attention derives from them once per micro-batch."""
+
+    positions: torch.Tensor | None = None
+    """int64 [local tokens]: place of each local token in its own sequence."""
+    rectangles: list["Rectangle"] = field(default_factory=list)
+    cos: torch.Tensor | None = None
+    """[local tokens, 1, head size]"""
+    sin: torch.Tensor | None = None
+
+
+@dataclass
+class Rectangle:
+    """Sequences of similar length, and how their tokens move between the pack and a padded rectangle."""
+
+    queries: torch.Tensor
+    """int64 [sequences, query length]: row of each query in the local pack (padding repeats row 0)."""
+    queries_back: torch.Tensor
+    """int64 [queries]: place of each local token of these sequences in the flattened rectangle."""
+    rows: torch.Tensor
+    """int64 [queries]: the local rows these places belong to, in the same order."""
+    keys: torch.Tensor
+    """int64 [sequences, key length] into the gathered pack."""
+    keys_back: torch.Tensor
+    key_rows: torch.Tensor
+    mask: torch.Tensor | None
+    """bool [sequences, 1, query length, key length] under context parallelism, else None (plain causal)."""
+
+
+def make_packing(lengths: list[int], rank: int, size: int, device: torch.device) -> Packing:
+    """Packing for sequences of ``lengths`` (padded tokens each, divisible by 2*size when size > 1) on context rank ``rank``."""
+    bounds = [0]
+    for length in lengths:
+        bounds.append(bounds[-1] + length)
+    cumulative = torch.tensor(bounds, dtype=torch.int32, device=device)
+    packing = Packing(
+        qkv_format="thd",
+        cu_seqlens_q=cumulative,
+        cu_seqlens_kv=cumulative,
+        cu_seqlens_q_padded=cumulative,
+        cu_seqlens_kv_padded=cumulative,
+        max_seqlen_q=max(lengths),
+        max_seqlen_kv=max(lengths),
+    )
+    packing.positions = torch.cat([local_positions(length, rank, size) for length in lengths]).to(device)
+    packing.rectangles = [
+        _rectangle(members, lengths, bounds, rank, size, device) for members in _similar_lengths(lengths)
+    ]
+    return packing
+
+
+def local_positions(length: int, rank: int, size: int) -> torch.Tensor:
+    """int64 [length/size]: the positions of one sequence that context rank ``rank`` of ``size`` holds, in its order."""
+    if size == 1:
+        return torch.arange(length)
+    chunks = torch.arange(length).chunk(2 * size)
+    return torch.cat((chunks[rank], chunks[2 * size - 1 - rank]))
+
+
+def _similar_lengths(lengths: list[int]) -> list[list[int]]:
+    """Indices of sequences, grouped so that padding to each group's longest stays cheap."""
+    order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+    groups: list[list[int]] = []
+    for i in order:
+        if groups:
+            group = groups[-1]
+            tokens = sum(lengths[j] for j in group) + lengths[i]
+            if lengths[group[0]] * (len(group) + 1) <= _PADDING_ALLOWED * tokens:
+                group.append(i)
+                continue
+        groups.append([i])
+    return groups
+
+
+def _rectangle(members, lengths, bounds, rank, size, device) -> Rectangle:
+    longest = max(lengths[i] for i in members)
+    queries, keys = _Filler(longest // size), _Filler(longest)
+    query_positions = torch.full((len(members), longest // size), -1, dtype=torch.int64)
+    for place, i in enumerate(members):
+        mine = local_positions(lengths[i], rank, size)
+        queries.add(torch.arange(len(mine)) + bounds[i] // size)
+        query_positions[place, : len(mine)] = mine
+        keys.add(torch.arange(lengths[i]) + bounds[i])
+    mask = None
+    if size > 1:
+        # Padded queries (position -1) would see nothing and turn into NaN; let them see the first key.
+        visible = torch.arange(longest)[None, None, :] <= query_positions.clamp(min=0)[:, :, None]
+        mask = visible[:, None].to(device)
+    moved = [tensor.to(device) for tensor in (*queries.tensors(), *keys.tensors())]
+    return Rectangle(*moved, mask)
+
+
+class _Filler:
+    """Collects rows of a pack into a right-padded rectangle of ``width``."""
+
+    def __init__(self, width: int):
+        self.width, self.table, self.back, self.rows = width, [], [], []
+
+    def add(self, rows: torch.Tensor) -> None:
+        self.back.append(torch.arange(len(rows)) + len(self.table) * self.width)
+        self.rows.append(rows)
+        self.table.append(F.pad(rows, (0, self.width - len(rows))))
+
+    def tensors(self):
+        return torch.stack(self.table), torch.cat(self.back), torch.cat(self.rows)
+
+
+class _Unroll(torch.autograd.Function):
+    """Pack [tokens, ...] -> rectangle [sequences, width, ...]; a pure move, so the backward is the move back."""
+
+    @staticmethod
+    def forward(ctx, pack, table, back, rows):
+        ctx.save_for_backward(back, rows)
+        ctx.tokens = pack.size(0)
+        return pack.index_select(0, table.flatten()).view(*table.shape, *pack.shape[1:])
+
+    @staticmethod
+    def backward(ctx, grad):
+        back, rows = ctx.saved_tensors
+        out = grad.new_zeros(ctx.tokens, *grad.shape[2:])
+        return out.index_copy_(0, rows, grad.flatten(0, 1).index_select(0, back)), None, None, None
+
+
+class _RollUp(torch.autograd.Function):
+    """Rectangles -> pack [tokens, ...]: the inverse of unrolling every rectangle."""
+
+    @staticmethod
+    def forward(ctx, tokens, moves, *rectangles):
+        ctx.moves, ctx.shapes = moves, [r.shape for r in rectangles]
+        pack = rectangles[0].new_empty(tokens, *rectangles[0].shape[2:])
+        for (back, rows), rectangle in zip(moves, rectangles):
+            pack.index_copy_(0, rows, rectangle.flatten(0, 1).index_select(0, back))
+        return pack
+
+    @staticmethod
+    def backward(ctx, grad):
+        out = []
+        for (back, rows), shape in zip(ctx.moves, ctx.shapes):
+            rectangle = grad.new_zeros(shape[0] * shape[1], *shape[2:])
+            out.append(rectangle.index_copy_(0, back, grad.index_select(0, rows)).view(shape))
+        return None, None, *out
+
+
+class _GatherContext(torch.autograd.Function):
+    """[local tokens, ...] on each context rank -> [size, local tokens, ...]; the backward sums this rank's share."""
+
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        out = x.new_empty(group.size() * x.size(0), *x.shape[1:])
+        dist.all_gather_into_tensor(out, x.contiguous(), group=group)
+        return out.view(group.size(), *x.shape)
+
+    @staticmethod
+    def backward(ctx, grad):
+        mine = grad.new_empty(grad.shape[1:])
+        dist.reduce_scatter_tensor(mine, grad.flatten(0, 1).contiguous(), group=ctx.group)
+        return mine, None
+
+
+class PackedAttention(MegatronModule):
+    """Causal self-attention over a pack, with rotary embedding and context parallelism.
+
+    Args:
+        rotary: ``(inverse frequencies [head size / 2], attention scaling)`` of the model.
+    """
+
+    def __init__(
+        self,
+        config,
+        layer_number,
+        attn_mask_type,
+        attention_type,
+        attention_dropout=None,
+        softmax_scale=None,
+        cp_comm_type=None,
+        pg_collection=None,
+        *,
+        rotary: tuple[torch.Tensor, float],
+        **unused,
+    ):
+        super().__init__(config=config)
+        if attn_mask_type not in (AttnMaskType.causal, AttnMaskType.padding_causal):
+            raise ValueError(f"packed attention is causal, asked for {attn_mask_type}")
+        groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])
+        self.context_group = groups.cp
+        self.scale = softmax_scale if softmax_scale is not None else 1.0 / math.sqrt(config.kv_channels)
+        self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+        self.rotary = rotary
+
+    def forward(
+        self,
+        query,
+        key,
+        value,
+        attention_mask,
+        attn_mask_type=None,
+        attention_bias=None,
+        packed_seq_params: Packing | None = None,
+        **unused,
+    ):
+        """query [local tokens, heads, size], key and value [local tokens, groups, size] -> [local tokens, heads * size]."""
+        packing = packed_seq_params
+        query, key = self._rotate(query, packing), self._rotate(key, packing)
+        repeats = query.size(1) // key.size(1)
+        if repeats > 1:
+            key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
+        if self.context_group.size() > 1:
+            both = _GatherContext.apply(torch.stack((key, value), 1), self.context_group)
+            key, value = self._in_order(both, packing).unbind(1)
+        drop = self.dropout if self.training else 0.0
+        outputs = [self._attend(query, key, value, rectangle, drop) for rectangle in packing.rectangles]
+        moves = [(rectangle.queries_back, rectangle.rows) for rectangle in packing.rectangles]
+        return _RollUp.apply(query.size(0), moves, *outputs).flatten(1)
+
+    def _rotate(self, x, packing):
+        if packing.cos is None:
+            frequencies, scaling = self.rotary
+            angles = packing.positions.float()[:, None] * frequencies.to(x.device)[None, :]
+            angles = torch.cat((angles, angles), -1)[:, None, :]
+            packing.cos, packing.sin = (angles.cos() * scaling).to(x.dtype), (angles.sin() * scaling).to(x.dtype)
+        left, right = x.chunk(2, dim=-1)
+        return x * packing.cos + torch.cat((-right, left), -1) * packing.sin
+
+    def _in_order(self, gathered, packing):
+        """[size, local tokens, ...] zigzag parts -> [all tokens, ...] in sequence order."""
+        size = self.context_group.size()
+        bounds = packing.cu_seqlens_q.tolist()
+        pieces = []
+        for start, stop in zip(bounds[:-1], bounds[1:]):
+            parts = gathered[:, start // size : stop // size]
+            half = parts.size(1) // 2
+            pieces.extend(parts[:, :half])
+            pieces.extend(parts[:, half:].flip(0))
+        return torch.cat([piece for piece in pieces])
+
+    def _attend(self, query, key, value, rectangle: Rectangle, drop: float):
+        q = _Unroll.apply(query, rectangle.queries, rectangle.queries_back, rectangle.rows)
+        k, v = (
+            _Unroll.apply(x, rectangle.keys, rectangle.keys_back, rectangle.key_rows) for x in (key, value)
+        )
+        out = F.scaled_dot_product_attention(
+            *(x.transpose(1, 2) for x in (q, k, v)),
+            attn_mask=rectangle.mask,
+            is_causal=rectangle.mask is None,
+            dropout_p=drop,
+            scale=self.scale,
+        )
+        return out.transpose(1, 2)

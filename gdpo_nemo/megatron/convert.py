@@ -1,0 +1,139 @@
+"""Weights between Hugging Face and Megatron, bit exact, at any layout, one tensor at a time."""
+
+from __future__ import annotations
+
+import re
+from typing import Callable, Iterator
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from transformers import PretrainedConfig
+
+from gdpo_nemo.megatron.families import (
+    COLUMNS,
+    EMBEDDING,
+    GATED_ROWS,
+    HEAD,
+    LAYER_WEIGHTS,
+    REPLICATED,
+    TOP_WEIGHTS,
+    Weight,
+    head_size,
+)
+
+_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+
+
+def local_weights(chunks: list[torch.nn.Module]) -> Iterator[tuple[torch.nn.Parameter, Weight]]:
+    """This rank's parameters with their global Hugging Face names, in a fixed order."""
+    for chunk in chunks:
+        for name, parameter in chunk.named_parameters():
+            match = _LAYER.fullmatch(name)
+            if match is None:
+                yield parameter, TOP_WEIGHTS[name]
+                continue
+            weight = LAYER_WEIGHTS[match[2]]
+            # layer_number counts Hybrid layers from 1 over all pipeline stages.
+            layer = (chunk.decoder.layers[int(match[1])].layer_number - 1) // 2
+            yield parameter, Weight(weight.split, tuple(f"model.layers.{layer}.{s}" for s in weight.sources))
+
+
+def _merge(tensors: list[torch.Tensor], config: PretrainedConfig) -> torch.Tensor:
+    """Hugging Face tensors -> one Megatron tensor (unsplit)."""
+    if len(tensors) != 3:
+        return torch.cat(tensors)
+    groups, size = config.num_key_value_heads, head_size(config)
+    parts = [t.reshape(groups, -1, *t.shape[1:]) for t in tensors]  # per query group: its queries, its key, its value
+    return torch.cat(parts, 1).reshape(-1, *tensors[0].shape[1:])
+
+
+def _separate(tensor: torch.Tensor, count: int, config: PretrainedConfig) -> list[torch.Tensor]:
+    """The inverse of ``_merge``."""
+    if count == 1:
+        return [tensor]
+    if count == 2:
+        return list(tensor.chunk(2))
+    groups, size = config.num_key_value_heads, head_size(config)
+    queries = config.num_attention_heads // groups
+    parts = tensor.reshape(groups, (queries + 2) * size, *tensor.shape[1:]).split([queries * size, size, size], 1)
+    return [part.reshape(-1, *tensor.shape[1:]) for part in parts]
+
+
+def _shard(tensor: torch.Tensor, split: str, rank: int, size: int) -> torch.Tensor:
+    if split == REPLICATED or size == 1:
+        return tensor
+    if split == GATED_ROWS:
+        return torch.cat([half.chunk(size)[rank] for half in tensor.chunk(2)])
+    return tensor.chunk(size, dim=1 if split == COLUMNS else 0)[rank]
+
+
+def _assemble(parts: list[torch.Tensor], split: str) -> torch.Tensor:
+    if split == GATED_ROWS:
+        halves = [part.chunk(2) for part in parts]
+        return torch.cat([half[0] for half in halves] + [half[1] for half in halves])
+    return torch.cat(parts, dim=1 if split == COLUMNS else 0)
+
+
+@torch.no_grad()
+def load_hf(chunks: list[torch.nn.Module], read: Callable[[str], torch.Tensor], config: PretrainedConfig) -> None:
+    """Fill this rank's parameters; ``read(name)`` returns one Hugging Face tensor, and is asked for what is needed only.
+
+    Raises:
+        KeyError: a tensor is missing. ValueError: a tensor has another shape than the configuration says.
+    """
+    group = parallel_state.get_tensor_model_parallel_group()
+    for parameter, weight in local_weights(chunks):
+        sources = weight.sources
+        if sources == (HEAD,) and config.tie_word_embeddings:
+            sources = (EMBEDDING,)
+        tensor = _merge([read(name) for name in sources], config)
+        if sources[0] in (EMBEDDING, HEAD):
+            tensor = torch.nn.functional.pad(tensor, (0, 0, 0, parameter.size(0) * group.size() - tensor.size(0)))
+        tensor = _shard(tensor, weight.split, group.rank(), group.size())
+        if tensor.shape != parameter.shape:
+            raise ValueError(f"{' + '.join(sources)}: shape {tuple(tensor.shape)}, expected {tuple(parameter.shape)}")
+        parameter.copy_(tensor)
+
+
+@torch.no_grad()
+def export_hf(chunks: list[torch.nn.Module], config: PretrainedConfig) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield every Hugging Face tensor, whole, on every rank; all ranks must iterate together.
+
+    Tensors come in the same order on all ranks and may alias live parameters: copy what is kept.
+    """
+    stages = parallel_state.get_pipeline_model_parallel_group()
+    mine = list(_export_stage(chunks, config)) if stages.size() == 1 else None
+    if mine is not None:
+        yield from mine
+        return
+    seen: set[str] = set()
+    for stage in range(stages.size()):
+        source = dist.get_global_rank(stages, stage)
+        owned = _export_stage(chunks, config) if stages.rank() == stage else None
+        while True:
+            item = next(owned, None) if owned is not None else None
+            meta = [None if item is None else (item[0], tuple(item[1].shape), item[1].dtype, item[1].device.type)]
+            dist.broadcast_object_list(meta, source, group=stages)
+            if meta[0] is None:
+                break
+            name, shape, dtype, device = meta[0]
+            tensor = item[1].contiguous() if item else torch.empty(shape, dtype=dtype, device=device)
+            dist.broadcast(tensor, source, group=stages)
+            if name not in seen:  # a tied embedding lives on the first and the last stage
+                seen.add(name)
+                yield name, tensor
+
+
+def _export_stage(chunks, config) -> Iterator[tuple[str, torch.Tensor]]:
+    group = parallel_state.get_tensor_model_parallel_group()
+    for parameter, weight in local_weights(chunks):
+        if weight.sources == (HEAD,) and config.tie_word_embeddings:
+            continue
+        tensor = parameter.detach()
+        if weight.split != REPLICATED and group.size() > 1:
+            parts = [torch.empty_like(tensor) for _ in range(group.size())]
+            dist.all_gather(parts, tensor.contiguous(), group=group)
+            tensor = _assemble(parts, weight.split)
+        for name, part in zip(weight.sources, _separate(tensor, len(weight.sources), config)):
+            yield name, part[: config.vocab_size] if name in (EMBEDDING, HEAD) else part

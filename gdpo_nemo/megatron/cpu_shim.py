@@ -1,0 +1,168 @@
+"""Run unmodified megatron-core where there is no CUDA.
+
+megatron-core names CUDA inside its functions: literals such as ``device="cuda"``, attributes such as
+``torch.cuda.current_device``. Patching torch itself would lie to every other library in the process, so instead the
+*code objects* of megatron-core's functions are rewritten while its modules are imported. Module-level code stays as it
+is (it refers to classes that exist only under ``torch.cuda``), and torch keeps telling the truth.
+
+Where CUDA is available ``install`` does nothing, so GPU runs execute stock megatron-core.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.abc
+import importlib.machinery
+import sys
+import types
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+_PACKAGE = "megatron.core"
+# Never executed on CPU, and some of them need their CUDA literals to import at all.
+_LEFT_ALONE = tuple(
+    f"{_PACKAGE}.{name}"
+    for name in ("inference", "export", "resharding", "distributed.fsdp", "energy_monitor", "nccl_allocator")
+)
+# torch.cuda.X -> torch.<twin>.X; random-state functions live on torch.random, not on torch.cpu.
+_TWIN = {f"{_PACKAGE}.tensor_parallel.random": "random"}
+
+
+def install() -> bool:
+    """Install the import hook; returns whether it was needed. Must run before ``import megatron.core``.
+
+    Raises:
+        RuntimeError: megatron.core was imported already, so its functions can no longer be rewritten.
+    """
+    if torch.cuda.is_available():
+        return False
+    if any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        return True
+    if _PACKAGE in sys.modules:
+        raise RuntimeError("megatron.core was imported before gdpo_nemo.megatron.runtime.prepare()")
+    sys.meta_path.insert(0, _Finder())
+    _use_cpu_random_states()
+    _use_even_collectives()
+    _settle_token_counts_on_cpu()
+    return True
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    def find_spec(self, fullname, path=None, target=None):
+        if not fullname.startswith(_PACKAGE + ".") or fullname.startswith(_LEFT_ALONE):
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
+        if spec is not None and isinstance(spec.loader, importlib.machinery.SourceFileLoader):
+            spec.loader = _Loader(spec.loader.name, spec.loader.path)
+        return spec
+
+
+class _Loader(importlib.machinery.SourceFileLoader):
+    def get_code(self, fullname):
+        module = super().get_code(fullname)
+        twin = _TWIN.get(fullname, "cpu")
+        constants = tuple(_rewrite(c, twin) if isinstance(c, types.CodeType) else c for c in module.co_consts)
+        return module.replace(co_consts=constants)
+
+    def exec_module(self, module):
+        super().exec_module(module)
+        if module.__name__ == f"{_PACKAGE}.jit":
+            # torch.compile on CPU needs a C++ compiler and minutes of warm-up; the fused kernels are for CUDA anyway.
+            module.disable_jit_fuser()
+
+
+def _rewrite(code: types.CodeType, twin: str) -> types.CodeType:
+    """The function's code with CUDA literals and the attribute ``cuda`` turned into their CPU twins."""
+
+    def constant(value):
+        if isinstance(value, types.CodeType):
+            return _rewrite(value, twin)
+        if isinstance(value, str) and value == "cuda":
+            return "cpu"
+        if isinstance(value, str) and value.startswith("torch.cuda.") and value.endswith("Tensor"):
+            return "torch." + value.removeprefix("torch.cuda.")
+        if isinstance(value, tuple):
+            return tuple(constant(v) for v in value)
+        return value
+
+    return code.replace(
+        co_consts=tuple(constant(c) for c in code.co_consts),
+        co_names=tuple(twin if name == "cuda" else name for name in code.co_names),
+    )
+
+
+def _use_cpu_random_states() -> None:
+    from megatron.core.tensor_parallel import random as megatron_random
+
+    class CpuRandomStates(megatron_random.CudaRNGStatesTracker):
+        """Named random streams on the CPU generator."""
+
+        def add(self, name, seed):
+            self._is_initialized = True
+            if seed in self.seeds_ or name in self.states_:
+                raise ValueError(f"random stream {name!r} with seed {seed} exists already")
+            self.seeds_.add(seed)
+            self.states_[name] = torch.Generator().manual_seed(seed).get_state()
+
+        @contextlib.contextmanager
+        def fork(self, name=megatron_random._MODEL_PARALLEL_RNG_TRACKER_NAME):
+            if name not in self.states_:
+                raise KeyError(f"random stream {name!r} was never added")
+            outside = torch.get_rng_state()
+            torch.set_rng_state(self.states_[name])
+            try:
+                yield
+            finally:
+                self.states_[name] = torch.get_rng_state()
+                torch.set_rng_state(outside)
+
+    megatron_random.CudaRNGStatesTracker = CpuRandomStates
+    megatron_random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
+    megatron_random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
+
+
+def _use_even_collectives() -> None:
+    """gloo gathers and scatters equal parts only; pad uneven ones (expert token exchange) to the largest."""
+    from megatron.core.tensor_parallel import mappings
+
+    stock_gather, stock_scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
+
+    def padded(x: torch.Tensor, rows: int) -> torch.Tensor:
+        return F.pad(x, (0, 0) * (x.dim() - 1) + (0, rows - x.size(0))).contiguous()
+
+    def gather(x, group, output_split_sizes=None, use_global_buffer=False):
+        if output_split_sizes is None or group.size() == 1:
+            return stock_gather(x, group, output_split_sizes, use_global_buffer)
+        sizes = [int(size) for size in output_split_sizes]
+        parts = [x.new_empty((max(sizes), *x.shape[1:])) for _ in sizes]
+        dist.all_gather(parts, padded(x, max(sizes)), group=group)
+        return torch.cat([part[:size] for part, size in zip(parts, sizes)])
+
+    def reduce_scatter(x, group, input_split_sizes=None, use_global_buffer=False):
+        if input_split_sizes is None or group.size() == 1:
+            return stock_scatter(x, group, input_split_sizes, use_global_buffer)
+        sizes = [int(size) for size in input_split_sizes]
+        parts = [padded(part, max(sizes)) for part in x.split(sizes)]
+        mine = torch.empty_like(parts[0])
+        dist.reduce_scatter(mine, parts, group=group)
+        return mine[: sizes[group.rank()]].contiguous()
+
+    mappings._gather_along_first_dim = gather
+    mappings._reduce_scatter_along_first_dim = reduce_scatter
+
+
+def _settle_token_counts_on_cpu() -> None:
+    """The expert dispatcher waits on a CUDA stream for its counts; on CPU they are there already."""
+    from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+
+    def settle(self, point, tokens_per_expert=None):
+        if not self.drop_and_pad and point == self.cuda_dtoh_point:
+            for name in ("input_splits", "output_splits", "output_splits_tp"):
+                value = getattr(self, name)
+                if torch.is_tensor(value):
+                    setattr(self, name, value.numpy())
+        return tokens_per_expert
+
+    MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize = settle

@@ -1,0 +1,129 @@
+"""Model families: how a Hugging Face configuration and its weight names map onto Megatron's.
+
+One table a family. Adding one means naming its differences here; building, conversion and checkpoints follow.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import PretrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from gdpo_nemo.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Family:
+    """What sets one Hugging Face architecture apart from a plain Llama."""
+
+    architecture: str
+    qkv_bias: bool = False
+    qk_norm: bool = False
+
+
+FAMILIES: dict[str, Family] = {
+    "llama": Family("LlamaForCausalLM"),
+    "mistral": Family("MistralForCausalLM"),
+    "qwen2": Family("Qwen2ForCausalLM", qkv_bias=True),
+    "qwen3": Family("Qwen3ForCausalLM", qk_norm=True),
+}
+
+# How a weight is split over tensor-parallel ranks.
+REPLICATED, ROWS, COLUMNS, GATED_ROWS = "replicated", "rows", "columns", "gated rows"
+
+
+@dataclass(frozen=True)
+class Weight:
+    """One Megatron parameter: its split, and the Hugging Face tensors it is made of."""
+
+    split: str
+    sources: tuple[str, ...]
+
+
+_ATTENTION_NORM = Weight(REPLICATED, ("input_layernorm.weight",))
+_MLP_NORM = Weight(REPLICATED, ("post_attention_layernorm.weight",))
+
+# Megatron name inside a Hybrid layer -> Hugging Face names inside a layer. Norms have a second name under TransformerEngine.
+LAYER_WEIGHTS: dict[str, Weight] = {
+    "input_layernorm.weight": _ATTENTION_NORM,
+    "self_attention.linear_qkv.layer_norm_weight": _ATTENTION_NORM,
+    "self_attention.linear_qkv.weight": Weight(ROWS, tuple(f"self_attn.{x}_proj.weight" for x in "qkv")),
+    "self_attention.linear_qkv.bias": Weight(ROWS, tuple(f"self_attn.{x}_proj.bias" for x in "qkv")),
+    "self_attention.q_layernorm.weight": Weight(REPLICATED, ("self_attn.q_norm.weight",)),
+    "self_attention.k_layernorm.weight": Weight(REPLICATED, ("self_attn.k_norm.weight",)),
+    "self_attention.linear_proj.weight": Weight(COLUMNS, ("self_attn.o_proj.weight",)),
+    "pre_mlp_layernorm.weight": _MLP_NORM,
+    "mlp.linear_fc1.layer_norm_weight": _MLP_NORM,
+    "mlp.linear_fc1.weight": Weight(GATED_ROWS, ("mlp.gate_proj.weight", "mlp.up_proj.weight")),
+    "mlp.linear_fc2.weight": Weight(COLUMNS, ("mlp.down_proj.weight",)),
+}
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+TOP_WEIGHTS: dict[str, Weight] = {
+    "embedding.word_embeddings.weight": Weight(ROWS, (EMBEDDING,)),
+    "output_layer.weight": Weight(ROWS, (HEAD,)),
+    "decoder.final_norm.weight": Weight(REPLICATED, ("model.norm.weight",)),
+}
+
+
+def family_of(config: PretrainedConfig) -> Family:
+    """The family of a Hugging Face configuration.
+
+    Raises:
+        ConfigError: it is not supported; the message lists those that are.
+    """
+    family = FAMILIES.get(config.model_type)
+    if family is None:
+        raise ConfigError(
+            f"policy.model_name: model type {config.model_type!r} is not supported; supported: {', '.join(sorted(FAMILIES))}"
+        )
+    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
+    if window is not None:
+        raise ConfigError(f"policy.model_name: sliding-window attention ({window} tokens) is not supported")
+    if getattr(config, "hidden_act", "silu") != "silu":
+        raise ConfigError(f"policy.model_name: activation {config.hidden_act!r} is not supported; supported: silu")
+    return family
+
+
+def head_size(config: PretrainedConfig) -> int:
+    """Size of one attention head."""
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def rotary(config: PretrainedConfig) -> tuple[torch.Tensor, float]:
+    """Inverse rotary frequencies [head size / 2] and the factor on cos and sin, by transformers' own rules."""
+    parameters = config.rope_parameters
+    kind = parameters.get("rope_type", "default")
+    if kind == "default":
+        size = head_size(config)
+        exponents = torch.arange(0, size, 2, dtype=torch.float32) / size
+        return 1.0 / (parameters["rope_theta"] ** exponents), 1.0
+    return ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
+
+
+def transformer_fields(config: PretrainedConfig) -> dict[str, Any]:
+    """The fields of Megatron's TransformerConfig that the architecture decides.
+
+    ``num_layers`` counts Hybrid layers: attention and MLP are one each.
+    """
+    family = family_of(config)
+    return dict(
+        num_layers=2 * config.num_hidden_layers,
+        hidden_size=config.hidden_size,
+        num_attention_heads=config.num_attention_heads,
+        num_query_groups=config.num_key_value_heads,
+        kv_channels=head_size(config),
+        ffn_hidden_size=config.intermediate_size,
+        normalization="RMSNorm",
+        layernorm_epsilon=config.rms_norm_eps,
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        add_bias_linear=False,
+        add_qkv_bias=family.qkv_bias or bool(getattr(config, "attention_bias", False)),
+        qk_layernorm=family.qk_norm,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        init_method_std=config.initializer_range,
+    )

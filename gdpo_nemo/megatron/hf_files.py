@@ -1,0 +1,103 @@
+"""Read and write Hugging Face model folders, tensor by tensor."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Callable, Iterable
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from gdpo_nemo.errors import ConfigError
+
+_INDEX = "model.safetensors.index.json"
+# What makes a folder loadable besides weights; copied from the model the run started from.
+_COMPANIONS = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "vocab.*",
+    "merges.txt",
+    "added_tokens.json",
+    "chat_template*",
+    "generation_config.json",
+)
+
+
+def resolve(model: str) -> Path:
+    """A local folder for ``model``: itself when it is one, else a snapshot from the Hugging Face hub."""
+    folder = Path(model)
+    if folder.is_dir():
+        return folder
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(model, allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]))
+
+
+def open_weights(folder: str | Path) -> Callable[[str], torch.Tensor]:
+    """A reader of the folder's safetensors: name -> tensor on the CPU, memory-mapped.
+
+    Raises:
+        ConfigError: the folder has no safetensors. The reader raises KeyError for an unknown name.
+    """
+    folder = Path(folder)
+    index = folder / _INDEX
+    if index.exists():
+        where = json.loads(index.read_text())["weight_map"]
+    else:
+        files = sorted(folder.glob("*.safetensors"))
+        if not files:
+            raise ConfigError(f"policy.model_name: no weights (*.safetensors) in {folder}")
+        where = {}
+        for file in files:
+            with safe_open(file, framework="pt") as shard:
+                where.update(dict.fromkeys(shard.keys(), file.name))
+    handles: dict[str, object] = {}
+
+    def read(name: str) -> torch.Tensor:
+        file = where[name]
+        if file not in handles:
+            handles[file] = safe_open(folder / file, framework="pt")
+        return handles[file].get_tensor(name)
+
+    return read
+
+
+def write_model(
+    folder: str | Path, tensors: Iterable[tuple[str, torch.Tensor]], config, source: str | Path, shard_bytes: int = 4 << 30
+) -> None:
+    """Write a folder that transformers and vLLM load: safetensors (sharded), configuration, tokenizer of ``source``."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    config.save_pretrained(folder)
+    for pattern in _COMPANIONS:
+        for file in Path(source).glob(pattern):
+            shutil.copy2(file, folder / file.name)
+    shards: list[dict[str, torch.Tensor]] = [{}]
+    sizes = [0]
+    names: list[str] = []
+
+    def flush():
+        names.append(f"model-{len(names) + 1:05d}.safetensors")
+        save_file(shards[-1], folder / names[-1], metadata={"format": "pt"})
+        maps.append({key: names[-1] for key in shards[-1]})
+        shards[-1].clear()
+        sizes[-1] = 0
+
+    maps: list[dict[str, str]] = []
+    total = 0
+    for name, tensor in tensors:
+        size = tensor.numel() * tensor.element_size()
+        if shards[-1] and sizes[-1] + size > shard_bytes:
+            flush()
+        shards[-1][name] = tensor.detach().to("cpu", copy=True).contiguous()
+        sizes[-1] += size
+        total += size
+    flush()
+    if len(names) == 1:
+        (folder / names[0]).rename(folder / "model.safetensors")
+    else:
+        weight_map = {key: file for part in maps for key, file in part.items()}
+        (folder / _INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=1))

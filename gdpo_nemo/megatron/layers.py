@@ -1,0 +1,110 @@
+"""The layer specification: TransformerEngine where it is, local Megatron layers with torch SDPA elsewhere.
+
+Both build a ``HybridModel`` whose pattern alternates attention (``*``) and MLP (``-``) layers, so Hugging Face layer i is
+Hybrid layers 2i and 2i+1 on every path.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
+from megatron.core.ssm.mlp_layer import MLPLayer
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+
+from gdpo_nemo.megatron.attention import PackedAttention
+
+
+def transformer_engine_is_usable() -> bool:
+    """Whether TransformerEngine imports and there is a GPU for it."""
+    if not torch.cuda.is_available():
+        return False
+    try:
+        import transformer_engine.pytorch  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+def layer_spec(config: TransformerConfig, rotary: tuple[torch.Tensor, float], use_te: bool) -> ModuleSpec:
+    """The stack to build: Megatron's TransformerEngine stack, or local layers that need nothing but torch."""
+    if use_te:
+        from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
+
+        return hybrid_stack_spec
+    return _local_stack(config, rotary)
+
+
+class RMSNorm(torch.nn.Module):
+    """RMS norm that may run on sequence-parallel shards: its gradient is then summed over the tensor group."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **unused):
+        super().__init__()
+        self.eps = eps
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=_device()))
+        self.weight.sequence_parallel = config.sequence_parallel
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+def _device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+class LocalHybridStack(HybridStack):
+    """Megatron's stack with our final norm: the stock one is TransformerEngine's and refuses to be built without it."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **{**kwargs, "post_layer_norm": False})
+        self.post_layer_norm = True
+        if self.post_process:
+            self.final_norm = RMSNorm(self.config, self.config.hidden_size, eps=self.config.layernorm_epsilon)
+
+
+def _local_stack(config: TransformerConfig, rotary) -> ModuleSpec:
+    head_norm = RMSNorm if config.qk_layernorm else None
+    attention = ModuleSpec(
+        module=TransformerLayer,
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=RMSNorm,
+            self_attention=ModuleSpec(
+                module=SelfAttention,
+                params={"attn_mask_type": AttnMaskType.causal},
+                submodules=SelfAttentionSubmodules(
+                    linear_qkv=ColumnParallelLinear,
+                    core_attention=partial(PackedAttention, rotary=rotary),
+                    linear_proj=RowParallelLinear,
+                    q_layernorm=head_norm,
+                    k_layernorm=head_norm,
+                ),
+            ),
+            self_attn_bda=get_bias_dropout_add,
+            # Checkpoint keys of the fused TransformerEngine layers, so that both paths read each other's checkpoints.
+            sharded_state_dict_keys_map={"input_layernorm.": "self_attention.linear_qkv.layer_norm_"},
+        ),
+    )
+    mlp = ModuleSpec(
+        module=MLPLayer,
+        submodules=TransformerLayerSubmodules(
+            pre_mlp_layernorm=RMSNorm,
+            mlp=partial(
+                MLP.as_mlp_submodule,
+                submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear),
+            ),
+            mlp_bda=get_bias_dropout_add,
+            sharded_state_dict_keys_map={"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"},
+        ),
+    )
+    return ModuleSpec(
+        module=LocalHybridStack,
+        submodules=HybridStackSubmodules(attention_layer=attention, mlp_layer=mlp),
+    )

@@ -1,0 +1,98 @@
+"""Log-probs and entropy from logits that are sharded over the vocabulary.
+
+Only two small sums per token travel between the tensor-parallel ranks; nothing of vocabulary size is gathered, and
+float32 copies exist for one chunk of tokens at a time, forward and backward.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+
+class _TokenLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logits, targets, group, scale, vocab_size, chunk):
+        width = logits.size(-1)
+        first = width * group.rank()
+        local = targets - first
+        owned = (local >= 0) & (local < width)
+        local = local.clamp(0, width - 1)
+        padding = max(0, first + width - vocab_size)  # columns past the real vocabulary, on the last rank(s)
+        log_z = torch.empty(targets.shape, dtype=torch.float32, device=logits.device)
+        target_logit, entropy = torch.empty_like(log_z), torch.empty_like(log_z)
+        for rows in _chunks(logits.size(0), chunk):
+            x = _scaled(logits[rows], scale, padding)
+            peak = x.amax(-1) if padding < width else x.new_full(x.shape[:1], float("-inf"))
+            dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=group)
+            picked = torch.where(owned[rows], x.gather(-1, local[rows, None]).squeeze(-1), 0.0)
+            x.sub_(peak[:, None])
+            weights = x.exp()
+            # exp underflows to 0 where x is -inf (padding); 0 * -inf would be NaN.
+            moment = (weights * x.clamp_(min=-1e30)).sum(-1)
+            sums = torch.stack((weights.sum(-1), picked, moment))
+            dist.all_reduce(sums, group=group)
+            log_sum = sums[0].log()
+            log_z[rows] = log_sum + peak
+            target_logit[rows] = sums[1]
+            entropy[rows] = log_sum - sums[2] / sums[0]
+        ctx.save_for_backward(logits, local, owned, log_z, entropy)
+        ctx.options = scale, padding, chunk
+        return target_logit - log_z, entropy
+
+    @staticmethod
+    def backward(ctx, grad_logprob, grad_entropy):
+        logits, local, owned, log_z, entropy = ctx.saved_tensors
+        scale, padding, chunk = ctx.options
+        with_entropy = ctx.needs_input_grad[0] and bool((grad_entropy != 0).any())
+        out = torch.empty_like(logits)
+        for rows in _chunks(logits.size(0), chunk):
+            log_p = _scaled(logits[rows], scale, padding).sub_(log_z[rows, None])
+            p = log_p.exp()
+            # d logprob / d x = onehot - p;  d entropy / d x = -p (log p + entropy)
+            grad = p * -grad_logprob[rows, None]
+            if with_entropy:
+                log_p.clamp_(min=-1e30).add_(entropy[rows, None]).mul_(p)
+                grad.sub_(log_p * grad_entropy[rows, None])
+            grad.scatter_add_(-1, local[rows, None], (owned[rows] * grad_logprob[rows])[:, None])
+            out[rows] = grad.mul_(scale).to(out.dtype)
+        return out, None, None, None, None, None
+
+
+def _chunks(total: int, size: int):
+    return (slice(start, min(start + size, total)) for start in range(0, total, size))
+
+
+def _scaled(logits: torch.Tensor, scale: float, padding: int) -> torch.Tensor:
+    """A fresh float32 copy of ``logits * scale`` whose last ``padding`` columns cannot be chosen."""
+    x = logits.to(torch.float32, copy=True)
+    if scale != 1.0:
+        x.mul_(scale)
+    if padding:
+        x[:, max(0, x.size(-1) - padding) :] = float("-inf")
+    return x
+
+
+def token_logprobs(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    group: dist.ProcessGroup,
+    *,
+    temperature: float = 1.0,
+    vocab_size: int | None = None,
+    chunk: int = 1024,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probability of each target, and the entropy of each distribution, under softmax(logits / temperature).
+
+    Args:
+        logits: [tokens, vocabulary / tensor-parallel ranks], this rank's columns.
+        targets: int64 [tokens], global ids, already shifted (``targets[t]`` follows token t).
+        group: tensor-parallel group.
+        vocab_size: real vocabulary; padded columns beyond it get no probability.
+        chunk: tokens handled at once.
+
+    Returns:
+        log-probs and entropies, float32 [tokens] each, in nats, differentiable in ``logits``.
+    """
+    vocab_size = vocab_size if vocab_size is not None else logits.size(-1) * group.size()
+    return _TokenLogprobs.apply(logits, targets, group, 1.0 / temperature, vocab_size, chunk)

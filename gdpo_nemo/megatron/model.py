@@ -1,0 +1,257 @@
+"""Build the policy's model chunks, their data-parallel wrappers, optimizer and schedule for one rank."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import torch
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.models.hybrid.hybrid_model import HybridModel
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import Float16Module
+from transformers import PretrainedConfig
+
+from gdpo_nemo.config.schema import MegatronConfig
+from gdpo_nemo.megatron.families import rotary, transformer_fields
+from gdpo_nemo.megatron.layers import layer_spec, transformer_engine_is_usable
+from gdpo_nemo.megatron.logprobs import token_logprobs
+
+# Logits of one chunk of tokens may take this many bytes (float32); more tokens are recomputed chunk by chunk.
+_LOGIT_BYTES = 256 << 20
+
+
+class PolicyModel(HybridModel):
+    """A HybridModel whose last stage returns log-probs and entropies of chosen tokens instead of logits.
+
+    Logits exist for one chunk of tokens at a time; when there are several chunks, each is recomputed in the backward.
+    """
+
+    temperature = 1.0
+    real_vocab_size: int
+
+    def forward(self, input_ids, packing, rows, targets):
+        """One micro-batch.
+
+        Args:
+            input_ids: int64 [1, local tokens], or None past the first stage.
+            packing: ``attention.Packing`` of the pack.
+            rows: int64 [chosen]: local tokens whose successor is evaluated.
+            targets: int64 [chosen]: those successors.
+
+        Returns:
+            Last stage: float32 [chosen, 2], log-prob and entropy. Other stages: hidden states.
+        """
+        embedded = self.embedding(input_ids=input_ids, position_ids=None) if self.pre_process else None
+        angles = None
+        if self.position_embedding_type == "rope":
+            angles = self.rotary_pos_emb(packing.max_seqlen_q, packed_seq=True)
+        hidden = self.decoder(
+            hidden_states=embedded, attention_mask=None, rotary_pos_emb=angles, packed_seq_params=packing
+        )
+        if not self.post_process:
+            return hidden
+        if self.config.sequence_parallel:
+            hidden = tensor_parallel.gather_from_sequence_parallel_region(hidden, group=self.pg_collection.tp)
+        else:
+            hidden = tensor_parallel.copy_to_tensor_model_parallel_region(hidden, group=self.pg_collection.tp)
+        return self._evaluate(hidden.squeeze(1).index_select(0, rows), targets)
+
+    def _evaluate(self, hidden, targets):
+        weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
+        weight = self.output_layer.weight if weight is None else weight
+        tokens = max(1, _LOGIT_BYTES // (4 * weight.size(0)))
+        if hidden.size(0) <= tokens:
+            return self._evaluate_chunk(hidden, weight, targets)
+        return torch.cat(
+            [
+                torch.utils.checkpoint.checkpoint(
+                    self._evaluate_chunk, h, weight, t, use_reentrant=False, preserve_rng_state=False
+                )
+                for h, t in zip(hidden.split(tokens), targets.split(tokens))
+            ]
+        )
+
+    def _evaluate_chunk(self, hidden, weight, targets):
+        logits = torch.nn.functional.linear(hidden, weight)
+        return torch.stack(
+            token_logprobs(
+                logits,
+                targets,
+                self.pg_collection.tp,
+                temperature=self.temperature,
+                vocab_size=self.real_vocab_size,
+            ),
+            -1,
+        )
+
+
+@dataclasses.dataclass
+class BuiltModel:
+    """Everything one rank trains with. ``chunks`` are bare models, ``wrapped`` the same inside precision and DDP wrappers."""
+
+    hf_config: PretrainedConfig
+    config: TransformerConfig
+    chunks: list[PolicyModel]
+    wrapped: list[DistributedDataParallel]
+    optimizer: object | None = None
+    scheduler: OptimizerParamScheduler | None = None
+
+
+def transformer_config(hf: PretrainedConfig, layout: MegatronConfig, dtype: torch.dtype) -> TransformerConfig:
+    """Megatron's configuration of the architecture ``hf`` in ``layout``; fused kernels only where CUDA is."""
+    recompute = {
+        "none": {},
+        "selective": dict(recompute_granularity="selective", recompute_modules=["core_attn"]),
+        "full": dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1),
+    }[layout.recompute]
+    return TransformerConfig(
+        **transformer_fields(hf),
+        **recompute,
+        tensor_model_parallel_size=layout.tensor_model_parallel_size,
+        pipeline_model_parallel_size=layout.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=layout.virtual_pipeline_model_parallel_size,
+        context_parallel_size=layout.context_parallel_size,
+        expert_model_parallel_size=layout.expert_model_parallel_size,
+        sequence_parallel=layout.sequence_parallel,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        attention_softmax_in_fp32=True,
+        # Weights come from a checkpoint, but this is also what marks them as tensor-parallel: without the mark the
+        # gradient norm counts one rank's shard only.
+        perform_initialization=True,
+        use_cpu_initialization=False,
+        gradient_accumulation_fusion=False,
+        masked_softmax_fusion=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        apply_rope_fusion=False,
+        batch_p2p_comm=False,
+        variable_seq_lengths=True,
+        moe_token_dispatcher_type="alltoall",
+        calculate_per_token_loss=True,
+        finalize_model_grads_func=_finalize,
+    )
+
+
+def _finalize(model, num_tokens=None, **kwargs):
+    """Megatron's gradient reduction without its division: our loss carries global weights already."""
+    finalize_model_grads(model, None, **kwargs)
+
+
+def layer_pattern(layers: int, stages: int) -> str:
+    """``*-`` per layer, with ``|`` between the ``stages`` = pipeline x virtual stages, as even as they go."""
+    cuts = [round(i * layers / stages) for i in range(stages + 1)]
+    return "|".join("*-" * (stop - start) for start, stop in zip(cuts, cuts[1:]))
+
+
+def build_chunks(
+    hf: PretrainedConfig, layout: MegatronConfig, dtype: torch.dtype, temperature: float = 1.0
+) -> tuple[TransformerConfig, list[PolicyModel]]:
+    """This rank's model chunks (one, or one per virtual pipeline stage), on its device, randomly initialised."""
+    config = transformer_config(hf, layout, dtype)
+    use_te = transformer_engine_is_usable() if layout.transformer_engine is None else layout.transformer_engine
+    frequencies = rotary(hf)
+    virtual = layout.virtual_pipeline_model_parallel_size
+    tensor_size = layout.tensor_model_parallel_size
+    chunks = []
+    for stage in range(virtual) if virtual else [None]:
+        model = PolicyModel(
+            config,
+            layer_spec(config, frequencies, use_te),
+            vocab_size=-(-hf.vocab_size // tensor_size) * tensor_size,
+            max_sequence_length=hf.max_position_embeddings,
+            hybrid_layer_pattern=layer_pattern(
+                hf.num_hidden_layers, layout.pipeline_model_parallel_size * (virtual or 1)
+            ),
+            pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
+            post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
+            share_embeddings_and_output_weights=hf.tie_word_embeddings,
+            # Local layers rotate inside their attention; only TransformerEngine's need the model's angles.
+            position_embedding_type="rope" if use_te else "none",
+            vp_stage=stage,
+            pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
+        )
+        if use_te:
+            model.rotary_pos_emb.inv_freq = frequencies[0]
+        model.temperature, model.real_vocab_size = temperature, hf.vocab_size
+        chunks.append(model.cuda() if torch.cuda.is_available() else model)
+    return config, chunks
+
+
+def wrap(config: TransformerConfig, chunks: list[PolicyModel], layout: MegatronConfig) -> list[DistributedDataParallel]:
+    """Precision and data-parallel wrappers around the chunks."""
+    ddp = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=layout.use_distributed_optimizer,
+        overlap_grad_reduce=layout.overlap_grad_reduce,
+        overlap_param_gather=layout.overlap_param_gather,
+    )
+    inner = [Float16Module(config, chunk) if config.bf16 else chunk for chunk in chunks]
+    wrapped = [
+        DistributedDataParallel(config, ddp, module, disable_bucketing=index > 0) for index, module in enumerate(inner)
+    ]
+    if layout.overlap_grad_reduce:
+        config.no_sync_func = [m.no_sync for m in wrapped] if len(wrapped) > 1 else wrapped[0].no_sync
+    return wrapped
+
+
+def build_optimizer(layout: MegatronConfig, dtype: torch.dtype, wrapped: list, total_updates: int):
+    """Megatron's AdamW with its learning-rate schedule, counted in updates."""
+    o, s = layout.optimizer, layout.scheduler
+    optimizer = get_megatron_optimizer(
+        MegatronOptimizerConfig(
+            optimizer="adam",
+            lr=o.lr,
+            min_lr=o.min_lr,
+            weight_decay=o.weight_decay,
+            adam_beta1=o.adam_beta1,
+            adam_beta2=o.adam_beta2,
+            adam_eps=o.adam_eps,
+            clip_grad=o.clip_grad,
+            bf16=dtype == torch.bfloat16,
+            params_dtype=dtype,
+            use_distributed_optimizer=layout.use_distributed_optimizer,
+            overlap_param_gather=layout.overlap_param_gather,
+        ),
+        wrapped,
+    )
+    decay_steps = s.lr_decay_steps or max(total_updates, s.lr_warmup_steps + 1)
+    scheduler = OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=o.lr,
+        min_lr=o.lr if s.lr_decay_style == "constant" else o.min_lr,
+        lr_warmup_steps=s.lr_warmup_steps,
+        lr_decay_steps=decay_steps,
+        lr_decay_style=s.lr_decay_style,
+        start_wd=o.weight_decay,
+        end_wd=o.weight_decay,
+        wd_incr_steps=0,
+        wd_incr_style="constant",
+    )
+    return optimizer, scheduler
+
+
+def build(
+    folder: str | Path, layout: MegatronConfig, dtype: torch.dtype, temperature: float, total_updates: int
+) -> BuiltModel:
+    """Model, wrappers, optimizer and schedule of this rank, with the weights of the Hugging Face ``folder``."""
+    from transformers import AutoConfig
+
+    from gdpo_nemo.megatron.convert import load_hf
+    from gdpo_nemo.megatron.hf_files import open_weights
+
+    hf = AutoConfig.from_pretrained(folder)
+    config, chunks = build_chunks(hf, layout, dtype, temperature)
+    load_hf(chunks, open_weights(folder), hf)
+    wrapped = wrap(config, chunks, layout)
+    optimizer, scheduler = build_optimizer(layout, dtype, wrapped, total_updates)
+    config.grad_scale_func = optimizer.scale_loss
+    return BuiltModel(hf, config, chunks, wrapped, optimizer, scheduler)

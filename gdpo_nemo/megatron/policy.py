@@ -1,0 +1,288 @@
+"""The policy on one rank: update, evaluate, hand out weights.
+
+Every method is collective: all ranks of the policy call it together with equal arguments.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Iterator, Sequence
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import get_forward_backward_func
+
+from gdpo_nemo.algorithms.losses import LossSettings, TokenFields, policy_loss
+from gdpo_nemo.config.schema import PolicyConfig
+from gdpo_nemo.data.packing import Assignment, PackedRows, TrainSequence, lay_out
+from gdpo_nemo.megatron.attention import local_positions, make_packing
+from gdpo_nemo.megatron.convert import export_hf
+from gdpo_nemo.megatron.model import BuiltModel, build
+from gdpo_nemo.megatron.runtime import Runtime
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass
+class UpdateResult:
+    """One optimizer update as every rank sees it.
+
+    ``sums`` add up over the update's completion tokens (`tokens` counts them), ``maxima`` are maxima over them.
+    ``skipped`` says that loss or gradient was not finite, so that no weight changed.
+    """
+
+    loss: float
+    grad_norm: float
+    lr: float
+    skipped: bool
+    sums: dict[str, float]
+    maxima: dict[str, float]
+
+
+@dataclass
+class TokenValues:
+    """Values of completion tokens: ``values[i]`` belongs to token ``offset[i]`` of the completion at ``sequence[i]``."""
+
+    sequence: np.ndarray
+    offset: np.ndarray
+    values: np.ndarray
+
+
+class Policy:
+    """A Megatron model with its optimizer, on one rank of a laid-out process group.
+
+    Args:
+        config: the policy section.
+        folder: Hugging Face folder with the starting weights.
+        runtime: what ``runtime.prepare()`` returned.
+        total_updates: optimizer updates of the whole run, the horizon of a decaying schedule.
+        keep_reference: hold a copy of the starting weights in host memory for ``logprobs(reference=True)``.
+    """
+
+    def __init__(
+        self,
+        config: PolicyConfig,
+        folder: str | Path,
+        runtime: Runtime,
+        total_updates: int,
+        keep_reference: bool = False,
+    ):
+        self.config, self.runtime, self.folder = config, runtime, Path(folder)
+        self.layout = config.megatron_cfg
+        self.built: BuiltModel = build(
+            folder, self.layout, DTYPES[config.precision], config.generation.temperature or 1.0, total_updates
+        )
+        self._forward_backward = get_forward_backward_func()
+        self._reference = [p.detach().to("cpu", copy=True) for p in self._parameters()] if keep_reference else None
+
+    # -- what a rank knows of its place -------------------------------------------------------------------------
+
+    @property
+    def chunks(self):
+        """The bare model chunks of this rank."""
+        return self.built.chunks
+
+    @property
+    def reports(self) -> bool:
+        """Whether this rank speaks for its data-parallel and context-parallel share (last stage, first tensor rank)."""
+        return (
+            parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+            and parallel_state.get_tensor_model_parallel_rank() == 0
+        )
+
+    def _parameters(self) -> Iterator[torch.nn.Parameter]:
+        return (p for chunk in self.chunks for p in chunk.parameters())
+
+    # -- update -------------------------------------------------------------------------------------------------
+
+    def train(
+        self, sequences: Sequence[TrainSequence], assignment: Assignment, settings: LossSettings
+    ) -> UpdateResult:
+        """One optimizer update on a whole update batch; ``assignment`` comes from ``packing.assign``."""
+        for wrapped in self.built.wrapped:
+            wrapped.zero_grad_buffer()
+        self.built.optimizer.zero_grad()
+        done = self._run(sequences, assignment, partial(self._loss, sequences, settings), forward_only=False)
+        sums, maxima = self._reduce(done)
+        norm = self._gradient_norm()
+        skipped = not (math.isfinite(norm) and math.isfinite(sums["loss"]))
+        if not skipped:
+            self.built.scheduler.step(increment=1)
+            self.built.optimizer.step()
+        lr = self.built.optimizer.param_groups[0]["lr"]
+        return UpdateResult(sums.pop("loss"), norm, float(lr), skipped, sums, maxima)
+
+    def _gradient_norm(self) -> float:
+        """Norm of the whole model's gradient before clipping; the same on every rank."""
+        self.built.optimizer.prepare_grads()
+        return float(self.built.optimizer.get_grad_norm())
+
+    def _loss(self, sequences, settings, rows: PackedRows, output: torch.Tensor):
+        logprobs, entropy = output.float().unbind(-1)
+        fields = self._fields(sequences, rows)
+        loss, metrics = policy_loss(logprobs, entropy, fields, settings)
+        # Megatron divides by this token count in its own reduction, which `model._finalize` leaves out.
+        tokens = torch.tensor(len(rows.rows), dtype=torch.int, device=output.device)
+        return loss, tokens, (loss.detach(), metrics)
+
+    def _fields(self, sequences: Sequence[TrainSequence], rows: PackedRows) -> TokenFields:
+        def column(read) -> torch.Tensor:
+            parts = [read(sequences[i])[rows.offset[rows.sequence == i]] for i in dict.fromkeys(rows.sequence.tolist())]
+            array = np.concatenate(parts) if parts else np.zeros(0, np.float32)
+            return torch.from_numpy(np.ascontiguousarray(array, dtype=np.float32)).to(self.runtime.device)
+
+        def constant(read) -> torch.Tensor:
+            table = np.array([read(s) for s in sequences], np.float32)
+            return torch.from_numpy(table[rows.sequence]).to(self.runtime.device)
+
+        first = sequences[0]
+        return TokenFields(
+            sampler_logprobs=column(lambda s: s.sampler_logprobs),
+            old_logprobs=None if first.old_logprobs is None else column(lambda s: s.old_logprobs),
+            reference_logprobs=None if first.reference_logprobs is None else column(lambda s: s.reference_logprobs),
+            advantages=constant(lambda s: s.advantage),
+            weights=constant(lambda s: s.weight),
+            sequence_ids=torch.from_numpy(rows.sequence).to(self.runtime.device),
+        )
+
+    def _reduce(self, done: list) -> tuple[dict[str, float], dict[str, float]]:
+        """Sums and maxima over micro-batches, data and context ranks, known to every pipeline stage."""
+        names = None
+        if parallel_state.is_pipeline_last_stage(ignore_virtual=True):
+            sums: dict[str, torch.Tensor] = {}
+            maxima: dict[str, torch.Tensor] = {}
+            for loss, metrics in done:
+                for name, value in {"loss": loss, **metrics.sums}.items():
+                    sums[name] = sums.get(name, 0.0) + torch.as_tensor(value, dtype=torch.float64).cpu()
+                for name, value in metrics.maxima.items():
+                    value = torch.as_tensor(value, dtype=torch.float64).cpu()
+                    maxima[name] = torch.maximum(maxima[name], value) if name in maxima else value
+            names = (list(sums), list(maxima))
+            group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+            totals = torch.stack(list(sums.values())).to(self.runtime.device)
+            peaks = torch.stack([*maxima.values(), torch.zeros((), dtype=torch.float64)]).to(self.runtime.device)
+            dist.all_reduce(totals, group=group)
+            dist.all_reduce(peaks, op=dist.ReduceOp.MAX, group=group)
+            names = (dict(zip(sums, totals.tolist())), dict(zip(maxima, peaks.tolist())))
+        return self._from_last_stage(names)
+
+    @staticmethod
+    def _from_last_stage(value):
+        stages = parallel_state.get_pipeline_model_parallel_group()
+        if stages.size() == 1:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, parallel_state.get_pipeline_model_parallel_last_rank(), group=stages)
+        return box[0]
+
+    # -- evaluate -----------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def logprobs(
+        self, sequences: Sequence[TrainSequence], assignment: Assignment, reference: bool = False
+    ) -> TokenValues | None:
+        """Log-probs of all completion tokens under the current (or reference) weights, at the sampling temperature.
+
+        Returns:
+            This rank's share where the rank reports (see ``reports``), else None.
+        """
+        with self._reference_weights() if reference else contextlib.nullcontext():
+            self._training(False)
+            done = self._run(sequences, assignment, self._collect, forward_only=True)
+            self._training(True)
+        if not self.reports:
+            return None
+        return TokenValues(*(np.concatenate([part[i] for part in done]) for i in range(3)))
+
+    @staticmethod
+    def _collect(rows: PackedRows, output: torch.Tensor):
+        values = output[:, 0].float().cpu().numpy()
+        tokens = torch.tensor(len(rows.rows), dtype=torch.int, device=output.device)
+        return output.sum(), tokens, (rows.sequence, rows.offset, values)
+
+    @contextlib.contextmanager
+    def _reference_weights(self):
+        with self.settled():
+            live = [p.detach().clone() for p in self._parameters()]
+            try:
+                self._copy_in(self._reference)
+                yield
+            finally:
+                self._copy_in(live)
+
+    @torch.no_grad()
+    def _copy_in(self, values) -> None:
+        for parameter, value in zip(self._parameters(), values):
+            parameter.copy_(value)
+
+    def _training(self, on: bool) -> None:
+        for wrapped in self.built.wrapped:
+            wrapped.train(on)
+
+    # -- Megatron's schedule ------------------------------------------------------------------------------------
+
+    def _run(self, sequences, assignment: Assignment, finish, forward_only: bool) -> list:
+        """Run this rank's micro-batches through Megatron's schedule; ``finish(rows, output)`` closes each on the last stage."""
+        mine = assignment[parallel_state.get_data_parallel_rank()]
+        layout = self.layout
+        context_size = layout.context_parallel_size
+        total_multiple = context_size * layout.tensor_model_parallel_size if layout.sequence_parallel else 1
+
+        def micro_batches():
+            for members in mine:
+                rows = lay_out(
+                    sequences,
+                    members,
+                    context_rank=parallel_state.get_context_parallel_rank(),
+                    context_size=context_size,
+                    total_multiple=total_multiple,
+                    positions=local_positions,
+                )
+                yield rows
+
+        def step(iterator, model):
+            rows = next(iterator)
+            device = self.runtime.device
+            packing = make_packing(
+                rows.padded_lengths, parallel_state.get_context_parallel_rank(), context_size, device
+            )
+            tokens, places, targets = (torch.from_numpy(x).to(device) for x in (rows.tokens, rows.rows, rows.targets))
+            return model(tokens[None], packing, places, targets), partial(finish, rows)
+
+        wrapped = self.built.wrapped
+        iterators = [micro_batches() for _ in wrapped]
+        done = self._forward_backward(
+            forward_step_func=step,
+            data_iterator=iterators if len(iterators) > 1 else iterators[0],
+            model=wrapped if len(wrapped) > 1 else wrapped[0],
+            num_microbatches=len(mine),
+            seq_length=1,  # shapes vary and are exchanged (variable_seq_lengths)
+            micro_batch_size=1,
+            forward_only=forward_only,
+        )
+        return done
+
+    # -- weights ------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def settled(self):
+        """Parameters as the last update left them: with overlapped gathering they are otherwise stale until used."""
+        overlapped = [w for w in self.built.wrapped if self.layout.overlap_param_gather]
+        for wrapped in overlapped:
+            wrapped.disable_forward_pre_hook(param_sync=True)
+        try:
+            yield
+        finally:
+            for wrapped in overlapped:
+                wrapped.enable_forward_pre_hook()
+
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """All weights under their Hugging Face names, whole, on every rank (see ``convert.export_hf``)."""
+        with self.settled():
+            yield from export_hf(self.chunks, self.built.hf_config)

@@ -1,0 +1,87 @@
+"""One entry that decides what a policy process runs on: NCCL and CUDA, or gloo and the CPU."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import random
+import warnings
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from gdpo_nemo.config.schema import MegatronConfig
+from gdpo_nemo.megatron import cpu_shim
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """What this process computes on."""
+
+    device: torch.device
+    backend: str
+
+
+def prepare() -> Runtime:
+    """Choose device and backend and make megatron-core importable on it. Call before importing megatron.core."""
+    warnings.filterwarnings("ignore", message="Transformer Engine and Apex are not installed")
+    warnings.filterwarnings("ignore", category=SyntaxWarning)
+    on_cpu = cpu_shim.install()
+    _use_group_step_adam()
+    if on_cpu:
+        return Runtime(torch.device("cpu"), "gloo")
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    torch.cuda.set_device(local_rank)
+    return Runtime(torch.device("cuda", local_rank), "nccl")
+
+
+def _use_group_step_adam() -> None:
+    """Without TransformerEngine or apex, give Megatron an Adam with the state layout of theirs."""
+    import megatron.core.optimizer as optimizers
+    import megatron.core.optimizer.distrib_optimizer as distributed
+
+    from gdpo_nemo.megatron.adam import GroupStepAdam
+
+    if optimizers.USING_PYTORCH_OPTIMIZER:
+        optimizers.Adam, optimizers.USING_PYTORCH_OPTIMIZER = GroupStepAdam, False
+        distributed.Adam, distributed.HAVE_APEX_OR_TE, distributed.USING_APEX_OPTIMIZER = GroupStepAdam, True, True
+
+
+def initialize(runtime: Runtime, rank: int, world_size: int, init_method: str, timeout_s: float = 1800.0) -> None:
+    """Join the default process group. ``init_method`` is a torch URL (``tcp://host:port`` or ``file://path``)."""
+    dist.init_process_group(
+        runtime.backend,
+        init_method=init_method,
+        rank=rank,
+        world_size=world_size,
+        timeout=datetime.timedelta(seconds=timeout_s),
+    )
+
+
+def lay_out(layout: MegatronConfig, seed: int) -> None:
+    """Build Megatron's process groups for ``layout`` and seed every random stream."""
+    from megatron.core import parallel_state, tensor_parallel
+
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=layout.tensor_model_parallel_size,
+        pipeline_model_parallel_size=layout.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=layout.virtual_pipeline_model_parallel_size,
+        context_parallel_size=layout.context_parallel_size,
+        expert_model_parallel_size=layout.expert_model_parallel_size,
+        expert_tensor_parallel_size=layout.expert_tensor_parallel_size,
+    )
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+
+
+def tear_down() -> None:
+    """Undo ``lay_out`` and ``initialize``, so that a process can be laid out anew."""
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    if dist.is_initialized():
+        dist.destroy_process_group()
