@@ -1,0 +1,148 @@
+"""From reward vectors to one advantage per sequence: the public function and its result.
+
+    advantages = compute_advantages({"correct": [1, 0, 0, 1], "short": [0, 1, None, 1]}, group_ids=[7, 7, 7, 7])
+
+Everything is float64 NumPy on the CPU of the driver, over the whole global batch at once: batch statistics taken per
+rank or per micro-batch would be others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from gdpo_nemo.algorithms.estimators import ESTIMATORS, Estimator, Terms
+from gdpo_nemo.algorithms.settings import PRESETS, SETTING_NAMES, Settings
+from gdpo_nemo.algorithms.table import RewardTable, build_table, nearest
+
+DEFAULT_EPSILON = 1e-6
+
+
+@dataclass(frozen=True)
+class Advantages:
+    """Advantages of a batch, in the caller's row order."""
+
+    values: torch.Tensor
+    """float64 [sequences]; exactly 0 for rows without signal, without rewards or outside `valid`."""
+    components: torch.Tensor
+    """float64 [sequences, components]; each component's weighted term. `values` is their sum, after the batch norm."""
+    names: tuple[str, ...]
+    """Component names, in column order."""
+    live: torch.Tensor
+    """bool [sequences]; rows with a weighted component that is present and varies within the group."""
+
+
+def compute_advantages(
+    rewards: Any,
+    group_ids: Any,
+    *,
+    weights: Any = None,
+    valid: Any = None,
+    lengths: Any = None,
+    estimator: str = "gdpo",
+    preset: str | None = None,
+    batch_norm: bool | None = None,
+    epsilon: float = DEFAULT_EPSILON,
+    **options: Any,
+) -> Advantages:
+    """Advantages of every sequence of a global batch.
+
+    With the defaults this is GDPO (arXiv 2601.05242): z-scores of every component within its group, their weighted
+    sum, and the standardisation of that sum over the sequences that carry signal. Same input, same bits; another row
+    order gives the same advantages up to the last digits of float64.
+
+    Args:
+        rewards: [sequences, components] with NaN for "not applicable", or a mapping of name to [sequences] where None
+            means the same.
+        group_ids: integers [sequences], equal for the samples of one prompt, in any order; groups may differ in size.
+        weights: per component, by name or in order; all 1 by default. Weight 0 keeps a component for the logs only.
+        valid: bool [sequences]; rows that failed are False, count in no statistic and get 0.
+        lengths: tokens per sequence [sequences]; only for variants that weight by tokens.
+        estimator: a name of `ESTIMATORS`.
+        preset: a name of `PRESETS`, a published variant of gdpo.
+        batch_norm: standardise over the batch; None: as the estimator was published.
+        epsilon: added to every standard deviation. A preset brings its own, replaced only by a value unlike the default.
+        options: fields of `Settings`, or the estimator's own options.
+
+    Raises:
+        ValueError: the message says which name, row or component is wrong, and the nearest name that exists.
+    """
+    entry, settings, own = _resolve(estimator, preset, batch_norm, epsilon, options)
+    table = build_table(rewards, group_ids, weights, valid, lengths)
+    if settings.missing != "exclude":
+        table = _fill_missing(table, settings)
+    terms = entry.function(table, settings, **own)
+    values = _batch_scale(table, terms, settings) if settings.batch_norm else terms.values
+    put = table.groups.put
+    return Advantages(
+        values=torch.from_numpy(put(values)),
+        components=torch.from_numpy(put(terms.components).T),
+        names=table.names,
+        live=torch.from_numpy(put(terms.live)),
+    )
+
+
+def _resolve(
+    estimator: str, preset: str | None, batch_norm: bool | None, epsilon: float, options: Mapping[str, Any]
+) -> tuple[Estimator, Settings, dict[str, Any]]:
+    """The estimator, its settings and its own options; unknown names are refused."""
+    if estimator not in ESTIMATORS:
+        raise ValueError(f"unknown estimator {estimator!r}; {nearest(estimator, tuple(ESTIMATORS))}")
+    if preset is not None and preset not in PRESETS:
+        raise ValueError(f"unknown preset {preset!r}; {nearest(preset, tuple(PRESETS))}")
+    if preset is not None and estimator != "gdpo":
+        raise ValueError(f"preset {preset!r} is a variant of gdpo and has no meaning for estimator {estimator!r}")
+    entry = ESTIMATORS[estimator]
+    base = PRESETS[preset] if preset else Settings(batch_norm=entry.batch_norm)
+    own = {name: value for name, value in options.items() if name in entry.options}
+    shared = {name: value for name, value in options.items() if name not in own}
+    for name in shared:
+        if name not in SETTING_NAMES:
+            raise ValueError(f"unknown option {name!r} of {estimator}; {nearest(name, entry.options + SETTING_NAMES)}")
+    if batch_norm is not None:
+        shared["batch_norm"] = batch_norm
+    if preset is None or epsilon != DEFAULT_EPSILON:
+        shared["epsilon"] = epsilon
+    return entry, replace(base, **shared), own
+
+
+def _fill_missing(table: RewardTable, settings: Settings) -> RewardTable:
+    """Missing rewards of valid rows refused, or turned into 0."""
+    component, row = np.nonzero(~table.present & table.valid)
+    if settings.missing == "error" and len(row):
+        names = ", ".join(sorted({table.names[k] for k in component}))
+        raise ValueError(f"this variant takes no missing rewards; {len(row)} are missing, in {names}")
+    return table.zero_filled()
+
+
+def _batch_scale(table: RewardTable, terms: Terms, settings: Settings) -> np.ndarray:
+    """(A - mean) / (std + epsilon) over the sequences (or tokens) of the batch that count; the others stay 0."""
+    rows = terms.live if settings.batch_rows == "live" else table.scored
+    values = terms.values
+    scaled = np.zeros_like(values)
+    unit = _units(table, settings)[rows]
+    if unit.sum() <= settings.ddof:
+        return scaled
+    counted = values[rows]
+    mean = np.average(counted, weights=unit)
+    deviation = counted - mean
+    variance = (unit * deviation**2).sum() / (unit.sum() - settings.ddof)
+    if np.sqrt(variance) <= settings.residue * np.linalg.norm(table.weights):
+        return scaled
+    eps = settings.batch_eps
+    divisor = np.sqrt(variance + eps) if settings.batch_epsilon_inside else np.sqrt(variance) + eps
+    scaled[rows] = deviation / (divisor or 1.0)
+    return scaled
+
+
+def _units(table: RewardTable, settings: Settings) -> np.ndarray:
+    """How often each row counts in the batch statistics: once, or once per token. [sequences]"""
+    if settings.batch_unit == "sequence":
+        return np.ones(len(table.valid))
+    if table.lengths is None:
+        raise ValueError("this variant weights by tokens and needs `lengths`")
+    return table.lengths
