@@ -1,0 +1,22 @@
+"""The errors a user is meant to read: one sentence each, printed without a traceback.
+
+The command line turns ``ConfigError`` into exit status 2 and ``RunError`` into exit status 1. Anything else that
+escapes is a defect of the program and keeps its traceback.
+"""
+
+from __future__ import annotations
+
+
+class GdpoError(Exception):
+    """Base of the errors that are explained in one line."""
+
+    def __str__(self) -> str:
+        return " ".join(super().__str__().split())
+
+
+class ConfigError(GdpoError):
+    """The configuration cannot be run as written; the text names the key and what to change."""
+
+
+class RunError(GdpoError):
+    """A run failed after it had started; the text says what failed and where to look."""
