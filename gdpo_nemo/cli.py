@@ -1,0 +1,92 @@
+"""The command line: ``gdpo-nemo train | explain | health | report``.
+
+Exit status 0: done as asked. 1: the run failed. 2: the command or the config is wrong. Wrong input costs one line on
+stderr, never a traceback. Heavy imports happen inside the commands that need them, so ``--dry-run`` stays instant.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+from typing import Sequence
+
+from gdpo_nemo.config.load import load_config, to_yaml
+from gdpo_nemo.errors import ConfigError, GdpoError
+
+DEFAULT_CONFIG = Path(__file__).resolve().parent.parent / "configs" / "gdpo_tiny_cpu.yaml"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command and returns the exit status."""
+    arguments = _parse(argv)
+    try:
+        return arguments.command(arguments)
+    except ConfigError as error:
+        return _fail(error, 2)
+    except GdpoError as error:
+        return _fail(error, 1)
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # The reader of our output has gone, as `head` does.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def train(arguments: argparse.Namespace) -> int:
+    """Validates the config, then trains; with --dry-run stops after showing what would be done."""
+    config = load_config(arguments.config, arguments.overrides)
+    if arguments.dry_run:
+        print(to_yaml(config), end="")
+        return 0
+    from gdpo_nemo.trainer import run
+
+    return run(config)
+
+
+def explain(arguments: argparse.Namespace) -> int:
+    """Prints what a key or a section means."""
+    from gdpo_nemo.config.explain import explain as explanation
+
+    print(explanation(arguments.key), end="")
+    return 0
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Parses the command line; overrides may stand before, between and after the options."""
+    parser = _parser()
+    arguments, rest = parser.parse_known_args(argv)
+    overrides = getattr(arguments, "overrides", None)
+    stray = [text for text in rest if overrides is None or text.startswith("-")]
+    if stray:
+        parser.error(f"unknown argument {stray[0]}")
+    if overrides is not None:
+        overrides.extend(rest)
+    return arguments
+
+
+def _fail(error: Exception, status: int) -> int:
+    print(f"error: {error}", file=sys.stderr)
+    return status
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse, with one line instead of the usage text before an error."""
+
+    def error(self, message: str) -> None:
+        self.exit(2, f"error: {message} (see {self.prog} --help)\n")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="gdpo-nemo", description="Reinforcement learning with several rewards.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=_Parser)
+    command = commands.add_parser("train", help="train, or resume the run of the same folder")
+    command.add_argument("--config", default=str(DEFAULT_CONFIG), metavar="FILE", help="default: %(default)s")
+    command.add_argument("--dry-run", action="store_true", help="validate, print the resolved config and the plan, exit")
+    command.add_argument("overrides", nargs="*", metavar="section.key=value", help="changes to the config")
+    command.set_defaults(command=train)
+    command = commands.add_parser("explain", help="what a config key does")
+    command.add_argument("key", nargs="?", default="", metavar="KEY", help="a section or a dotted key; none: all sections")
+    command.set_defaults(command=explain)
+    return parser

@@ -1,0 +1,26 @@
+"""The names that free-text keys accept, kept here so that checking them imports none of the code behind them."""
+
+from __future__ import annotations
+
+ESTIMATORS = (
+    "gdpo", "grpo", "dr_grpo", "rloo", "mo_grpo", "gd2po", "dvao", "sa_mrpo", "corr_grpo", "dara",
+)  # fmt: skip
+PRESETS = ("paper", "trl", "trl_fork", "verl", "ms_swift", "nemo_rl")
+
+CHOICES: dict[str, tuple[str, ...]] = {
+    "gdpo.estimator": ESTIMATORS,
+    "gdpo.preset": PRESETS,
+    "loss_fn.type": ("clipped_pg", "gspo", "cispo", "target_po"),
+    "loss_fn.aggregation": ("token_mean", "sequence_mean", "constant"),
+    "loss_fn.old_logprobs": ("trainer", "sampler"),
+    "loss_fn.reference_policy_kl_type": ("k1", "k2", "k3", "abs", "mse"),
+    "loss_fn.off_policy.mode": ("none", "truncate", "mask", "icepop"),
+    "loss_fn.off_policy.level": ("token", "sequence", "geometric"),
+    "policy.precision": ("float32", "bfloat16"),
+    "policy.megatron_cfg.recompute": ("none", "selective", "full"),
+    "policy.megatron_cfg.attention_backend": ("auto", "sdpa", "flash", "fused", "unfused"),
+    "policy.megatron_cfg.scheduler.lr_decay_style": ("constant", "linear", "cosine"),
+    "policy.generation.backend": ("vllm",),
+    "logger.console": ("auto", "live", "plain"),
+}
+"""Dotted key -> accepted values. Keys that are not listed take any value of their type."""

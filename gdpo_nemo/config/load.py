@@ -1,0 +1,250 @@
+"""From YAML files and command-line overrides to a typed, checked ``Config``.
+
+Every source is checked against the schema by itself before anything is merged, so a message can name the file that
+holds the mistake. OmegaConf then merges, resolves ``${...}`` and builds the dataclasses. Left out on purpose: Hydra's
+groups, sweeps and ``+key`` syntax; a run is one file, its parents and a list of ``key=value``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+import os
+from pathlib import Path
+from typing import Any, Mapping, Sequence, Union, get_args, get_origin, get_type_hints
+
+import yaml
+from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
+
+from gdpo_nemo.config.choices import CHOICES
+from gdpo_nemo.config.schema import Config
+from gdpo_nemo.errors import ConfigError
+
+_SCALARS = {int: "an integer", float: "a number", bool: "true or false", str: "a text"}
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """Reads ``path`` with its ``defaults:``, applies ``section.key=value`` overrides and returns the typed config.
+
+    Raises:
+        ConfigError: in one line, for anything that does not fit the schema.
+    """
+    sources = [*_read_with_parents(Path(path), ()), *map(_read_override, overrides)]
+    merged = OmegaConf.structured(Config)
+    for source, content in sources:
+        _check(content, Config, "", source)
+        try:
+            merged = OmegaConf.merge(merged, content)
+        except OmegaConfBaseException as error:
+            raise _translated(error, source) from None
+    return _finish(merged)
+
+
+def config_to_dict(config: Config) -> dict[str, Any]:
+    """The config as plain nested dictionaries, in the order of the schema."""
+    return dataclasses.asdict(config)
+
+
+def save_config(config: Config, path: str | Path) -> None:
+    """Writes the resolved config as YAML. The file appears whole or not at all."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(to_yaml(config), encoding="utf-8")
+    os.replace(partial, path)
+
+
+def to_yaml(config: Config) -> str:
+    """The resolved config as YAML text that ``load_config`` reads back to an equal config."""
+    return OmegaConf.to_yaml(OmegaConf.create(config_to_dict(config)))
+
+
+def _read_with_parents(path: Path, children: tuple[Path, ...]) -> list[tuple[str, dict]]:
+    """The file's parents, oldest first, then the file itself, each as (name for messages, content)."""
+    resolved = path.resolve()
+    if resolved in children:
+        chain = " -> ".join(p.name for p in (*children, resolved))
+        raise ConfigError(f"defaults: {path} inherits from itself ({chain})")
+    content = _read_yaml(path)
+    parents = content.pop("defaults", None) or []
+    parents = [parents] if isinstance(parents, str) else parents
+    if not isinstance(parents, list) or not all(isinstance(p, str) for p in parents):
+        raise ConfigError(f"defaults: expected a file name or a list of file names ({path})")
+    sources = []
+    for parent in parents:
+        sources += _read_with_parents(path.parent / parent, (*children, resolved))
+    return [*sources, (str(path), content)]
+
+
+def _read_yaml(path: Path) -> dict:
+    try:
+        content = OmegaConf.load(path)
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such config file{_nearest_file(path)}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(_yaml_message(error, path)) from None
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{path}: {_first_line(error)}") from None
+    if not isinstance(content, DictConfig):
+        raise ConfigError(f"{path}: expected sections (run:, gdpo:, policy:, ...), found a list")
+    return OmegaConf.to_container(content, resolve=False)
+
+
+def _read_override(text: str) -> tuple[str, dict]:
+    key, equals, _ = text.partition("=")
+    if not equals or not all(key.split(".")):
+        raise ConfigError(f"{text}: an override is written section.key=value")
+    try:
+        content = OmegaConf.from_dotlist([text])
+    except yaml.YAMLError:
+        raise ConfigError(f"{key}: {text.partition('=')[2]!r} is not a YAML value (quote it?)") from None
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{key}: {_first_line(error)}") from None
+    return "command line", OmegaConf.to_container(content, resolve=False)
+
+
+def _finish(merged: DictConfig) -> Config:
+    """Resolves interpolations, checks what only shows then, and builds the dataclasses."""
+    try:
+        missing = sorted(OmegaConf.missing_keys(merged))
+        if missing:
+            raise ConfigError(f"{missing[0]}: must be set (gdpo-nemo explain {missing[0]} says what it is)")
+        OmegaConf.resolve(merged)
+        config = OmegaConf.to_object(merged)
+        content = OmegaConf.to_container(merged)
+    except OmegaConfBaseException as error:
+        raise _translated(error, "") from None
+    _check(content, Config, "", "")
+    for key, names in CHOICES.items():
+        _check_choice(key, OmegaConf.select(merged, key), names)
+    return config
+
+
+def _check(node: Any, hint: Any, key: str, source: str) -> None:
+    """Walks ``node`` along the type ``hint``; raises ConfigError for the first unknown key or wrong type."""
+    if isinstance(node, str) and ("${" in node or node == MISSING):
+        return  # Interpolations are checked once resolved, mandatory values once merged.
+    if get_origin(hint) is Union:
+        if node is None:
+            return
+        hint = next(a for a in get_args(hint) if a is not type(None))
+    if hint is Any:
+        return
+    if dataclasses.is_dataclass(hint):
+        _check_section(node, hint, key, source)
+    elif get_origin(hint) is dict:
+        for name, value in _mapping(node, key, source).items():
+            _check(value, get_args(hint)[1], _join(key, name), source)
+    elif get_origin(hint) is list:
+        if not isinstance(node, list):
+            raise _wrong(key, "a list", node, source)
+        for index, value in enumerate(node):
+            _check(value, get_args(hint)[0], f"{key}[{index}]", source)
+    elif not _fits(node, hint):
+        raise _wrong(key, _SCALARS[hint], node, source)
+
+
+def _check_section(node: Any, section: type, key: str, source: str) -> None:
+    hints = get_type_hints(section)
+    for name, value in _mapping(node, key, source).items():
+        if name not in hints:
+            raise ConfigError(f"{_join(key, name)}: unknown key{_where(source)}{_nearest_key(key, str(name), hints)}")
+        _check(value, hints[name], _join(key, name), source)
+
+
+def _mapping(node: Any, key: str, source: str) -> Mapping:
+    if node is None:
+        raise ConfigError(f"{key}: is empty; give it keys or remove it{_where(source)}")
+    if not isinstance(node, Mapping):
+        raise _wrong(key, "keys and values", node, source)
+    return node
+
+
+def _fits(value: Any, kind: type) -> bool:
+    """Stricter than OmegaConf, which takes 3.7 for an integer and 2 for true."""
+    if isinstance(value, bool):
+        return kind is bool
+    if kind is int:
+        return isinstance(value, int)
+    if kind is float:
+        return isinstance(value, (int, float)) and not math.isnan(value)
+    if kind is str:
+        return isinstance(value, (str, int, float))
+    return False
+
+
+def _check_choice(key: str, value: str | None, names: Sequence[str]) -> None:
+    if value is None or value in names:
+        return
+    near = difflib.get_close_matches(value, names, n=1)
+    hint = f"did you mean {near[0]}? " if near else ""
+    raise ConfigError(f"{key}: {value!r} is not one of its values; {hint}(accepted: {', '.join(names)})")
+
+
+def all_keys(section: type = Config, prefix: str = "") -> list[str]:
+    """Every dotted key of the schema, sections included, in order."""
+    keys = []
+    for name, hint in get_type_hints(section).items():
+        keys.append(_join(prefix, name))
+        inner = next((a for a in (hint, *get_args(hint)) if dataclasses.is_dataclass(a)), None)
+        if inner:
+            keys += all_keys(inner, keys[-1])
+    return keys
+
+
+def nearest_key(key: str) -> str | None:
+    """The valid key most like ``key``: one with its last name anywhere, else the closest spelling."""
+    keys = all_keys()
+    same_name = [k for k in keys if k.rpartition(".")[2] == key.rpartition(".")[2]]
+    near = difflib.get_close_matches(key, same_name or keys, n=1, cutoff=0.0 if same_name else 0.6)
+    return near[0] if near else None
+
+
+def _nearest_key(section: str, name: str, siblings: Mapping) -> str:
+    near = difflib.get_close_matches(name, list(siblings), n=1, cutoff=0.7)
+    best = _join(section, near[0]) if near else nearest_key(_join(section, name))
+    if best:
+        return f", did you mean {best}?"
+    return f"; {section or 'the top level'} has {', '.join(siblings)}"
+
+
+def _nearest_file(path: Path) -> str:
+    if not path.parent.is_dir():
+        return ""
+    near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.yaml")], n=1)
+    return f", did you mean {path.parent / near[0]}?" if near else ""
+
+
+def _wrong(key: str, expected: str, value: Any, source: str) -> ConfigError:
+    got = "null" if value is None else repr(value)
+    got = got if len(got) <= 60 else got[:57] + "..."
+    return ConfigError(f"{key or 'config'}: expected {expected}, got {got}{_where(source)}")
+
+
+def _where(source: str) -> str:
+    return f" ({source})" if source else ""
+
+
+def _join(section: str, name: Any) -> str:
+    return f"{section}.{name}" if section else str(name)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def _yaml_message(error: yaml.YAMLError, path: Path) -> str:
+    mark = getattr(error, "problem_mark", None)
+    line = f", line {mark.line + 1}" if mark else ""
+    return f"{path}{line}: invalid YAML ({getattr(error, 'problem', None) or _first_line(error)})"
+
+
+def _translated(error: OmegaConfBaseException, source: str) -> ConfigError:
+    key = getattr(error, "full_key", None) or "config"
+    if isinstance(error, InterpolationKeyError):
+        return ConfigError(f"{key}: {_first_line(error)}; ${{...}} takes the full dotted key of another value")
+    return ConfigError(f"{key}: {_first_line(error)}{_where(source)}")

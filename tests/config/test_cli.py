@@ -1,0 +1,87 @@
+"""The command line as a user meets it: exit statuses, one line on stderr, nothing heavy imported."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from gdpo_nemo import cli
+from gdpo_nemo.errors import RunError
+
+ROOT = Path(__file__).resolve().parents[2]
+HEAVY = ("torch", "vllm", "megatron", "ray", "transformers", "matplotlib", "tensorboard")
+
+
+def launch(*arguments: str) -> subprocess.CompletedProcess:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, str(ROOT / "examples" / "run_gdpo.py"), *arguments]
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
+
+
+@pytest.mark.parametrize(
+    "arguments, named",
+    [
+        (["gdpo.num_generation_per_prompt=8"], ["gdpo.num_generation_per_prompt", "gdpo.num_generations_per_prompt"]),
+        (["gdpo.max_num_steps=many"], ["gdpo.max_num_steps", "integer", "many"]),
+        (["--config", "configs/gdpo_tiny_cpu.yml"], ["configs/gdpo_tiny_cpu.yml", "no such", "gdpo_tiny_cpu.yaml"]),
+        (["--dryrun"], ["--dryrun"]),
+    ],
+)
+def test_wrong_input_exits_2_with_one_line_on_stderr(arguments, named):
+    result = launch(*arguments)
+    assert result.returncode == 2 and result.stdout == ""
+    assert result.stderr.count("\n") == 1 and "Traceback" not in result.stderr
+    assert all(text in result.stderr for text in named)
+
+
+def test_dry_run_and_explain_import_nothing_heavy_and_answer_in_seconds(minimal):
+    program = (
+        "import sys; from gdpo_nemo.cli import main\n"
+        f"assert main(['train', '--dry-run', '--config', {str(minimal)!r}, 'run.name=x']) == 0\n"
+        "assert main(['explain', 'gdpo.estimator']) == 0\n"
+        f"sys.exit(' '.join(m for m in {HEAVY!r} if m in sys.modules) or 0)\n"
+    )
+    started = time.monotonic()
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    result = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert time.monotonic() - started < 5
+
+
+def test_overrides_stand_before_between_and_after_options(minimal, capsys):
+    arguments = ["run.name=a", "--config", str(minimal), "gdpo.max_num_steps=5", "--dry-run", "run.name=b"]
+    assert cli.main(["train", *arguments]) == 0
+    shown = capsys.readouterr().out
+    assert "name: b" in shown and "max_num_steps: 5" in shown and "dir: results/b" in shown
+
+
+def test_the_status_of_a_run_is_the_status_of_the_program(minimal, monkeypatch, capsys):
+    outcomes = iter([0, 143, RunError("engine 0 died\nat step 3"), KeyboardInterrupt()])
+
+    class Trainer:
+        @staticmethod
+        def run(config):
+            outcome = next(outcomes)
+            if isinstance(outcome, BaseException):
+                raise outcome
+            return outcome
+
+    monkeypatch.setitem(sys.modules, "gdpo_nemo.trainer", Trainer)
+    assert [cli.main(["train", "--config", str(minimal)]) for _ in range(4)] == [0, 143, 1, 130]
+    assert capsys.readouterr().err == "error: engine 0 died at step 3\n"
+
+
+def test_explain_knows_every_key_of_the_schema_and_the_nearest_to_any_other(capsys):
+    from gdpo_nemo.config.load import all_keys
+
+    for key in ["", *all_keys()]:
+        assert cli.main(["explain", key]) == 0
+        last = capsys.readouterr().out.rstrip().splitlines()[-1].split()[0]
+        assert last not in ("default", "accepts"), f"{key} has no docstring"
+    assert cli.main(["explain", "gdpo.estimater"]) == 2
+    assert "gdpo.estimator" in capsys.readouterr().err

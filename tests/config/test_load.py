@@ -1,0 +1,135 @@
+"""Loading: inheritance, overrides, interpolation, and one clear line for everything that is wrong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from omegaconf import OmegaConf
+
+from gdpo_nemo.config.load import all_keys, config_to_dict, load_config, save_config
+from gdpo_nemo.config.schema import Config
+from gdpo_nemo.errors import ConfigError
+
+DEMO = Path(__file__).resolve().parents[2] / "configs" / "gdpo_tiny_cpu.yaml"
+quick = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+def message(path: Path, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, overrides)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_the_result_is_the_typed_dataclass_with_defaults_filled_in(minimal):
+    config = load_config(minimal)
+    assert type(config) is Config
+    assert config.gdpo.rewards == {"correctness": 1.0, "format": 0.5}
+    assert config.policy.megatron_cfg.optimizer == Config().policy.megatron_cfg.optimizer
+
+
+def test_interpolations_are_resolved_after_the_overrides(minimal):
+    assert load_config(minimal, ["run.name=seven"]).run.dir == "results/seven"
+    assert load_config(minimal, ["gdpo.max_num_steps=${run.seed}", "run.seed=3"]).gdpo.max_num_steps == 3
+
+
+def test_a_file_wins_over_its_parents_and_later_parents_over_earlier(minimal, tmp_path):
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "a.yaml").write_text("gdpo: {max_num_steps: 1, val_period: 1, num_prompts_per_step: 1}\n")
+    (tmp_path / "b.yaml").write_text("defaults: sub/a.yaml\ngdpo: {val_period: 2, num_prompts_per_step: 2}\n")
+    child = tmp_path / "child.yaml"
+    child.write_text("defaults: [minimal.yaml, b.yaml]\ngdpo: {num_prompts_per_step: 3}\n")
+    gdpo = load_config(child).gdpo
+    assert (gdpo.max_num_steps, gdpo.val_period, gdpo.num_prompts_per_step) == (1, 2, 3)
+    assert gdpo.rewards == {"correctness": 1.0, "format": 0.5}
+
+
+def test_inheritance_that_runs_in_a_circle_is_refused(tmp_path):
+    (tmp_path / "a.yaml").write_text("defaults: b.yaml\n")
+    (tmp_path / "b.yaml").write_text("defaults: a.yaml\n")
+    assert "a.yaml -> b.yaml -> a.yaml" in message(tmp_path / "a.yaml")
+
+
+@quick
+@given(steps=st.integers(-5, 10**6), lr=st.floats(0, 1, allow_nan=False), flag=st.booleans())
+def test_overrides_read_values_as_yaml_and_the_last_one_wins(minimal, steps, lr, flag):
+    overrides = ["gdpo.max_num_steps=7", f"gdpo.max_num_steps={steps}", f"policy.megatron_cfg.optimizer.lr={lr!r}"]
+    config = load_config(minimal, [*overrides, f"gdpo.val_at_start={str(flag).lower()}", "gdpo.batch_norm=null"])
+    assert config.gdpo.max_num_steps == steps
+    assert config.policy.megatron_cfg.optimizer.lr == lr
+    assert config.gdpo.val_at_start is flag and config.gdpo.batch_norm is None
+
+
+@quick
+@given(key=st.sampled_from([k for k in all_keys() if k not in ("env", "gdpo.options", "gdpo.rewards")]), data=st.data())
+def test_a_misspelt_key_names_the_key_and_the_valid_one(minimal, key, data):
+    name = key.rpartition(".")[2]
+    cut = data.draw(st.integers(1, max(1, len(name) - 1)))
+    wrong = key.removesuffix(name) + name[:cut] + "q" + name[cut:]
+    text = message(minimal, f"{wrong}=1")
+    assert text.startswith(f"{wrong}: unknown key") and "did you mean " in text
+    if len(name) > 3:
+        assert key in text
+
+
+@pytest.mark.parametrize(
+    "override, expected",
+    [
+        ("gdpo.max_num_steps=3.7", "gdpo.max_num_steps: expected an integer, got 3.7"),
+        ("gdpo.max_num_steps=abc", "gdpo.max_num_steps: expected an integer, got 'abc'"),
+        ("gdpo.max_num_steps=true", "gdpo.max_num_steps: expected an integer, got True"),
+        ("gdpo.val_at_start=2", "gdpo.val_at_start: expected true or false, got 2"),
+        ("gdpo.epsilon=.nan", "gdpo.epsilon: expected a number, got nan"),
+        ("gdpo.rewards.format=high", "gdpo.rewards.format: expected a number, got 'high'"),
+        ("policy=3", "policy: expected keys and values, got 3"),
+        ("policy.model_name=null", "policy.model_name: expected a text, got null"),
+        ("gdpo.shaping={a: 1}", "gdpo.shaping: expected a list"),
+        ("gdpo.max_num_steps=${run.name}", "gdpo.max_num_steps: "),
+        ("run.dir=${run.nam}", "run.dir: "),
+        ("gdpo.rewards=[", "gdpo.rewards: '[' is not a YAML value"),
+        ("gdpo.estimator=gdop", "did you mean gdpo?"),
+        ("gdpo.preset=verl2", "did you mean verl?"),
+        ("no_equals_sign", "no_equals_sign: an override is written section.key=value"),
+        ("gdpo.lr=1", "did you mean policy.megatron_cfg.optimizer.lr?"),
+    ],
+)
+def test_a_wrong_value_is_refused_by_name(minimal, override, expected):
+    assert expected in message(minimal, override)
+
+
+def test_a_mandatory_key_is_asked_for(tmp_path):
+    path = tmp_path / "c.yaml"
+    path.write_text("policy: {model_name: a/b}\n")
+    assert message(path).startswith("gdpo.rewards: must be set")
+
+
+def test_messages_name_the_file_that_holds_the_mistake(minimal, tmp_path):
+    child = tmp_path / "child.yaml"
+    child.write_text("defaults: minimal.yaml\ngdpo: {val_perid: 2}\n")
+    assert "child.yaml" in message(child) and "did you mean gdpo.val_period?" in message(child)
+    assert "did you mean" in message(tmp_path / "minimol.yaml")
+
+
+@pytest.mark.parametrize("text", ["gdpo:\n  a: [1\nrun: x\n", "run: {name: x}\nrun: {name: y}\n", "a: b: c\n"])
+def test_invalid_yaml_names_file_and_line(tmp_path, text):
+    path = tmp_path / "broken.yaml"
+    path.write_text(text)
+    assert "broken.yaml, line " in message(path)
+
+
+@quick
+@given(
+    rewards=st.dictionaries(st.from_regex(r"[a-z]{1,8}", fullmatch=True), st.floats(-10, 10), min_size=1, max_size=4),
+    name=st.from_regex(r"[a-z0-9_.-]{1,12}", fullmatch=True),
+    seed=st.integers(0, 2**31),
+)
+def test_a_saved_config_loads_back_equal(tmp_path, rewards, name, seed):
+    config = load_config(DEMO)
+    config.gdpo.rewards, config.run.name, config.run.seed = rewards, name, seed
+    path = tmp_path / "nested" / "config.yaml"
+    save_config(config, path)
+    assert load_config(path) == config
+    assert OmegaConf.to_container(OmegaConf.load(path)) == config_to_dict(config)
