@@ -1,4 +1,12 @@
-"""What an environment is: rows in, verdicts with named reward components out."""
+"""What an environment is: rows in, verdicts with named reward components out.
+
+An environment is any class built as ``Class(options)`` from the mapping below its name in the YAML section ``env``.
+Besides what the protocols ask for, it may have
+
+* ``system_prompt: str | None``, put before its prompts unless the config says otherwise;
+* ``prepare()``, called once in each worker process before the first time limit starts to run: the place for imports
+  that take seconds. The constructor also runs on the driver, so it should be quick.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +23,12 @@ class Environment(Protocol):
     """The components it may return; the config's weights are checked against them."""
 
     def verify(self, trajectories: Sequence[Trajectory]) -> list[Verdict]:
-        """One verdict per trajectory, in order. May block; the pool enforces the time limit."""
+        """One verdict per trajectory, in order. May block; the pool enforces the time limit.
+
+        A reward of None or NaN means 'not applicable'. An exception or an infinite reward is a mistake of the
+        environment's author and stops the run. A failure that is nobody's mistake (a server that is down) is a
+        verdict with the outcome ``ENV_FAILED``.
+        """
         ...
 
 
@@ -24,5 +37,9 @@ class PromptMaker(Protocol):
     """An environment that also makes its own prompts."""
 
     def rows(self, split: str, size: int | None, seed: int) -> list[Mapping[str, Any]]:
-        """Rows with a `prompt` column (text or messages) and whatever `verify` needs; equal arguments, equal rows."""
+        """Rows with a `prompt` column (text or messages) and whatever `verify` needs; equal arguments, equal rows.
+
+        ``split`` is train, validation or test. A column ``id`` is used as the prompt id. ``size`` None takes as many
+        rows as there are, or a number of the environment's choice.
+        """
         ...

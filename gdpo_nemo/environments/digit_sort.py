@@ -1,0 +1,77 @@
+"""Sort five digits: a task that a model of a million parameters learns from three rewards in a minute.
+
+The prompt ``39172=`` wants ``<t>BODY</t><a>12379</a>``, where the body stands for thinking and is best left short.
+One prompt in ten is held out by arithmetic, so that no list of splits has to be kept.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from typing import Any, Mapping, Sequence
+
+from gdpo_nemo.data.records import Trajectory, Verdict
+from gdpo_nemo.environments.options import read_options
+from gdpo_nemo.errors import ConfigError
+
+DIGITS = 5
+_WELL_FORMED = re.compile(r"<t>[^<>]*</t><a>[^<>]*</a>")
+_DIGIT_RUN = re.compile(r"[0-9]+")
+
+
+def is_held_out(digits: str) -> bool:
+    """Whether a prompt belongs to validation: ``sum(d_i * 7**i) % 10 == 0``, true for exactly one in ten."""
+    return sum(int(digit) * 7**place for place, digit in enumerate(digits)) % 10 == 0
+
+
+class DigitSort:
+    """The digit-sorting environment.
+
+    Components: ``correctness`` (the last run of digits is the sorted prompt), ``format`` (tags in place), ``length``
+    (at most ``length_limit`` tokens with the end token) and ``all`` (the product of the three raw flags, meant for
+    reporting). Each needs a completion that ended by itself.
+
+    Options: ``length_limit`` (24 tokens), ``correctness_values`` ([0, 1]: reward of a wrong and of a right answer) and
+    ``length_if_correct`` (false: pay the length only when the answer is right; the raw flag is then reported as
+    ``length_flag``).
+    """
+
+    def __init__(self, options: Mapping[str, Any] | None = None):
+        chosen = read_options(
+            "digit_sort", options, length_limit=24, correctness_values=[0.0, 1.0], length_if_correct=False
+        )
+        if len(chosen.correctness_values) != 2:
+            raise ConfigError("environment digit_sort: correctness_values must be two numbers, [wrong, right]")
+        self._length_limit = chosen.length_limit
+        self._wrong, self._right = (float(value) for value in chosen.correctness_values)
+        self._length_if_correct = chosen.length_if_correct
+        self.reward_names: tuple[str, ...] = ("correctness", "format", "length", "all")
+        if self._length_if_correct:
+            self.reward_names += ("length_flag",)
+
+    def verify(self, trajectories: Sequence[Trajectory]) -> list[Verdict]:
+        """One verdict per trajectory; the prompt's ``digits`` column holds what was to be sorted."""
+        return [self._verdict(trajectory) for trajectory in trajectories]
+
+    def rows(self, split: str, size: int | None, seed: int) -> list[Mapping[str, Any]]:
+        """The 90,000 training rows or the 10,000 held-out rows, in an order drawn from the seed, cut at ``size``."""
+        every = (f"{number:0{DIGITS}d}" for number in range(10**DIGITS))
+        chosen = [digits for digits in every if is_held_out(digits) == (split != "train")]
+        random.Random(seed).shuffle(chosen)
+        return [{"id": f"digits/{digits}", "prompt": f"{digits}=", "digits": digits} for digits in chosen[:size]]
+
+    def _verdict(self, trajectory: Trajectory) -> Verdict:
+        ended = trajectory.finish_reason == "stop"
+        runs = _DIGIT_RUN.findall(trajectory.text)
+        correct = ended and bool(runs) and runs[-1] == "".join(sorted(trajectory.prompt.fields["digits"]))
+        formatted = ended and _WELL_FORMED.fullmatch(trajectory.text) is not None
+        short = ended and len(trajectory.completion_ids) <= self._length_limit
+        rewards = {
+            "correctness": self._right if correct else self._wrong,
+            "format": float(formatted),
+            "length": float(short and (correct or not self._length_if_correct)),
+            "all": float(correct and formatted and short),
+        }
+        if self._length_if_correct:
+            rewards["length_flag"] = float(short)
+        return Verdict(rewards)

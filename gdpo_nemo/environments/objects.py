@@ -1,0 +1,61 @@
+"""Finding the class or function that a text in the config names."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from gdpo_nemo.environments.options import first_line, nearest
+from gdpo_nemo.errors import ConfigError
+
+
+def is_reference(text: str) -> bool:
+    """Whether the text names an object by place (``file.py:name``, ``pkg.mod:name``, ``pkg.mod.name``)."""
+    return ":" in text or "." in text
+
+
+def load_object(reference: str) -> Any:
+    """The object behind ``file.py:name``, ``pkg.mod:name`` or ``pkg.mod.name``.
+
+    A file is looked up from the working directory and imported with its own folder importable, as if it were run.
+    Raises ConfigError, in one line, when the place or the name does not exist or the import fails.
+    """
+    place, _, name = reference.rpartition(":") if ":" in reference else reference.rpartition(".")
+    if not place or not name:
+        raise ConfigError(f"{reference!r} does not name an object; write file.py:name or package.module.name")
+    module = _load_file(place) if place.endswith(".py") else _load_module(place)
+    if not hasattr(module, name):
+        names = [known for known in vars(module) if not known.startswith("_")]
+        raise ConfigError(f"{place} has no {name!r}{nearest(name, names)}")
+    return getattr(module, name)
+
+
+def _load_module(place: str) -> ModuleType:
+    try:
+        return importlib.import_module(place)
+    except Exception as error:  # the module is the user's: whatever its import raises is theirs to read
+        raise ConfigError(f"cannot import {place}: {first_line(error)}") from error
+
+
+def _load_file(place: str) -> ModuleType:
+    path = Path(place).expanduser().resolve()
+    if not path.is_file():
+        raise ConfigError(f"no such file: {place}")
+    name = "gdpo_nemo_plugin_" + "_".join(part.replace(".", "_") for part in path.parts[1:])
+    if name in sys.modules:
+        return sys.modules[name]
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[name]
+        raise ConfigError(f"cannot import {place}: {first_line(error)}") from error
+    return module

@@ -1,0 +1,53 @@
+"""Options of an environment, read strictly: an option that nobody reads is an error, not a comment."""
+
+from __future__ import annotations
+
+from difflib import get_close_matches
+from types import SimpleNamespace
+from typing import Any, Iterable, Mapping
+
+from gdpo_nemo.errors import ConfigError
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """``; did you mean 'x'?`` for the known name closest to ``name``, or the list of the known names."""
+    known = sorted(known)
+    match = get_close_matches(name, known, n=1)
+    if match:
+        return f"; did you mean {match[0]!r}?"
+    return f"; known: {', '.join(known)}" if known else ""
+
+
+def first_line(error: BaseException) -> str:
+    """The exception's type and the first line of its message, at most 300 characters."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__
+
+
+def read_options(environment: str, options: Mapping[str, Any] | None, **defaults: Any) -> SimpleNamespace:
+    """The defaults overridden by ``options``.
+
+    Raises ConfigError for an option without a default here, and for a boolean, number or string in the place of
+    another (a default of None takes anything).
+    """
+    values = dict(defaults)
+    for key, value in (options or {}).items():
+        if key not in defaults:
+            raise ConfigError(f"environment {environment}: unknown option {key!r}{nearest(key, defaults)}")
+        if not _same_kind(value, defaults[key]):
+            expected = type(defaults[key]).__name__
+            raise ConfigError(f"environment {environment}: option {key} must be of type {expected}, not {value!r}")
+        values[key] = value
+    return SimpleNamespace(**values)
+
+
+def _same_kind(value: Any, default: Any) -> bool:
+    if default is None:
+        return True
+    if isinstance(default, bool) or isinstance(value, bool):
+        return isinstance(default, bool) and isinstance(value, bool)
+    if isinstance(default, float):
+        return isinstance(value, (int, float))
+    if isinstance(default, (list, tuple)):
+        return isinstance(value, (list, tuple))
+    return isinstance(value, type(default))

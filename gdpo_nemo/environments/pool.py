@@ -1,0 +1,224 @@
+"""Verification in worker processes, where a verifier that hangs, crashes or floods its output does no harm.
+
+Built on pebble's ProcessPool, which kills a worker at the task's time limit and starts another. Workers are spawned,
+never forked: the driver has threads. Three things can happen to a shard of trajectories:
+
+* it is verified: its verdicts are returned;
+* it exceeds the time limit or its process dies: the members are tried once more one by one, and those that fail again
+  are ``env_failed``. That is never a reward;
+* the environment's code is wrong (it raises, returns too few values or an infinite one): RunError.
+"""
+
+from __future__ import annotations
+
+import math
+import multiprocessing
+import os
+import threading
+import time
+from concurrent.futures import Future, wait
+from concurrent.futures.process import BrokenProcessPool
+from itertools import groupby
+from typing import Any, Mapping, Sequence
+
+from pebble import ProcessExpired, ProcessPool
+
+from gdpo_nemo.data.records import Outcome, Trajectory, Verdict
+from gdpo_nemo.environments import worker
+from gdpo_nemo.errors import RunError
+
+SHARD_SIZE = 32
+"""Trajectories in one task; a shard grows beyond it only to keep the samples of one prompt together."""
+RETRY_FAILURES = 3
+"""Members of one shard that may fail alone before the rest of the shard is given up: a verifier that always hangs
+costs a few time limits, not one per sample."""
+_ATTEMPTS = 3
+_POLL_S = 0.5
+
+
+class EnvironmentPool:
+    """Worker processes that hold the environments of a config.
+
+    Args:
+        environments: the config section ``env`` as plain dictionaries, options by environment name.
+        workers: worker processes.
+        timeout_s: seconds one verification task (a shard, or a single member of it) may take.
+        seed: seed of Python's and NumPy's global generators in the workers, renewed for every task.
+
+    Workers start at the first ``verify``. ``verify`` may be called from several threads.
+    """
+
+    def __init__(
+        self, environments: Mapping[str, Mapping[str, Any] | None], workers: int = 1, timeout_s: float = 30.0, seed: int = 0
+    ):
+        self._environments = {name: dict(options or {}) for name, options in environments.items()}
+        self._workers = max(1, workers)
+        self._timeout_s = timeout_s
+        self._seed = seed
+        self._lock = threading.Lock()
+        self._closed = False
+        self._last_progress = time.monotonic()
+        self._pool = self._new_pool()
+
+    def verify(self, trajectories: Sequence[Trajectory]) -> list[Verdict]:
+        """One verdict per trajectory, in order.
+
+        Trajectories are sharded by environment, the consecutive samples of a prompt staying together. Raises RunError
+        for an unknown environment, a mistake in an environment's code, workers that cannot start, or a closed pool.
+        """
+        for trajectory in trajectories:
+            if trajectory.prompt.environment not in self._environments:
+                raise RunError(f"prompt {trajectory.prompt.id} wants the environment {trajectory.prompt.environment!r}, "
+                               f"which is not in the section env")  # fmt: skip
+        verdicts: dict[int, Verdict] = {}
+        shards = _shards(trajectories, self._workers)
+        for shard, reply in zip(shards, self._replies(trajectories, shards)):
+            if isinstance(reply, str):
+                verdicts.update(self._one_by_one(trajectories, shard, reply))
+            else:
+                verdicts.update(zip(shard, reply))
+        return [verdicts[index] for index in range(len(trajectories))]
+
+    def close(self) -> None:
+        """End the workers. A ``verify`` under way in another thread raises RunError."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        _end(self._pool)
+
+    def __enter__(self) -> EnvironmentPool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _one_by_one(
+        self, trajectories: Sequence[Trajectory], shard: Sequence[int], reason: str
+    ) -> dict[int, Verdict]:
+        """Verdicts of a shard that failed as a whole, each member in a task of its own."""
+        verdicts: dict[int, Verdict] = {}
+        failures = 0
+        for index in shard:
+            if failures >= RETRY_FAILURES:
+                verdicts[index] = _failed(f"{reason}; not tried alone after {failures} samples beside it had failed")
+                continue
+            [reply] = self._replies(trajectories, [[index]])
+            if isinstance(reply, str):
+                failures += 1
+                verdicts[index] = _failed(reply)
+            else:
+                verdicts[index] = reply[0]
+        return verdicts
+
+    def _replies(
+        self, trajectories: Sequence[Trajectory], shards: Sequence[Sequence[int]]
+    ) -> list[list[Verdict] | str]:
+        """For each shard its verdicts, or one line saying why there are none.
+
+        When a worker dies in an unlucky moment pebble gives up the whole pool with all its tasks; those, which did
+        nothing wrong, are sent again to a new pool.
+        """
+        replies: dict[int, list[Verdict] | str] = {}
+        open_shards = list(range(len(shards)))
+        for _ in range(_ATTEMPTS):
+            pool, futures = self._schedule([[trajectories[i] for i in shards[number]] for number in open_shards])
+            try:
+                outcomes = [self._result(future) for future in futures]
+            except BaseException:
+                for future in futures:
+                    future.cancel()
+                raise
+            replies.update((number, reply) for number, reply in zip(open_shards, outcomes) if reply is not None)
+            open_shards = [number for number in open_shards if number not in replies]
+            if not open_shards:
+                return [replies[number] for number in range(len(shards))]
+            self._replace(pool)
+        raise RunError(f"environment workers ({', '.join(self._environments)}) die while starting or idle")
+
+    def _schedule(self, shards: Sequence[Sequence[Trajectory]]) -> tuple[ProcessPool, list[Future]]:
+        pool = self._pool
+        futures = []
+        for shard in shards:
+            name = shard[0].prompt.environment
+            try:
+                future = pool.schedule(worker.verify, [name, shard, self._timeout_s, self._seed], timeout=self._timeout_s)
+            except RuntimeError as error:  # the pool broke since it was last used
+                self._check_open()
+                future = Future()
+                future.set_exception(BrokenProcessPool(str(error)))
+            future.add_done_callback(self._note_progress)
+            futures.append(future)
+        self._last_progress = time.monotonic()
+        return pool, futures
+
+    def _result(self, future: Future) -> list[Verdict] | str | None:
+        """The task's verdicts, one line why it failed, or None when the pool broke around it. Raises RunError."""
+        # pebble enforces the task's limit; silence beyond it and a worker's start means that pebble itself is stuck.
+        silence = worker.STARTUP_LIMIT_S + 2 * self._timeout_s + 30.0
+        while not wait([future], timeout=_POLL_S).done:
+            self._check_open()
+            if time.monotonic() - self._last_progress > silence:
+                raise RunError(f"environment workers made no progress for {silence:.0f} s")
+        error = None if future.cancelled() else future.exception()
+        if future.cancelled() or isinstance(error, BrokenProcessPool):
+            self._check_open()
+            return None
+        if isinstance(error, TimeoutError):
+            return f"verification exceeded {self._timeout_s:g} s"
+        if isinstance(error, ProcessExpired):
+            return f"verification process died (exit code {error.exitcode})"
+        if error is not None:
+            raise RunError(f"environment worker failed: {type(error).__name__}: {str(error).splitlines()[0]}")
+        reply = future.result()
+        if isinstance(reply, worker.Fault):
+            raise RunError(reply.message)
+        return reply
+
+    def _new_pool(self) -> ProcessPool:
+        return ProcessPool(
+            max_workers=self._workers,
+            initializer=worker.start,
+            initargs=(self._environments, os.getpid()),
+            context=multiprocessing.get_context("spawn"),
+        )
+
+    def _replace(self, broken: ProcessPool) -> None:
+        with self._lock:
+            if self._pool is broken and not self._closed:
+                self._pool = self._new_pool()
+                _end(broken)
+
+    def _note_progress(self, _: Future) -> None:
+        self._last_progress = time.monotonic()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RunError("the environment pool was closed during verification")
+
+
+def _failed(detail: str) -> Verdict:
+    return Verdict({}, Outcome.ENV_FAILED, detail)
+
+
+def _end(pool: ProcessPool) -> None:
+    pool.stop()
+    pool.join()
+
+
+def _shards(trajectories: Sequence[Trajectory], workers: int) -> list[list[int]]:
+    """Indices of the trajectories by shard: one environment each, whole groups, about even over the workers."""
+    by_environment: dict[str, list[int]] = {}
+    for index, trajectory in enumerate(trajectories):
+        by_environment.setdefault(trajectory.prompt.environment, []).append(index)
+    shards: list[list[int]] = []
+    for indices in by_environment.values():
+        target = min(SHARD_SIZE, math.ceil(len(indices) / workers))
+        shard: list[int] = []
+        for _, group in groupby(indices, key=lambda index: trajectories[index].prompt.id):
+            if len(shard) >= target:
+                shards.append(shard)
+                shard = []
+            shard = shard + list(group)
+        shards.append(shard)
+    return shards

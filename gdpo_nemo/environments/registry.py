@@ -1,0 +1,81 @@
+"""From a name in the YAML section ``env`` to an environment: built in, installed as a plugin, or a class by its place."""
+
+from __future__ import annotations
+
+from importlib.metadata import entry_points
+from typing import Any, Mapping
+
+from gdpo_nemo.environments.base import Environment
+from gdpo_nemo.environments.objects import is_reference, load_object
+from gdpo_nemo.environments.options import first_line, nearest
+from gdpo_nemo.errors import ConfigError
+
+ENTRY_POINT_GROUP = "gdpo_nemo.environments"
+
+# By text, so that naming one environment imports only that one.
+BUILT_IN = {
+    "digit_sort": "gdpo_nemo.environments.digit_sort:DigitSort",
+    "functions": "gdpo_nemo.environments.functions:Functions",
+    "gsm8k": "gdpo_nemo.environments.gsm8k:Gsm8k",
+    "math": "gdpo_nemo.environments.math:Math",
+    "reasoning_gym": "gdpo_nemo.environments.reasoning_gym:ReasoningGym",
+    "tool_calling": "gdpo_nemo.environments.tool_calling:ToolCalling",
+}
+
+
+def environment_names() -> list[str]:
+    """The names that need no place: built in or installed under the entry-point group ``gdpo_nemo.environments``."""
+    return sorted({*BUILT_IN, *(point.name for point in entry_points(group=ENTRY_POINT_GROUP))})
+
+
+def load_environment(name: str, options: Mapping[str, Any] | None = None) -> Environment:
+    """The environment called ``name`` in the config, built from its options.
+
+    The option ``plugin`` says what it is: a known name, ``file.py:Class`` or ``package.module.Class``; without it the
+    environment's own name does. Raises ConfigError for an unknown name, a class that cannot be imported or built, and
+    an object that is no environment.
+    """
+    options = dict(options or {})
+    plugin = options.pop("plugin", name)
+    if not isinstance(plugin, str):
+        raise ConfigError(f"env.{name}.plugin: must be a name or a place such as file.py:Class, not {plugin!r}")
+    make = _find(name, plugin)
+    try:
+        environment = make(options)
+    except ConfigError as error:
+        raise ConfigError(f"env.{name}: {error}") from error
+    except Exception as error:  # the constructor is the user's
+        raise ConfigError(f"env.{name}: {plugin} could not be built: {first_line(error)}") from error
+    _check(name, plugin, environment)
+    return environment
+
+
+def environment_reward_names(name: str, options: Mapping[str, Any] | None = None) -> tuple[str, ...]:
+    """The reward components that the environment may return. Raises as ``load_environment`` does."""
+    return tuple(load_environment(name, options).reward_names)
+
+
+def _find(name: str, plugin: str) -> Any:
+    if plugin in BUILT_IN:
+        return load_object(BUILT_IN[plugin])
+    for point in entry_points(group=ENTRY_POINT_GROUP, name=plugin):
+        try:
+            return point.load()
+        except Exception as error:
+            raise ConfigError(f"env.{name}: plugin {plugin} cannot be imported: {first_line(error)}") from error
+    if not is_reference(plugin):
+        raise ConfigError(f"env.{name}: no environment is called {plugin!r}{nearest(plugin, environment_names())}")
+    try:
+        return load_object(plugin)
+    except ConfigError as error:
+        raise ConfigError(f"env.{name}.plugin: {error}") from error
+
+
+def _check(name: str, plugin: str, environment: Any) -> None:
+    names = getattr(environment, "reward_names", None)
+    if not callable(getattr(environment, "verify", None)):
+        raise ConfigError(f"env.{name}: {plugin} is no environment: it has no method verify(trajectories)")
+    if isinstance(names, str) or not names or not all(isinstance(component, str) for component in names):
+        raise ConfigError(f"env.{name}: {plugin} is no environment: reward_names must be a tuple of names")
+    if len(set(names)) != len(names):
+        raise ConfigError(f"env.{name}: {plugin} names a reward twice: {', '.join(names)}")

@@ -1,0 +1,138 @@
+"""The side of the environment pool that runs in the worker process.
+
+A worker builds every environment once, verifies one shard at a time, and ends when the driver does. It is kept free
+of torch: a worker that was killed must be back in a second or two.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import hashlib
+import math
+import os
+import random
+import threading
+import time
+from dataclasses import dataclass
+from typing import Any, Mapping, Sequence
+
+import numpy as np
+
+from gdpo_nemo.data.records import Trajectory, Verdict
+from gdpo_nemo.environments.base import Environment
+from gdpo_nemo.environments.options import first_line
+from gdpo_nemo.environments.registry import load_environment
+from gdpo_nemo.errors import GdpoError, RunError
+
+STARTUP_LIMIT_S = 120.0
+"""Seconds a worker may take to build its environments."""
+_GRACE_S = 10.0
+_POLL_S = 0.5
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A mistake in an environment's code or configuration, as one line for the user. It stops the run."""
+
+    message: str
+
+
+_environments: dict[str, Environment | Fault] = {}
+
+
+def start(section: Mapping[str, Mapping[str, Any]], driver: int) -> None:
+    """Prepare this process: build the environments of the config section ``env`` and tie its life to the driver's.
+
+    An environment that cannot be built is remembered as a Fault and reported by the first task that needs it: an
+    exception here would only break the pool without saying why.
+    """
+    threading.Thread(target=_end_with, args=(driver,), daemon=True).start()
+    os.dup2(2, 1)  # what reward functions print must not reach the driver's console or a pipe on its output
+    faulthandler.dump_traceback_later(STARTUP_LIMIT_S, exit=True)
+    for name, options in section.items():
+        try:
+            environment = load_environment(name, options)
+            if hasattr(environment, "prepare"):
+                environment.prepare()
+            _environments[name] = environment
+        except GdpoError as error:
+            _environments[name] = Fault(str(error))
+        except Exception as error:
+            _environments[name] = Fault(f"environment {name!r} could not be prepared: {first_line(error)}")
+    faulthandler.cancel_dump_traceback_later()
+
+
+def verify(name: str, trajectories: Sequence[Trajectory], time_limit_s: float, seed: int) -> list[Verdict] | Fault:
+    """The verdicts of one environment on one shard, checked, or the Fault that its author has to mend."""
+    environment = _environments[name]
+    if isinstance(environment, Fault):
+        return environment
+    # The driver enforces the limit. This timer needs neither the driver nor the interpreter lock, so that even code
+    # stuck inside a C extension does not outlive a driver that was killed.
+    faulthandler.dump_traceback_later(time_limit_s + _GRACE_S, exit=True)
+    try:
+        _seed(seed, name, trajectories)
+        verdicts = environment.verify(trajectories)
+        return checked_verdicts(tuple(environment.reward_names), trajectories, verdicts)
+    except GdpoError as error:
+        return Fault(f"environment {name!r}: {error}")
+    except BaseException as error:  # SystemExit from a reward function is as much its mistake as a ValueError
+        return Fault(f"environment {name!r}: {type(environment).__name__}.verify raised {first_line(error)}")
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+def checked_verdicts(
+    reward_names: Sequence[str], trajectories: Sequence[Trajectory], verdicts: Any
+) -> list[Verdict]:
+    """The verdicts with rewards as floats and NaN as None.
+
+    Raises RunError for a wrong number of verdicts, something that is no verdict, a component that was not announced
+    in ``reward_names``, and a value that is no number or not finite.
+    """
+    verdicts = list(verdicts) if isinstance(verdicts, (list, tuple)) else verdicts
+    if not isinstance(verdicts, list) or not all(isinstance(verdict, Verdict) for verdict in verdicts):
+        raise RunError(f"verify must return a list of Verdict, not {type(verdicts).__name__}")
+    if len(verdicts) != len(trajectories):
+        raise RunError(f"verify returned {len(verdicts)} verdicts for {len(trajectories)} trajectories")
+    return [_checked(reward_names, trajectory, verdict) for trajectory, verdict in zip(trajectories, verdicts)]
+
+
+def reward_value(value: Any, what: str) -> float | None:
+    """A reward as float; None and NaN ('not applicable') become None. Raises RunError naming ``what``."""
+    if value is None:
+        return None
+    if isinstance(value, (str, bytes)):
+        raise RunError(f"{what} is {value[:40]!r}, which is no number")
+    try:
+        number = float(value)
+    except Exception:
+        raise RunError(f"{what} is of type {type(value).__name__}, which is no number") from None
+    if math.isinf(number):
+        raise RunError(f"{what} is infinite ({number})")
+    return None if math.isnan(number) else number
+
+
+def _checked(reward_names: Sequence[str], trajectory: Trajectory, verdict: Verdict) -> Verdict:
+    rewards = {}
+    for component, value in verdict.rewards.items():
+        if component not in reward_names:
+            raise RunError(f"verify returned the reward {component!r}, which is not in its reward_names")
+        what = f"reward {component!r} of sample {trajectory.sample_index} of prompt {trajectory.prompt.id}"
+        rewards[component] = reward_value(value, what)
+    return Verdict(rewards, verdict.outcome, verdict.detail)
+
+
+def _seed(seed: int, name: str, trajectories: Sequence[Trajectory]) -> None:
+    """Seed Python's and NumPy's global generators, so that a reward with chance in it is repeated on resume."""
+    first = trajectories[0]
+    digest = hashlib.sha256(f"{seed}/{name}/{first.prompt.id}/{first.sample_index}".encode()).digest()
+    random.seed(digest)
+    np.random.seed(int.from_bytes(digest[:4], "little"))
+
+
+def _end_with(driver: int) -> None:
+    """End this process soon after the driver has ended, however it ended."""
+    while os.getppid() == driver:
+        time.sleep(_POLL_S)
+    os._exit(1)
