@@ -18,7 +18,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from gdpo_nemo.algorithms.losses import LossSettings, TokenFields, policy_loss
+from gdpo_nemo.algorithms.policy_loss import LossSettings, TokenFields, policy_loss
 from gdpo_nemo.config.schema import PolicyConfig
 from gdpo_nemo.data.packing import Assignment, PackedRows, TrainSequence, lay_out
 from gdpo_nemo.megatron.attention import local_positions, make_packing
@@ -52,6 +52,11 @@ class TokenValues:
     sequence: np.ndarray
     offset: np.ndarray
     values: np.ndarray
+
+
+def _merge(shares: list[dict[str, float]], how) -> dict[str, float]:
+    names = dict.fromkeys(name for share in shares for name in share)
+    return {name: how([share[name] for share in shares if name in share]) for name in names}
 
 
 class Policy:
@@ -126,7 +131,7 @@ class Policy:
     def _loss(self, sequences, settings, rows: PackedRows, output: torch.Tensor):
         logprobs, entropy = output.float().unbind(-1)
         fields = self._fields(sequences, rows)
-        loss, metrics = policy_loss(logprobs, entropy, fields, settings)
+        loss, metrics = policy_loss(logprobs, entropy, fields, settings, self._sum_over_context)
         # Megatron divides by this token count in its own reduction, which `model._finalize` leaves out.
         tokens = torch.tensor(len(rows.rows), dtype=torch.int, device=output.device)
         return loss, tokens, (loss.detach(), metrics)
@@ -149,28 +154,34 @@ class Policy:
             advantages=constant(lambda s: s.advantage),
             weights=constant(lambda s: s.weight),
             sequence_ids=torch.from_numpy(rows.sequence).to(self.runtime.device),
+            num_sequences=len(sequences),
         )
+
+    @staticmethod
+    def _sum_over_context(partial_sums: torch.Tensor) -> torch.Tensor:
+        """Sum a per-sequence value over the context-parallel ranks that hold parts of each sequence."""
+        group = parallel_state.get_context_parallel_group()
+        if group.size() > 1:
+            dist.all_reduce(partial_sums, group=group)
+        return partial_sums
 
     def _reduce(self, done: list) -> tuple[dict[str, float], dict[str, float]]:
         """Sums and maxima over micro-batches, data and context ranks, known to every pipeline stage."""
-        names = None
+        totals = None
         if parallel_state.is_pipeline_last_stage(ignore_virtual=True):
-            sums: dict[str, torch.Tensor] = {}
-            maxima: dict[str, torch.Tensor] = {}
+            sums: dict[str, float] = {}
+            maxima: dict[str, float] = {}
             for loss, metrics in done:
                 for name, value in {"loss": loss, **metrics.sums}.items():
-                    sums[name] = sums.get(name, 0.0) + torch.as_tensor(value, dtype=torch.float64).cpu()
+                    sums[name] = sums.get(name, 0.0) + float(value)
                 for name, value in metrics.maxima.items():
-                    value = torch.as_tensor(value, dtype=torch.float64).cpu()
-                    maxima[name] = torch.maximum(maxima[name], value) if name in maxima else value
-            names = (list(sums), list(maxima))
+                    maxima[name] = max(maxima.get(name, float("-inf")), float(value))
             group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-            totals = torch.stack(list(sums.values())).to(self.runtime.device)
-            peaks = torch.stack([*maxima.values(), torch.zeros((), dtype=torch.float64)]).to(self.runtime.device)
-            dist.all_reduce(totals, group=group)
-            dist.all_reduce(peaks, op=dist.ReduceOp.MAX, group=group)
-            names = (dict(zip(sums, totals.tolist())), dict(zip(maxima, peaks.tolist())))
-        return self._from_last_stage(names)
+            shares: list = [None] * group.size()
+            dist.all_gather_object(shares, (sums, maxima), group=group)
+            # A rank whose micro-batches are all empty measures nothing, so the names are merged, not assumed equal.
+            totals = (_merge([s for s, _ in shares], sum), _merge([m for _, m in shares], max))
+        return self._from_last_stage(totals)
 
     @staticmethod
     def _from_last_stage(value):
