@@ -1,0 +1,130 @@
+"""The engines as the driver sees them: requests are spread, a dead engine is replaced, its requests are drawn again."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from typing import Sequence
+
+import numpy as np
+
+from gdpo_nemo.cluster.session import WorkerDied, cores, gather, ray, thread_environment
+from gdpo_nemo.config.schema import Config
+from gdpo_nemo.errors import RunError
+from gdpo_nemo.generation.engine import CPU_ENVIRONMENT, ENVIRONMENT, Engine
+from gdpo_nemo.generation.requests import CompletionBatch, SampleRequest, Sampling
+
+_START_S = 900.0
+_REPLACEMENTS = 3
+"""Engines that may be replaced in a row before the run gives up."""
+
+
+@dataclass
+class Ticket:
+    """A submitted call: what each engine was asked, and where its answer will be."""
+
+    shares: list[tuple[int, list[SampleRequest], "ray.ObjectRef"]]
+    sampling: Sampling
+
+
+class EngineFleet:
+    """vLLM engines in Ray actors. Constructing it starts them; ``ready`` waits.
+
+    A call is submitted in one thread and may be collected in another. Actors work in the order of submission, so weights
+    published after a submission cannot reach its samples.
+    """
+
+    def __init__(self, config: Config, folder: str):
+        self._config, self._folder = config, folder
+        self._timeout_s = config.rollout.generation_timeout_s
+        self._lock = threading.Lock()
+        self._replaced = 0
+        self._weights = None
+        """(manifest, buffer) of the newest weights, for engines that have to start again."""
+        self._actors = [self._start(i) for i in range(config.policy.generation.engines)]
+
+    def _start(self, index: int):
+        config, vllm = self._config, self._config.policy.generation.vllm_cfg
+        on_cpu = config.cluster.gpus_per_node == 0
+        threads = max(1, cores(config.cluster) // config.policy.generation.engines)
+        environment = {**thread_environment(threads), **ENVIRONMENT, **(CPU_ENVIRONMENT if on_cpu else {})}
+        actor = ray.remote(Engine).options(
+            num_cpus=0,
+            num_gpus=0 if on_cpu else vllm.tensor_parallel_size,
+            runtime_env={"env_vars": environment},
+        )
+        policy = config.policy
+        return actor.remote(
+            self._folder, vllm, policy.precision, policy.max_total_sequence_length, config.run.seed + index, on_cpu
+        )
+
+    def ready(self) -> None:
+        """Wait until every engine can sample."""
+        gather([a.__ray_ready__.remote() for a in self._actors], "starting the vLLM engines", _START_S)
+
+    def submit(self, requests: Sequence[SampleRequest], sampling: Sampling) -> Ticket:
+        """Start drawing; consecutive requests of one prompt stay together, for the engine's prefix cache."""
+        with self._lock:
+            bounds = np.linspace(0, len(requests), len(self._actors) + 1).astype(int)
+            shares = [
+                (i, list(requests[a:b]), self._actors[i].generate.remote(list(requests[a:b]), sampling))
+                for i, (a, b) in enumerate(zip(bounds, bounds[1:]))
+                if b > a
+            ]
+        return Ticket(shares, sampling)
+
+    def collect(self, ticket: Ticket) -> CompletionBatch:
+        """Wait for a submitted call.
+
+        Raises:
+            RunError: the deadline passed, or engines kept dying.
+        """
+        completions, versions, seconds = [], [], 0.0
+        for index, requests, ref in ticket.shares:
+            batch = self._collect_share(index, requests, ref, ticket.sampling)
+            completions += batch.completions
+            versions.append(batch.version)
+            seconds = max(seconds, batch.seconds)
+        return CompletionBatch(completions, min(versions), seconds)
+
+    def _collect_share(self, index, requests, ref, sampling) -> CompletionBatch:
+        while True:
+            try:
+                (batch,) = gather([ref], "sampling", self._timeout_s)
+                self._replaced = 0
+                return batch
+            except WorkerDied as error:
+                with self._lock:
+                    self._replace(index, error)
+                    ref = self._actors[index].generate.remote(requests, sampling)
+
+    def _replace(self, index: int, error: WorkerDied) -> None:
+        self._replaced += 1
+        if self._replaced > _REPLACEMENTS:
+            raise RunError(f"engine {index} died {self._replaced} times in a row: {error}") from error
+        self._actors[index] = self._start(index)
+        if self._weights is not None:
+            self._actors[index].update.remote(*self._weights)
+
+    def update(self, manifest_ref, buffer_ref) -> None:
+        """Give every engine new weights, after the calls it was given before."""
+        with self._lock:
+            self._weights = (manifest_ref, buffer_ref)
+            refs = [actor.update.remote(manifest_ref, buffer_ref) for actor in self._actors]
+        for index, ref in enumerate(refs):
+            try:
+                gather([ref], "updating the engines' weights", self._timeout_s)
+            except WorkerDied as error:
+                with self._lock:
+                    self._replace(index, error)
+
+    def score(self, token_ids: Sequence[int]) -> list[np.ndarray]:
+        """The log-probs [tokens - 1] that each engine gives to a sequence."""
+        with self._lock:
+            refs = [actor.score.remote(list(token_ids)) for actor in self._actors]
+        return gather(refs, "probing the engines", self._timeout_s)
+
+    def close(self) -> None:
+        """End the engine processes."""
+        for actor in self._actors:
+            ray.kill(actor)

@@ -1,0 +1,185 @@
+"""The policy as the driver sees it: one object whose ranks are Ray actors."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+from typing import Any, Sequence
+
+import numpy as np
+
+from gdpo_nemo.cluster.session import cores, gather, ray, thread_environment
+from gdpo_nemo.config.schema import Config, MegatronConfig, PolicyConfig
+from gdpo_nemo.data.packing import TrainSequence, assign
+
+_START_S = 900.0
+
+
+class PolicyRank:
+    """One rank of the policy inside a Ray actor; every method is collective over all ranks."""
+
+    def __init__(self, rank: int, world_size: int):
+        self.rank, self.world_size = rank, world_size
+        # Ray shows each actor its own GPU as device 0.
+        os.environ["LOCAL_RANK"] = "0"
+
+    def rendezvous(self) -> str:
+        """A torch URL on this rank's machine where the ranks can meet."""
+        host = ray.util.get_node_ip_address()
+        with socket.socket() as probe:
+            probe.bind((host, 0))
+            return f"tcp://{host}:{probe.getsockname()[1]}"
+
+    def build(
+        self, config: PolicyConfig, seed: int, folder: str, init_method: str, total_updates: int, reference: bool
+    ) -> int:
+        """Join the process group and build the model; returns the number of parameters on this rank."""
+        from gdpo_nemo.megatron import runtime
+
+        chosen = runtime.prepare()
+        import torch
+
+        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+        runtime.initialize(chosen, self.rank, self.world_size, init_method)
+        runtime.lay_out(config.megatron_cfg, seed)
+        from gdpo_nemo.megatron.policy import Policy
+
+        self.policy = Policy(config, folder, chosen, total_updates, reference)
+        return sum(p.numel() for chunk in self.policy.chunks for p in chunk.parameters())
+
+    def train(self, sequences, assignment, settings):
+        """One update; its result on rank 0, else None."""
+        result = self.policy.train(sequences, assignment, settings)
+        return result if self.rank == 0 else None
+
+    def logprobs(self, sequences, assignment, reference: bool):
+        """This rank's share of the log-probs of all completion tokens, or None."""
+        return self.policy.logprobs(sequences, assignment, reference)
+
+    def pack_weights(self, version: int):
+        """(manifest, flat buffer) of all weights on rank 0; the other ranks take part and return nothing."""
+        from gdpo_nemo.weights.manifest import pack
+
+        if self.rank == 0:
+            return pack(self.policy.weights(), version)
+        for _ in self.policy.weights():
+            pass
+        return None, None
+
+    def save(self, folder: str) -> None:
+        """Write this rank's part of a checkpoint."""
+        from gdpo_nemo.megatron.checkpoint import save
+
+        save(self.policy, folder)
+
+    def load(self, folder: str) -> None:
+        """Read this rank's part of a checkpoint of any layout."""
+        from gdpo_nemo.megatron.checkpoint import load
+
+        load(self.policy, folder)
+
+    def export(self, folder: str) -> None:
+        """Write the weights as a Hugging Face folder (rank 0)."""
+        from gdpo_nemo.megatron.hf_files import write_model
+
+        if self.rank == 0:
+            write_model(folder, self.policy.weights(), self.policy.built.hf_config, self.policy.folder)
+        else:
+            for _ in self.policy.weights():
+                pass
+
+
+def layout_ranks(layout: MegatronConfig) -> int:
+    """Ranks of a layout whose data_parallel_size is resolved."""
+    return (
+        layout.tensor_model_parallel_size
+        * layout.pipeline_model_parallel_size
+        * layout.context_parallel_size
+        * (layout.data_parallel_size or 1)
+    )
+
+
+class PolicyGroup:
+    """All ranks of the policy. Constructing it starts the actors; ``ready`` waits until the model stands on each."""
+
+    def __init__(self, config: Config, folder: str, total_updates: int):
+        self.config = config.policy
+        self.layout = config.policy.megatron_cfg
+        self.timeout_s = config.rollout.train_timeout_s
+        world = layout_ranks(self.layout)
+        on_gpu = config.cluster.gpus_per_node > 0
+        threads = config.policy.num_threads or max(1, cores(config.cluster) // world)
+        environment = thread_environment(threads)
+        if not on_gpu:
+            environment["CUDA_VISIBLE_DEVICES"] = ""
+        actor = ray.remote(PolicyRank).options(
+            num_cpus=0, num_gpus=1 if on_gpu else 0, runtime_env={"env_vars": environment}
+        )
+        self.ranks = [actor.remote(rank, world) for rank in range(world)]
+        meeting = self.ranks[0].rendezvous.remote()
+        reference = config.loss_fn.reference_policy_kl_penalty > 0
+        self._building = [
+            rank.build.remote(config.policy, config.run.seed, folder, meeting, total_updates, reference)
+            for rank in self.ranks
+        ]
+
+    def ready(self) -> list[int]:
+        """Wait for the models; returns the parameters on each rank."""
+        return gather(self._building, "building the policy", _START_S)
+
+    def _call(self, method: str, *arguments: Any, what: str) -> list[Any]:
+        refs = [getattr(rank, method).remote(*arguments) for rank in self.ranks]
+        return gather(refs, what, self.timeout_s)
+
+    def _assign(self, sequences: Sequence[TrainSequence]):
+        # Each sequence may be padded to the layout's multiple; leave room for that in the budget.
+        context = self.layout.context_parallel_size
+        multiple = 2 * context if context > 1 else 1
+        lengths = [-(-len(s) // multiple) * multiple for s in sequences]
+        return assign(
+            lengths,
+            self.layout.data_parallel_size or 1,
+            max(self.config.micro_batch_tokens, max(lengths)),
+            self.layout.pipeline_model_parallel_size if self.layout.virtual_pipeline_model_parallel_size else 1,
+        )
+
+    def train(self, sequences: list[TrainSequence], settings):
+        """One optimizer update; returns ``megatron.policy.UpdateResult``."""
+        batch = ray.put(sequences)
+        return self._call("train", batch, self._assign(sequences), settings, what="training")[0]
+
+    def logprobs(self, sequences: list[TrainSequence], reference: bool = False) -> list[np.ndarray]:
+        """float32 [completion tokens] for each sequence, under the current (or reference) weights."""
+        batch = ray.put(sequences)
+        shares = self._call("logprobs", batch, self._assign(sequences), reference, what="evaluating log-probs")
+        found = [np.full(len(s.completion_ids), np.nan, np.float32) for s in sequences]
+        for share in shares:
+            if share is None:
+                continue
+            for sequence, offset, value in zip(share.sequence, share.offset, share.values):
+                found[sequence][offset] = value
+        return found
+
+    def pack_weights(self, version: int):
+        """References to (manifest, buffer) of the current weights in the object store."""
+        refs = [rank.pack_weights.options(num_returns=2).remote(version) for rank in self.ranks]
+        gather([manifest for manifest, _ in refs], "exporting weights", self.timeout_s)
+        return refs[0]
+
+    def save(self, folder: Path) -> None:
+        """Write a checkpoint."""
+        self._call("save", str(folder), what=f"writing {folder}")
+
+    def load(self, folder: Path) -> None:
+        """Read a checkpoint."""
+        self._call("load", str(folder), what=f"reading {folder}")
+
+    def export(self, folder: Path) -> None:
+        """Write a Hugging Face folder."""
+        self._call("export", str(folder), what=f"exporting {folder}")
+
+    def close(self) -> None:
+        """End the rank processes."""
+        for rank in self.ranks:
+            ray.kill(rank)

@@ -1,0 +1,109 @@
+"""The Ray session of one run: start, wait for work with a deadline, collect logs, stop."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import time
+from pathlib import Path
+from typing import Any, Iterator, Sequence
+
+# Before ray is imported: it would otherwise build a second environment for its workers when it finds itself under `uv run`.
+os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"
+os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+os.environ.setdefault("RAY_DEDUP_LOGS", "0")
+
+import ray  # noqa: E402
+from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError, RayTaskError  # noqa: E402
+
+from gdpo_nemo.config.schema import ClusterConfig  # noqa: E402
+from gdpo_nemo.errors import GdpoError, RunError  # noqa: E402
+
+_POLL_S = 1.0
+
+
+def cores(config: ClusterConfig) -> int:
+    """CPU cores this run may use on this node."""
+    return config.cpus_per_node or len(os.sched_getaffinity(0))
+
+
+@contextlib.contextmanager
+def session(config: ClusterConfig) -> Iterator[None]:
+    """A Ray session: the cluster at RAY_ADDRESS when that is set, else one of our own, gone with this process."""
+    joined = "RAY_ADDRESS" in os.environ
+    own = {} if joined else dict(num_cpus=cores(config), num_gpus=config.gpus_per_node, include_dashboard=False)
+    ray.init(log_to_driver=False, logging_level="ERROR", **own)
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def thread_environment(threads: int) -> dict[str, str]:
+    """Variables that give a process ``threads`` compute threads which sleep while they wait."""
+    return {
+        "OMP_NUM_THREADS": str(threads),
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "KMP_BLOCKTIME": "0",
+        "TRANSFORMERS_VERBOSITY": "error",
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+        "PYTHONWARNINGS": "ignore",
+    }
+
+
+def gather(refs: Sequence[ray.ObjectRef], what: str, timeout_s: float) -> list[Any]:
+    """Results of all ``refs``, in order; the first failure ends the wait at once.
+
+    Raises:
+        RunError: a worker died or the deadline passed; an exception of ours inside a worker is raised as itself.
+    """
+    deadline = time.monotonic() + timeout_s
+    pending = list(refs)
+    while pending:
+        done, pending = ray.wait(pending, num_returns=len(pending), timeout=_POLL_S, fetch_local=False)
+        for ref in done:
+            _raise_failure(ref, what)
+        if pending and time.monotonic() > deadline:
+            raise RunError(f"{what}: {len(pending)} of {len(refs)} workers did not answer within {timeout_s:.0f} s")
+    return ray.get(list(refs))
+
+
+def _raise_failure(ref: ray.ObjectRef, what: str) -> None:
+    try:
+        ray.get(ref)
+    except (ActorDiedError, ActorUnavailableError) as error:
+        raise WorkerDied(f"{what}: a worker process died ({_first_line(error)})") from error
+    except RayTaskError as error:
+        cause = error.cause if isinstance(error.cause, BaseException) else error
+        if isinstance(cause, GdpoError):
+            raise cause from None
+        raise RunError(f"{what}: {type(cause).__name__}: {_first_line(cause)}") from error
+    except RayError as error:
+        raise RunError(f"{what}: {_first_line(error)}") from error
+
+
+class WorkerDied(RunError):
+    """A worker process is gone; where another can take its place, the caller replaces it."""
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__
+
+
+def keep_logs(run_dir: Path) -> Path | None:
+    """Copy the worker logs of this session into ``logs/`` of the run; returns that folder, or None if there are none."""
+    if not ray.is_initialized():
+        return None
+    source = Path(ray._private.worker._global_node.get_logs_dir_path())
+    if not source.is_dir():
+        return None
+    target = run_dir / "logs"
+    shutil.rmtree(target, ignore_errors=True)
+    target.mkdir(parents=True, exist_ok=True)
+    for file in source.glob("worker-*"):
+        if file.stat().st_size:
+            shutil.copy2(file, target / file.name)
+    return target

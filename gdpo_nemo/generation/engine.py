@@ -1,0 +1,170 @@
+"""One vLLM engine inside this process: token ids in, token ids and log-probs out."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from pathlib import Path
+from typing import Sequence
+
+import numpy as np
+
+from gdpo_nemo.config.schema import VllmConfig
+from gdpo_nemo.errors import RunError
+from gdpo_nemo.generation.requests import Completion, CompletionBatch, SampleRequest, Sampling
+from gdpo_nemo.weights.manifest import Manifest
+
+CPU_ENVIRONMENT = {
+    # One process instead of three, and no C++ compiler at the first sample.
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "TORCHDYNAMO_DISABLE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "CUDA_VISIBLE_DEVICES": "",
+}
+ENVIRONMENT = {
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # our update manifest travels to the engine's own worker processes
+    "TOKENIZERS_PARALLELISM": "false",
+}
+
+
+class Engine:
+    """A vLLM engine. Create one per process; it starts with the weights of ``model`` and version -1 until ``update``.
+
+    Args:
+        model: Hugging Face folder.
+        dtype: float32 or bfloat16.
+        max_model_len: longest prompt plus completion in tokens.
+        seed: of the engine, for requests without one.
+        on_cpu: whether to run vLLM's CPU build.
+    """
+
+    def __init__(self, model: str, config: VllmConfig, dtype: str, max_model_len: int, seed: int, on_cpu: bool):
+        from vllm import LLM
+
+        from gdpo_nemo.weights import vllm_receiver
+
+        placed = (
+            dict(enforce_eager=True, kv_cache_memory_bytes=config.kv_cache_memory_bytes)
+            if on_cpu
+            else dict(enforce_eager=config.enforce_eager, gpu_memory_utilization=config.gpu_memory_utilization)
+        )
+        self._tensor_parallel = config.tensor_parallel_size
+        if self._tensor_parallel > 1:
+            placed["distributed_executor_backend"] = "mp"
+        self._max_model_len = max_model_len
+        self._llm = LLM(
+            model=model,
+            dtype=dtype,
+            max_model_len=max_model_len,
+            max_num_seqs=config.max_num_seqs,
+            tensor_parallel_size=config.tensor_parallel_size,
+            seed=seed,
+            logprobs_mode="processed_logprobs",
+            disable_log_stats=True,
+            weight_transfer_config={"backend": vllm_receiver.BACKEND},
+            worker_extension_cls=f"{vllm_receiver.__name__}.Worker",
+            **placed,
+        )
+        self._llm.init_weight_transfer_engine({"init_info": {}})
+        self._expected = _checkpoint_names(Path(model))
+        self.version = -1
+
+    def generate(self, requests: Sequence[SampleRequest], sampling: Sampling) -> CompletionBatch:
+        """Draw one completion per request.
+
+        Raises:
+            RunError: a prompt leaves no room for a completion.
+        """
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        start = time.monotonic()
+        prompts, params = [], []
+        for request in requests:
+            room = self._max_model_len - len(request.prompt_ids)
+            if room < 1:
+                raise RunError(f"a prompt of {len(request.prompt_ids)} tokens fills the context of {self._max_model_len}")
+            prompts.append({"prompt_token_ids": request.prompt_ids.tolist()})
+            params.append(
+                SamplingParams(
+                    temperature=sampling.temperature,
+                    top_p=sampling.top_p,
+                    top_k=sampling.top_k,
+                    max_tokens=min(sampling.max_new_tokens, room),
+                    seed=request.seed,
+                    stop=list(sampling.stop_strings) or None,
+                    include_stop_str_in_output=True,
+                    detokenize=bool(sampling.stop_strings),
+                    logprobs=0,
+                    output_kind=RequestOutputKind.FINAL_ONLY,
+                )
+            )
+        outputs = self._llm.generate(prompts, params, use_tqdm=False) if prompts else []
+        return CompletionBatch([_completion(o.outputs[0]) for o in outputs], self.version, time.monotonic() - start)
+
+    def score(self, token_ids: Sequence[int]) -> np.ndarray:
+        """float32 [tokens - 1]: log-prob of each token after the first, at temperature 1. Serves as a probe of the weights."""
+        from vllm import SamplingParams
+
+        ids = [int(t) for t in token_ids]
+        params = SamplingParams(temperature=1.0, max_tokens=1, prompt_logprobs=0, detokenize=False, seed=0)
+        (output,) = self._llm.generate([{"prompt_token_ids": ids}], params, use_tqdm=False)
+        found = output.prompt_logprobs[1:]
+        return np.array([entry[token].logprob for entry, token in zip(found, ids[1:])], np.float32)
+
+    def update(self, manifest: Manifest, buffer: np.ndarray) -> int:
+        """Replace all weights by those of ``buffer`` and forget cached prefixes; returns the version now held.
+
+        Raises:
+            RunError: names or checksums do not match. The engine is unusable then and must be replaced.
+        """
+        from gdpo_nemo.weights import vllm_receiver
+
+        manifest.check_names(self._expected)
+        path = None
+        if self._tensor_parallel > 1:
+            path = _shared_file(buffer)
+        else:
+            vllm_receiver.INBOX[manifest.version] = buffer
+        try:
+            self._llm.start_weight_update()
+            self._llm.update_weights({"update_info": {"manifest": manifest, "path": path}})
+            self._llm.finish_weight_update(str(manifest.version))
+        finally:
+            vllm_receiver.INBOX.pop(manifest.version, None)
+            if path is not None:
+                os.unlink(path)
+        self._llm.reset_prefix_cache()
+        self.version = manifest.version
+        return self.version
+
+
+def _completion(output) -> Completion:
+    ids = np.array(output.token_ids, np.int32)
+    logprobs = np.array([step[token].logprob for step, token in zip(output.logprobs, output.token_ids)], np.float32)
+    return Completion(ids, logprobs, str(output.finish_reason))
+
+
+def _checkpoint_names(folder: Path) -> set[str]:
+    """Names of the weights a checkpoint of this model has; a tied head is not one of them."""
+    import json
+
+    from safetensors import safe_open
+
+    names: set[str] = set()
+    for file in folder.glob("*.safetensors"):
+        with safe_open(file, framework="np") as shard:
+            names.update(shard.keys())
+    if json.loads((folder / "config.json").read_text()).get("tie_word_embeddings"):
+        names.discard("lm_head.weight")
+    return names
+
+
+def _shared_file(buffer: np.ndarray) -> str:
+    folder = "/dev/shm" if os.path.isdir("/dev/shm") else None
+    with tempfile.NamedTemporaryFile(prefix="gdpo_nemo_weights_", dir=folder, delete=False) as file:
+        file.write(memoryview(buffer))
+    return file.name

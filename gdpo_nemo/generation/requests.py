@@ -1,0 +1,48 @@
+"""What goes into an engine and what comes out, without vLLM."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class SampleRequest:
+    """One completion to draw. Equal prompts and seeds give equal completions under equal weights."""
+
+    prompt_ids: np.ndarray
+    """int32 [prompt tokens]"""
+    seed: int
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How to draw: the settings that all requests of a call share."""
+
+    temperature: float
+    top_p: float
+    top_k: int
+    max_new_tokens: int
+    stop_strings: tuple[str, ...] = ()
+
+
+@dataclass
+class Completion:
+    """One drawn completion."""
+
+    token_ids: np.ndarray
+    """int32 [tokens], the stop token included"""
+    logprobs: np.ndarray
+    """float32 [tokens], of the distribution that was sampled"""
+    finish_reason: str
+    """stop or length"""
+
+
+@dataclass
+class CompletionBatch:
+    """The completions of one call, in the order of its requests, and the weights they were drawn with."""
+
+    completions: list[Completion]
+    version: int
+    seconds: float

@@ -1,0 +1,92 @@
+"""What one weight update consists of, so that both sides can prove they mean the same."""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass
+from typing import Iterable, Iterator
+
+import numpy as np
+import torch
+
+from gdpo_nemo.errors import RunError
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor inside the flat buffer of an update."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    """Bytes from the start of the buffer."""
+    nbytes: int
+    crc32: int
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """All tensors of an update under their Hugging Face names, and the version they make up."""
+
+    version: int
+    entries: tuple[Entry, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the flat buffer."""
+        return max((e.offset + e.nbytes for e in self.entries), default=0)
+
+    def check_names(self, expected: Iterable[str]) -> None:
+        """Compare with the names the receiver's checkpoint has.
+
+        Raises:
+            RunError: a name is missing, unexpected, or there twice.
+        """
+        names = [entry.name for entry in self.entries]
+        wanted = set(expected)
+        for problem, bad in (
+            ("twice", {n for n in names if names.count(n) > 1} if len(set(names)) < len(names) else set()),
+            ("missing", wanted - set(names)),
+            ("unexpected", set(names) - wanted),
+        ):
+            if bad:
+                some = ", ".join(sorted(bad)[:3])
+                raise RunError(f"weight update {self.version}: {len(bad)} tensors {problem}, for instance {some}")
+
+
+_ALIGNMENT = 64
+
+
+def pack(tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> tuple[Manifest, np.ndarray]:
+    """Copy tensors into one uint8 buffer [bytes] on the CPU, 64-byte aligned, with a checksum each."""
+    entries, parts, offset = [], [], 0
+    for name, tensor in tensors:
+        data = tensor.detach().to("cpu").contiguous().flatten().view(torch.uint8).numpy()
+        entries.append(
+            Entry(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), offset, data.nbytes, zlib.crc32(data))
+        )
+        padding = -data.nbytes % _ALIGNMENT
+        # `to` and `contiguous` may have returned a view of the live weight.
+        parts.append((offset, data.copy()))
+        offset += data.nbytes + padding
+    buffer = np.zeros(offset, np.uint8)
+    for start, data in parts:
+        buffer[start : start + data.nbytes] = data
+    return Manifest(version, tuple(entries)), buffer
+
+
+def unpack(manifest: Manifest, buffer: np.ndarray) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors of an update as read-only views of ``buffer``.
+
+    Raises:
+        RunError: the bytes of a tensor are not those that were packed.
+    """
+    if buffer.nbytes < manifest.nbytes:
+        raise RunError(f"weight update {manifest.version}: {buffer.nbytes} of {manifest.nbytes} bytes arrived")
+    flat = torch.frombuffer(memoryview(buffer), dtype=torch.uint8) if manifest.nbytes else torch.empty(0)
+    for entry in manifest.entries:
+        stop = entry.offset + entry.nbytes
+        if zlib.crc32(buffer[entry.offset : stop]) != entry.crc32:
+            raise RunError(f"weight update {manifest.version}: checksum of {entry.name} differs after transport")
+        yield entry.name, flat[entry.offset : stop].view(getattr(torch, entry.dtype)).view(entry.shape)
