@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Sequence
 
 from gdpo_nemo.config.load import load_config, to_yaml
+from gdpo_nemo.config.plan import describe
+from gdpo_nemo.config.validate import validate
 from gdpo_nemo.errors import ConfigError, GdpoError
 
 DEFAULT_CONFIG = Path(__file__).resolve().parent.parent / "configs" / "gdpo_tiny_cpu.yaml"
@@ -37,8 +39,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 def train(arguments: argparse.Namespace) -> int:
     """Validates the config, then trains; with --dry-run stops after showing what would be done."""
     config = load_config(arguments.config, arguments.overrides)
+    notes = validate(config)
     if arguments.dry_run:
+        # The plan is written as comments, so that the output as a whole is a config file again.
         print(to_yaml(config), end="")
+        print("\n" + "\n".join(f"# {line}" for line in describe(config, notes).splitlines()))
         return 0
     from gdpo_nemo.trainer import run
 
