@@ -17,7 +17,8 @@ from gdpo_nemo.config.plan import describe
 from gdpo_nemo.config.validate import validate
 from gdpo_nemo.errors import ConfigError, GdpoError
 
-DEFAULT_CONFIG = Path(__file__).resolve().parent.parent / "configs" / "gdpo_tiny_cpu.yaml"
+CONFIGS = Path(__file__).resolve().parent.parent / "configs"
+DEFAULT_CONFIG = CONFIGS / "gdpo_tiny_cpu.yaml"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -58,6 +59,28 @@ def explain(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def health(arguments: argparse.Namespace) -> int:
+    """Holds a run against thresholds; exit status 1 where it fails one."""
+    from rich.console import Console
+
+    from gdpo_nemo.observe.health import check_health, findings_table, healthy
+
+    findings = check_health(arguments.run_dir, arguments.thresholds)
+    sound = healthy(findings)
+    title = f"{arguments.run_dir} against {arguments.thresholds}"
+    Console().print(findings_table(findings, title))
+    print("healthy" if sound else "not healthy")
+    return 0 if sound else 1
+
+
+def report(arguments: argparse.Namespace) -> int:
+    """Writes the HTML report of a run and says where."""
+    from gdpo_nemo.observe.report import write_report
+
+    print(write_report(arguments.run_dir))
+    return 0
+
+
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parses the command line; overrides may stand before, between and after the options."""
     parser = _parser()
@@ -94,4 +117,11 @@ def _parser() -> argparse.ArgumentParser:
     command = commands.add_parser("explain", help="what a config key does")
     command.add_argument("key", nargs="?", default="", metavar="KEY", help="a section or a dotted key; none: all sections")
     command.set_defaults(command=explain)
+    command = commands.add_parser("health", help="hold the metrics of a run against thresholds")
+    command.add_argument("run_dir", metavar="RUN_DIR", help="the folder of the run, for instance results/tiny")
+    command.add_argument("--thresholds", default=str(CONFIGS / "health_tiny.yaml"), metavar="FILE", help="default: %(default)s")
+    command.set_defaults(command=health)
+    command = commands.add_parser("report", help="write report.html for a run, finished or not")
+    command.add_argument("run_dir", metavar="RUN_DIR", help="the folder of the run")
+    command.set_defaults(command=report)
     return parser
