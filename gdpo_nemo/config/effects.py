@@ -81,6 +81,11 @@ EFFECTS = (
         "while gdpo.dynamic_sampling.enabled is false",
     ),
     Effect(
+        ("policy.generation.parity_limit",),
+        lambda c: c.policy.generation.verify_weights,
+        "while policy.generation.verify_weights is false",
+    ),
+    Effect(
         ("checkpointing.keep_best",),
         lambda c: c.checkpointing.metric_name is not None,
         "without checkpointing.metric_name",

@@ -47,11 +47,13 @@ def validate(config: Config) -> list[str]:
     Raises:
         ConfigError: names the key and the remedy.
     """
+    _check_names(config)
     _check_ranges(config)
     _check_rewards(config)
     _check_lengths(config)
     _check_environments(config)
     _check_parallelism(config)
+    _check_schedule(config)
     layout = resolve_layout(config)
     updates_per_step(config)
     idle = keys_without_effect(config)
@@ -59,6 +61,15 @@ def validate(config: Config) -> list[str]:
         raise ConfigError(f"{idle[0]}; remove it")
     check_files(config, layout)
     return [*_notes(config, layout), *keys_without_effect(config, SWITCHED_OFF)]
+
+
+def _check_names(config: Config) -> None:
+    for key in ("run.name", "run.dir", "policy.model_name"):
+        if not value_of(config, key).strip():
+            raise ConfigError(f"{key}: must not be empty")
+    for name in config.gdpo.rewards:
+        if not name or "/" in name or name == "total":
+            raise ConfigError(f"gdpo.rewards: {name!r} cannot name a component; metrics are called reward/NAME/mean and reward/total/mean")
 
 
 def _check_ranges(config: Config) -> None:
@@ -139,6 +150,14 @@ def _check_environment(key: str, data: DatasetConfig, config: Config) -> None:
         raise ConfigError(f"{key}.environment: {data.environment!r} is not under env, {hint}")
 
 
+def _check_schedule(config: Config) -> None:
+    schedule, prefix = config.policy.megatron_cfg.scheduler, "policy.megatron_cfg.scheduler"
+    if schedule.lr_decay_steps is not None and schedule.lr_decay_steps <= schedule.lr_warmup_steps:
+        raise ConfigError(
+            f"{prefix}.lr_decay_steps: {schedule.lr_decay_steps} must be more than lr_warmup_steps {schedule.lr_warmup_steps}"
+        )
+
+
 def _check_parallelism(config: Config) -> None:
     megatron, gpus = config.policy.megatron_cfg, config.cluster.gpus_per_node
     prefix = "policy.megatron_cfg"
@@ -169,6 +188,9 @@ def _notes(config: Config, layout: Layout) -> list[str]:
         notes.append(f"cluster: {layout.idle_gpus} of {layout.gpus} GPUs stay idle")
     if config.cluster.gpus_per_node and layout.tensor > config.cluster.gpus_per_node:
         notes.append("policy.megatron_cfg.tensor_model_parallel_size: tensor parallelism crosses nodes, which is slow")
+    warmup, updates = config.policy.megatron_cfg.scheduler.lr_warmup_steps, config.gdpo.max_num_steps * updates_per_step(config)
+    if warmup >= updates:
+        notes.append(f"policy.megatron_cfg.scheduler.lr_warmup_steps: {warmup} outlast the {updates} updates of the run")
     metric = config.checkpointing.metric_name or ""
     if metric.startswith("validation/") and not config.gdpo.val_period:
         notes.append(f"checkpointing.metric_name: {metric} needs gdpo.val_period; no checkpoint will count as best")

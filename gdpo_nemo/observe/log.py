@@ -22,7 +22,8 @@ from gdpo_nemo.observe.trace import TraceLog
 
 
 class RunLog:
-    """Writes and shows one run. ``start_step`` steps are done already; what later ones left is removed.
+    """Writes and shows one run. ``close`` belongs in a ``finally``: the live display gives the terminal back there.
+    ``start_step`` steps are done already; what later ones left is removed.
 
     Raises:
         RunError: the metrics cannot be written, here or in ``step`` and ``validation``.

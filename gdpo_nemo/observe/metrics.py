@@ -44,8 +44,11 @@ class MetricsLog:
             raise _cannot_write(self.path, error) from None
 
     def truncate_after(self, step: int) -> None:
-        """Drops the rows of steps after ``step`` and a torn last line, so that a resumed run writes them again."""
-        kept = [row for row in read_metrics(self.path.parent) if row["step"] <= step]
+        """Drops the rows of steps after ``step`` and a torn last line, so that a resumed run writes them again.
+
+        After step 0 nothing is kept: a run that starts from the beginning validates the untrained model again too.
+        """
+        kept = [row for row in read_metrics(self.path.parent) if 0 < step >= row["step"]]
         partial = self.path.with_name(FILE + ".partial")
         try:
             with open(partial, "w", encoding="utf-8") as file:

@@ -64,7 +64,7 @@ def diagnostics_png(history: History) -> bytes | None:
     for axes, key in zip(panels, keys):
         axes.plot(*history.curve(key), color=_INK, linewidth=1.2)
         axes.set_title(_DIAGNOSTICS[key], loc="left", fontsize=10, color=_INK)
-        axes.yaxis.set_major_formatter(lambda value, _: f"{value:.3g}")
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.6g}")
         if key != "rollout/mean_length":
             axes.set_ylim(bottom=0.0)
     return _png(figure)

@@ -20,9 +20,9 @@ class TensorboardLog:
 
     def __init__(self, run_dir: str | Path, start_step: int = 0) -> None:
         self._writer = EventFileWriter(str(Path(run_dir) / FOLDER))
-        if start_step:
-            purge = Event(wall_time=time.time(), step=start_step + 1, session_log=SessionLog(status=SessionLog.START))
-            self._writer.add_event(purge)
+        first = start_step + 1 if start_step else 0  # Step 0 is the validation of the untrained model.
+        start = SessionLog(status=SessionLog.START)
+        self._writer.add_event(Event(wall_time=time.time(), step=first, session_log=start))
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Adds every number of the row under its key."""

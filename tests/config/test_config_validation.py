@@ -37,6 +37,12 @@ def refused(path: Path, *overrides: str) -> str:
         (["policy.micro_batch_tokens=512"], "policy.micro_batch_tokens: 512 is below"),
         (["policy.generation.top_p=0"], "policy.generation.top_p"),
         (["policy.generation.temperature=0"], "policy.generation.temperature: must be more than 0"),
+        (["run.dir=' '"], "run.dir: must not be empty"),
+        (["gdpo.rewards={total: 1}"], "gdpo.rewards: 'total' cannot name a component"),
+        (
+            [f"{MEGATRON}.scheduler.lr_decay_style=linear", f"{MEGATRON}.scheduler.lr_decay_steps=5", f"{MEGATRON}.scheduler.lr_warmup_steps=5"],
+            f"{MEGATRON}.scheduler.lr_decay_steps: 5 must be more than",
+        ),
         (["gdpo.max_num_steps=0"], "gdpo.max_num_steps: must be at least 1"),
         (["gdpo.val_period=5"], "gdpo.val_period: asks for validation, but data.validation is null"),
         (["data.train.environment=toi"], "data.train.environment: 'toi' is not under env, did you mean toy?"),
@@ -75,6 +81,7 @@ def test_what_cannot_run_is_refused_by_name(minimal, overrides, expected):
         ([], f"{MEGATRON}.overlap_param_gather=true"),
         ([], "gdpo.dynamic_sampling.max_rounds=9"),
         ([], "checkpointing.keep_best=3"),
+        (["policy.generation.verify_weights=false"], "policy.generation.parity_limit=0.5"),
         ([], "data.train.prompt_key=text"),
     ],
 )

@@ -53,6 +53,12 @@ def test_a_resumed_run_leaves_the_rows_of_an_undisturbed_one(config, run_dir, tm
     assert [s for s, _ in rollout_files(run_dir)] == list(range(1, 8))
 
 
+def test_a_run_that_starts_over_leaves_nothing_of_the_first_try(config, run_dir):
+    play(config, range(1, 3), status="failed")
+    play(config, range(1, 3))
+    assert [row["step"] for row in read_metrics(run_dir)] == [0, 1, 2, 2]
+
+
 @pytest.mark.parametrize("target", [(log, "_plot"), (log, "_report"), (log, "write_rollouts"), (console.PlainConsole, "step"), (log, "_tensorboard"), (log, "TraceLog")])
 def test_a_failure_to_draw_warns_once_and_the_run_goes_on(config, run_dir, monkeypatch, target):
     def broken(*arguments, **named):
