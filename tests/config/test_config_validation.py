@@ -54,6 +54,7 @@ def refused(path: Path, *overrides: str) -> str:
         ([f"{MEGATRON}.attention_backend=flash"], f"{MEGATRON}.attention_backend: flash needs GPUs"),
         ([f"{MEGATRON}.expert_model_parallel_size=3"], f"{MEGATRON}.expert_model_parallel_size: 3"),
         ([*GPUS, f"{MEGATRON}.tensor_model_parallel_size=8"], "the policy needs 8 GPUs"),
+        ([*GPUS, f"{MEGATRON}.tensor_model_parallel_size=2", f"{MEGATRON}.data_parallel_size=4"], "the policy needs 8 GPUs"),
         ([*GPUS, f"{MEGATRON}.tensor_model_parallel_size=4"], "leave 7, which is not a multiple of the 4 ranks"),
         ([*GPUS, "cluster.num_nodes=2", f"{VLLM}.tensor_parallel_size=16"], "does not fit a node of 8 GPUs"),
         (["policy.model_name=no/such/folder"], "policy.model_name: no/such/folder is neither a folder nor a hub name"),
@@ -139,6 +140,13 @@ def test_a_local_model_is_held_against_the_layout(minimal, model, key, expected)
     name = f"policy.model_name={model}"
     validate(load_config(minimal, [name]))
     assert expected in refused(minimal, name, key)
+
+
+def test_the_chunks_of_an_interleaved_pipeline_divide_the_layers(minimal, model):
+    stages = [f"policy.model_name={model}", f"{MEGATRON}.pipeline_model_parallel_size=3"]
+    chunks = f"{MEGATRON}.virtual_pipeline_model_parallel_size"
+    validate(load_config(minimal, [*stages, f"{chunks}=2"]))
+    assert "3 x 4 chunks does not divide the model's 6 layers; possible: none" in refused(minimal, *stages, f"{chunks}=4")
 
 
 def test_experts_need_a_model_that_has_some(minimal, model):

@@ -56,6 +56,12 @@ def test_one_bad_step_fails_a_check_of_single_steps_and_names_the_step(tmp_path)
     assert (finding.status, finding.value, finding.detail) == ("fail", 0.9, "at step 33")
 
 
+def test_every_judges_full_windows_only(tmp_path):
+    record(tmp_path, lambda row: {"step": row["step"], "a": 3.0 if row["step"] == 1 else 1.0}, steps=8)
+    assert healthy(check_health(tmp_path, [Check("a", "every", max=2.0)]))
+    assert not healthy(check_health(tmp_path, [Check("a", "every", max=2.0, window=1)]))
+
+
 def test_the_trailing_mean_ends_at_the_named_step(tmp_path):
     record(tmp_path, lambda row: {"step": row["step"], "a": float(row["step"])}, steps=12)
     values = {at: check_health(tmp_path, [Check("a", at, min=0)])[0].value for at in ("start", 3, 10, "end")}
