@@ -69,7 +69,9 @@ def _check_names(config: Config) -> None:
             raise ConfigError(f"{key}: must not be empty")
     for name in config.gdpo.rewards:
         if not name or "/" in name or name == "total":
-            raise ConfigError(f"gdpo.rewards: {name!r} cannot name a component; metrics are called reward/NAME/mean and reward/total/mean")
+            raise ConfigError(
+                f"gdpo.rewards: {name!r} cannot name a component; metrics are called reward/NAME/mean and reward/total/mean"
+            )
 
 
 def _check_ranges(config: Config) -> None:

@@ -53,7 +53,8 @@ class PlainConsole:
 
     def step(self, row: Mapping[str, Any]) -> None:
         rewards = "  ".join(f"{n} {row[f'reward/{n}/mean']:.3f}" for n in _components(self._history, row))
-        parts = [rewards, "  ".join(health(row)), speed(row), time_split(self._history, 1), f"ETA {eta(self._history, self._steps)}"]
+        left = f"ETA {eta(self._history, self._steps)}"
+        parts = [rewards, "  ".join(health(row)), speed(row), time_split(self._history, 1), left]
         self._print(f"step {row['step']:>{len(str(self._steps))}}/{self._steps}  " + " | ".join(p for p in parts if p))
 
     def validation(self, row: Mapping[str, Any]) -> None:

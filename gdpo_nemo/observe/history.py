@@ -35,9 +35,10 @@ class History:
         """Reward components in the order in which they were first reported; ``total`` is not one."""
         names: dict[str, None] = {}
         for row in self.training:
-            names.update((k[len("reward/") : -len("/mean")], None) for k in row if k.startswith("reward/") and k.endswith("/mean"))
+            means = (key for key in row if key.startswith("reward/") and key.endswith("/mean"))
+            names.update((key[len("reward/") : -len("/mean")], None) for key in means)
         for row in self.validation:
-            names.update((k[len("validation/") :], None) for k in row if k.startswith("validation/"))
+            names.update((key[len("validation/") :], None) for key in row if key.startswith("validation/"))
         names.pop("total", None)
         measured = [n for n in names if self.curve(f"reward/{n}/mean")[0]]
         return measured or [n for n in names if "/" not in n]

@@ -41,7 +41,9 @@ class RunLog:
         )
         self._try("rollouts", remove_rollouts_after, run_dir, start_step)
         self._trace = self._try("the trace", TraceLog, run_dir)
-        self._tensorboard = self._try("TensorBoard", _tensorboard, run_dir, start_step) if config.logger.tensorboard.enabled else None
+        self._tensorboard = None
+        if config.logger.tensorboard.enabled:
+            self._tensorboard = self._try("TensorBoard", _tensorboard, run_dir, start_step)
 
     def step(
         self,

@@ -76,7 +76,8 @@ def _draw_component(axes: Axes, history: History, name: str, colour: str) -> Non
     axes.plot(steps, values, color=colour, alpha=0.25, linewidth=1.0)
     axes.plot(*history.trailing(key), color=colour, linewidth=2.2)
     held_out = history.curve(f"validation/{name}")
-    axes.plot(*held_out, linestyle="none", marker="o", markersize=5.5, markerfacecolor="white", markeredgecolor=colour, markeredgewidth=1.6)
+    point = {"marker": "o", "markersize": 5.5, "markerfacecolor": "white", "markeredgecolor": colour, "markeredgewidth": 1.6}
+    axes.plot(*held_out, linestyle="none", **point)
     if steps and len(steps) < WINDOW:
         axes.plot(steps, values, linestyle="none", marker=".", color=colour)
     last = history.last(key)

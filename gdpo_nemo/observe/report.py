@@ -51,9 +51,10 @@ def write_report(run_dir: str | Path) -> Path:
 def _page(run_dir: Path, history: History) -> str:
     name = html.escape(run_dir.resolve().name)
     steps = history.training[-1]["step"] if history.training else 0
+    rewards = [_image(rewards_png(history), "reward curves"), _reward_table(history)] if history.components else []
     body = [
         f"<h1>{name}</h1><p class=dim>{steps} steps</p>",
-        *_section("Rewards", [_image(rewards_png(history), "reward curves"), _reward_table(history)] if history.components else []),
+        *_section("Rewards", rewards),
         *_section("Facts", [f"<pre>{html.escape(chr(10).join(facts(history)))}</pre>"] if facts(history) else []),
         *_section("Alerts", _alerts(run_dir)),
         *_section("Diagnostics", [_image(image, "diagnostics")] if (image := diagnostics_png(history)) else []),
