@@ -13,9 +13,12 @@ from pathlib import Path
 from typing import Sequence
 
 from gdpo_nemo.config.load import load_config, to_yaml
+from gdpo_nemo.config.plan import describe
+from gdpo_nemo.config.validate import validate
 from gdpo_nemo.errors import ConfigError, GdpoError
 
-DEFAULT_CONFIG = Path(__file__).resolve().parent.parent / "configs" / "gdpo_tiny_cpu.yaml"
+CONFIGS = Path(__file__).resolve().parent.parent / "configs"
+DEFAULT_CONFIG = CONFIGS / "gdpo_tiny_cpu.yaml"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -37,8 +40,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 def train(arguments: argparse.Namespace) -> int:
     """Validates the config, then trains; with --dry-run stops after showing what would be done."""
     config = load_config(arguments.config, arguments.overrides)
+    notes = validate(config)
     if arguments.dry_run:
+        # The plan is written as comments, so that the output as a whole is a config file again.
         print(to_yaml(config), end="")
+        print("\n" + "\n".join(f"# {line}" for line in describe(config, notes).splitlines()))
         return 0
     from gdpo_nemo.trainer import run
 
@@ -50,6 +56,28 @@ def explain(arguments: argparse.Namespace) -> int:
     from gdpo_nemo.config.explain import explain as explanation
 
     print(explanation(arguments.key), end="")
+    return 0
+
+
+def health(arguments: argparse.Namespace) -> int:
+    """Holds a run against thresholds; exit status 1 where it fails one."""
+    from rich.console import Console
+
+    from gdpo_nemo.observe.health import check_health, findings_table, healthy
+
+    findings = check_health(arguments.run_dir, arguments.thresholds)
+    sound = healthy(findings)
+    title = f"{arguments.run_dir} against {arguments.thresholds}"
+    Console().print(findings_table(findings, title))
+    print("healthy" if sound else "not healthy")
+    return 0 if sound else 1
+
+
+def report(arguments: argparse.Namespace) -> int:
+    """Writes the HTML report of a run and says where."""
+    from gdpo_nemo.observe.report import write_report
+
+    print(write_report(arguments.run_dir))
     return 0
 
 
@@ -89,4 +117,11 @@ def _parser() -> argparse.ArgumentParser:
     command = commands.add_parser("explain", help="what a config key does")
     command.add_argument("key", nargs="?", default="", metavar="KEY", help="a section or a dotted key; none: all sections")
     command.set_defaults(command=explain)
+    command = commands.add_parser("health", help="hold the metrics of a run against thresholds")
+    command.add_argument("run_dir", metavar="RUN_DIR", help="the folder of the run, for instance results/tiny")
+    command.add_argument("--thresholds", default=str(CONFIGS / "health_tiny.yaml"), metavar="FILE", help="default: %(default)s")
+    command.set_defaults(command=health)
+    command = commands.add_parser("report", help="write report.html for a run, finished or not")
+    command.add_argument("run_dir", metavar="RUN_DIR", help="the folder of the run")
+    command.set_defaults(command=report)
     return parser

@@ -23,22 +23,24 @@ def explain(key: str = "") -> str:
     Raises:
         ConfigError: the key does not exist; the text names the nearest one.
     """
-    owner, hint = _find(key)
+    key, owner, hint = _find(key)
     section = _section_of(hint)
     text = _explain_section(key, section) if section else _explain_key(key, owner, hint)
     return text + "\n"
 
 
-def _find(key: str) -> tuple[type | None, Any]:
-    """The dataclass that holds ``key`` and the key's type; keys below free-form mappings end at the mapping."""
-    owner, hint = None, Config
+def _find(key: str) -> tuple[str, type | None, Any]:
+    """The key, the dataclass that holds it and its type; a key inside a free-form mapping stands for the mapping."""
+    found, owner, hint = [], None, Config
     for name in key.split(".") if key else []:
         section = _section_of(hint)
+        if get_origin(hint) is dict:
+            break
         if section is None or name not in (hints := get_type_hints(section)):
             near = nearest_key(key)
             raise ConfigError(f"{key}: unknown key" + (f", did you mean {near}?" if near else ""))
-        owner, hint = section, hints[name]
-    return owner, hint
+        found, owner, hint = [*found, name], section, hints[name]
+    return ".".join(found), owner, hint
 
 
 def _section_of(hint: Any) -> type | None:

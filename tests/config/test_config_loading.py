@@ -14,7 +14,7 @@ from gdpo_nemo.config.schema import Config
 from gdpo_nemo.errors import ConfigError
 
 DEMO = Path(__file__).resolve().parents[2] / "configs" / "gdpo_tiny_cpu.yaml"
-quick = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+quick = settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def message(path: Path, *overrides: str) -> str:

@@ -83,5 +83,7 @@ def test_explain_knows_every_key_of_the_schema_and_the_nearest_to_any_other(caps
         assert cli.main(["explain", key]) == 0
         last = capsys.readouterr().out.rstrip().splitlines()[-1].split()[0]
         assert last not in ("default", "accepts"), f"{key} has no docstring"
+    assert cli.main(["explain", "gdpo.rewards.format"]) == 0
+    assert capsys.readouterr().out.startswith("gdpo.rewards\n")
     assert cli.main(["explain", "gdpo.estimater"]) == 2
     assert "gdpo.estimator" in capsys.readouterr().err

@@ -1,0 +1,132 @@
+"""Keys that were changed but could not matter in the chosen mode.
+
+Such a key is a misunderstanding, so it is refused: whoever sets ``kv_cache_memory_bytes`` on a GPU believes it does
+something. A key counts as changed when it differs from the default of the schema, whoever set it; so the saved, fully
+resolved config of a run is itself a valid config. Settings of a feature that is on by default and was switched off for
+this run (validation, checkpoints) are only noted: turning a feature off should not take five overrides.
+"""
+
+from __future__ import annotations
+
+from functools import reduce
+from typing import Any, Callable, NamedTuple
+
+from gdpo_nemo.config.schema import Config
+
+
+class Effect(NamedTuple):
+    """``keys`` matter only where ``when`` holds; otherwise ``why`` completes the sentence 'has no effect ...'."""
+
+    keys: tuple[str, ...]
+    when: Callable[[Config], bool]
+    why: str
+
+
+def _gpu(config: Config) -> bool:
+    return config.cluster.gpus_per_node > 0
+
+
+def _validates(config: Config) -> bool:
+    return config.gdpo.val_period > 0 or config.gdpo.val_at_start
+
+
+_VLLM, _MEGATRON, _OFF_POLICY = "policy.generation.vllm_cfg", "policy.megatron_cfg", "loss_fn.off_policy"
+
+EFFECTS = (
+    Effect((f"{_VLLM}.gpu_memory_utilization", f"{_VLLM}.enforce_eager"), _gpu, "on CPU (cluster.gpus_per_node is 0)"),
+    Effect((f"{_VLLM}.kv_cache_memory_bytes",), lambda c: not _gpu(c), "on GPUs, where gpu_memory_utilization decides"),
+    Effect(
+        ("loss_fn.ratio_clip_min", "loss_fn.ratio_clip_max", "loss_fn.ratio_clip_c"),
+        lambda c: c.loss_fn.type != "target_po",
+        "with loss_fn.type target_po, which clips nothing",
+    ),
+    Effect(
+        ("loss_fn.target_temperature", "loss_fn.target_length_normalize"),
+        lambda c: c.loss_fn.type == "target_po",
+        "unless loss_fn.type is target_po",
+    ),
+    Effect(
+        ("loss_fn.constant_length",),
+        lambda c: c.loss_fn.aggregation == "constant",
+        "unless loss_fn.aggregation is constant",
+    ),
+    Effect(
+        ("loss_fn.reference_policy_kl_type",),
+        lambda c: c.loss_fn.reference_policy_kl_penalty != 0,
+        "while loss_fn.reference_policy_kl_penalty is 0",
+    ),
+    Effect(
+        (f"{_OFF_POLICY}.level", f"{_OFF_POLICY}.ratio_max"),
+        lambda c: c.loss_fn.off_policy.mode != "none",
+        f"while {_OFF_POLICY}.mode is none",
+    ),
+    Effect(
+        (f"{_OFF_POLICY}.ratio_min",),
+        lambda c: c.loss_fn.off_policy.mode in ("mask", "icepop"),
+        f"unless {_OFF_POLICY}.mode is mask or icepop",
+    ),
+    Effect(
+        (f"{_MEGATRON}.scheduler.lr_decay_steps", f"{_MEGATRON}.optimizer.min_lr"),
+        lambda c: c.policy.megatron_cfg.scheduler.lr_decay_style != "constant",
+        f"while {_MEGATRON}.scheduler.lr_decay_style is constant",
+    ),
+    Effect(
+        (f"{_MEGATRON}.overlap_param_gather",),
+        lambda c: c.policy.megatron_cfg.use_distributed_optimizer,
+        f"without {_MEGATRON}.use_distributed_optimizer",
+    ),
+    Effect(
+        ("gdpo.dynamic_sampling.max_rounds",),
+        lambda c: c.gdpo.dynamic_sampling.enabled,
+        "while gdpo.dynamic_sampling.enabled is false",
+    ),
+    Effect(
+        ("policy.generation.parity_limit",),
+        lambda c: c.policy.generation.verify_weights,
+        "while policy.generation.verify_weights is false",
+    ),
+    Effect(
+        ("checkpointing.keep_best",),
+        lambda c: c.checkpointing.metric_name is not None,
+        "without checkpointing.metric_name",
+    ),
+    *(
+        Effect(
+            (f"data.{split}.prompt_key", f"data.{split}.columns"),
+            lambda c, split=split: getattr(c.data, split) is None or getattr(c.data, split).path is not None,
+            f"without data.{split}.path: the environment makes the prompts",
+        )
+        for split in ("train", "validation")
+    ),
+)
+
+SWITCHED_OFF = (
+    Effect(
+        ("data.validation", "gdpo.val_prompts", "gdpo.val_generations_per_prompt", "gdpo.val_temperature"),
+        _validates,
+        "while gdpo.val_period is 0 and gdpo.val_at_start is false",
+    ),
+    Effect(
+        ("checkpointing.save_period", "checkpointing.keep_last", "checkpointing.metric_name"),
+        lambda c: c.checkpointing.enabled,
+        "while checkpointing.enabled is false",
+    ),
+)
+
+
+def keys_without_effect(config: Config, effects: tuple[Effect, ...] = EFFECTS) -> list[str]:
+    """One sentence per changed key that cannot matter, in the order of the table."""
+    idle = [effect for effect in effects if not effect.when(config)]
+    return [f"{key}: has no effect {effect.why}" for effect in idle for key in effect.keys if _changed(config, key)]
+
+
+def _changed(config: Config, key: str) -> bool:
+    section = value_of(config, key.rpartition(".")[0])
+    if section is None:
+        return False
+    return value_of(config, key) != getattr(type(section)(), key.rpartition(".")[2])
+
+
+def value_of(config: Config, key: str) -> Any:
+    """The value at a dotted key of the schema; None below a section that is null."""
+    return reduce(lambda node, name: getattr(node, name, None), key.split(".") if key else [], config)

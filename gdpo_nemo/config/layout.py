@@ -1,0 +1,126 @@
+"""How many ranks a config asks for, who gets which GPUs, and how a step divides into updates. Pure arithmetic."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gdpo_nemo.config.schema import Config
+from gdpo_nemo.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The processes of a run. On CPU the ranks are processes without a device."""
+
+    tensor: int
+    pipeline: int
+    context: int
+    expert: int
+    expert_tensor: int
+    data: int
+    engines: int
+    engine_tensor: int
+    gpus: int
+    """GPUs of the whole job; 0 on CPU."""
+
+    @property
+    def model_ranks(self) -> int:
+        """Ranks that hold one replica of the policy."""
+        return self.tensor * self.pipeline * self.context
+
+    @property
+    def policy_ranks(self) -> int:
+        """Ranks of the whole policy."""
+        return self.model_ranks * self.data
+
+    @property
+    def engine_ranks(self) -> int:
+        """Ranks of all engines together."""
+        return self.engines * self.engine_tensor
+
+    @property
+    def idle_gpus(self) -> int:
+        """GPUs that nothing uses."""
+        return self.gpus - self.policy_ranks - self.engine_ranks if self.gpus else 0
+
+
+def resolve_layout(config: Config) -> Layout:
+    """Derives the layout, with ``data_parallel_size`` filled in where it is null.
+
+    Raises:
+        ConfigError: the layout does not fit the GPUs or is inconsistent in itself.
+    """
+    megatron, generation, cluster = config.policy.megatron_cfg, config.policy.generation, config.cluster
+    tensor, pipeline = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
+    model = tensor * pipeline * megatron.context_parallel_size
+    gpus = cluster.num_nodes * cluster.gpus_per_node
+    data = megatron.data_parallel_size
+    if gpus:
+        data = _data_parallel_on_gpus(config, gpus, model)
+    layout = Layout(
+        tensor=tensor,
+        pipeline=pipeline,
+        context=megatron.context_parallel_size,
+        expert=megatron.expert_model_parallel_size,
+        expert_tensor=megatron.expert_tensor_parallel_size or tensor,
+        data=data or 1,
+        engines=generation.engines,
+        engine_tensor=generation.vllm_cfg.tensor_parallel_size,
+        gpus=gpus,
+    )
+    _check_experts(layout)
+    return layout
+
+
+def _data_parallel_on_gpus(config: Config, gpus: int, model: int) -> int:
+    generation, data = config.policy.generation, config.policy.megatron_cfg.data_parallel_size
+    per_engine = generation.vllm_cfg.tensor_parallel_size
+    left = gpus - generation.engines * per_engine
+    share = f"{gpus} GPUs less {generation.engines} x {per_engine} for the engines leave {max(left, 0)}"
+    if per_engine > config.cluster.gpus_per_node:
+        raise ConfigError(
+            f"policy.generation.vllm_cfg.tensor_parallel_size: an engine of {per_engine} ranks does not fit a node "
+            f"of {config.cluster.gpus_per_node} GPUs"
+        )
+    if left < model * (data or 1):
+        raise ConfigError(
+            f"policy.megatron_cfg: the policy needs {model * (data or 1)} GPUs (tensor x pipeline x context x data), "
+            f"but {share}; use fewer engines, a smaller layout or more GPUs"
+        )
+    if data is None and left % model:
+        raise ConfigError(
+            f"policy.megatron_cfg.data_parallel_size: {share}, which is not a multiple of the {model} ranks of one "
+            f"replica; set policy.generation.engines so that it is, or data_parallel_size={left // model} to leave some idle"
+        )
+    return data or left // model
+
+
+def _check_experts(layout: Layout) -> None:
+    ranks, experts = layout.tensor * layout.context * layout.data, layout.expert * layout.expert_tensor
+    if ranks % experts:
+        raise ConfigError(
+            f"policy.megatron_cfg.expert_model_parallel_size: {layout.expert} x expert tensor {layout.expert_tensor} "
+            f"= {experts} does not divide the {ranks} ranks of a pipeline stage (tensor x context x data)"
+        )
+
+
+def samples_per_step(config: Config) -> int:
+    """Sequences in one step, before any is dropped."""
+    return config.gdpo.num_prompts_per_step * config.gdpo.num_generations_per_prompt
+
+
+def updates_per_step(config: Config) -> int:
+    """Optimizer updates in one step.
+
+    Raises:
+        ConfigError: the step does not divide into whole updates.
+    """
+    samples = samples_per_step(config)
+    size = config.policy.train_global_batch_size or samples
+    if size < 1 or samples % size:
+        raise ConfigError(
+            f"policy.train_global_batch_size: {size} does not divide the {samples} samples of a step "
+            f"(num_prompts_per_step {config.gdpo.num_prompts_per_step} x num_generations_per_prompt "
+            f"{config.gdpo.num_generations_per_prompt}); null makes one update"
+        )
+    return samples // size

@@ -1,0 +1,98 @@
+"""What a run will do, worked out from its config: processes, batch arithmetic, folders."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Sequence
+
+from gdpo_nemo.config.layout import Layout, resolve_layout, samples_per_step, updates_per_step
+from gdpo_nemo.config.schema import Config
+
+
+def describe(config: Config, notes: Sequence[str] = ()) -> str:
+    """The plan as aligned lines, one subject a line, notes last."""
+    layout = resolve_layout(config)
+    lines = [
+        ("run", _folder(config)),
+        ("model", _model(config)),
+        ("policy", _policy(config, layout)),
+        ("engines", _engines(config, layout)),
+        ("batch", _batch(config)),
+        ("memory", _micro_batch(config)),
+        ("length", _length(config)),
+        ("rewards", _rewards(config)),
+        ("staleness", _staleness(config)),
+        *(("note", note) for note in notes),
+    ]
+    return "\n".join(f"{subject:<10} {text}" for subject, text in lines)
+
+
+def _folder(config: Config) -> str:
+    folder = Path(config.run.dir)
+    started = (folder / "metrics.jsonl").exists() or (folder / "checkpoints").exists()
+    return f"{config.run.name} in {folder} ({'exists: resumes' if started else 'new'}), seed {config.run.seed}"
+
+
+def _model(config: Config) -> str:
+    policy = config.policy
+    if Path(policy.model_name).is_dir():
+        source = "a folder here"
+    else:
+        source = f"made by {policy.model_factory}" if policy.model_factory else "from the Hugging Face hub"
+    return f"{policy.model_name} ({source}), {policy.precision}, sequences of at most {policy.max_total_sequence_length} tokens"
+
+
+def _policy(config: Config, layout: Layout) -> str:
+    device = f"{layout.policy_ranks} of {layout.gpus} GPUs" if layout.gpus else "CPU"
+    mesh = f"tensor {layout.tensor} x pipeline {layout.pipeline} x context {layout.context} x data {layout.data}"
+    experts = f", expert {layout.expert}" if layout.expert > 1 else ""
+    return f"{_count(layout.policy_ranks, 'Megatron rank')} on {device} = {mesh}{experts}"
+
+
+def _engines(config: Config, layout: Layout) -> str:
+    generation = config.policy.generation
+    device = f"{layout.engine_ranks} of {layout.gpus} GPUs" if layout.gpus else "CPU"
+    each = f" of {layout.engine_tensor} ranks" if layout.engine_tensor > 1 else ""
+    return (
+        f"{_count(layout.engines, 'vLLM engine')}{each} on {device}, at most {generation.max_new_tokens} new tokens "
+        f"at temperature {generation.temperature:g}"
+    )
+
+
+def _batch(config: Config) -> str:
+    samples, updates = samples_per_step(config), updates_per_step(config)
+    return (
+        f"{config.gdpo.num_prompts_per_step} prompts x {config.gdpo.num_generations_per_prompt} samples = {samples} samples "
+        f"= {_count(updates, 'optimizer update')} of {samples // updates}"
+    )
+
+
+def _micro_batch(config: Config) -> str:
+    tokens, longest = config.policy.micro_batch_tokens, config.policy.max_total_sequence_length
+    return f"micro-batches of at most {tokens} tokens, room for {tokens // longest} sequences of full length"
+
+
+def _length(config: Config) -> str:
+    gdpo, saving = config.gdpo, config.checkpointing
+    steps = gdpo.max_num_steps
+    parts = [f"{_count(steps, 'step')} = {steps * samples_per_step(config)} samples, {steps * updates_per_step(config)} updates"]
+    prompts = "all" if gdpo.val_prompts is None else gdpo.val_prompts
+    when = [f"every {gdpo.val_period} steps"] * bool(gdpo.val_period) + ["at the start"] * gdpo.val_at_start
+    parts.append(f"validation {' and '.join(when)} on {prompts} held-out prompts" if when else "no validation")
+    parts.append(f"checkpoint every {saving.save_period} steps" if saving.enabled else "no checkpoints")
+    return "; ".join(parts)
+
+
+def _rewards(config: Config) -> str:
+    weights = " + ".join(f"{weight:g} {name}" for name, weight in config.gdpo.rewards.items())
+    preset = f", preset {config.gdpo.preset}" if config.gdpo.preset else ""
+    return f"{weights} by {config.gdpo.estimator}{preset}, loss {config.loss_fn.type} ({config.loss_fn.aggregation})"
+
+
+def _staleness(config: Config) -> str:
+    bound = config.rollout.max_staleness
+    return "0, exactly on-policy" if bound == 0 else f"at most {_count(bound, 'update')}, generation runs ahead of training"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" + ("" if number == 1 else "s")

@@ -1,0 +1,204 @@
+"""Checks across fields, before anything is started: what cannot work is refused, what may surprise is noted.
+
+Run by ``--dry-run`` and at the start of every run. Looks at files on this machine, at no network and no GPU.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+
+from gdpo_nemo.config.effects import SWITCHED_OFF, keys_without_effect, value_of
+from gdpo_nemo.config.files import check_files
+from gdpo_nemo.config.layout import Layout, resolve_layout, updates_per_step
+from gdpo_nemo.config.schema import Config, DatasetConfig
+from gdpo_nemo.errors import ConfigError
+
+_AT_LEAST_ONE = (
+    "gdpo.num_prompts_per_step", "gdpo.max_num_steps", "gdpo.val_prompts", "gdpo.val_generations_per_prompt",
+    "gdpo.max_skipped_steps", "gdpo.dynamic_sampling.max_rounds", "loss_fn.constant_length",
+    "policy.max_total_sequence_length", "policy.train_global_batch_size", "policy.micro_batch_tokens",
+    "policy.num_threads", "policy.megatron_cfg.tensor_model_parallel_size",
+    "policy.megatron_cfg.pipeline_model_parallel_size", "policy.megatron_cfg.virtual_pipeline_model_parallel_size",
+    "policy.megatron_cfg.context_parallel_size", "policy.megatron_cfg.expert_model_parallel_size",
+    "policy.megatron_cfg.expert_tensor_parallel_size", "policy.megatron_cfg.data_parallel_size",
+    "policy.megatron_cfg.scheduler.lr_decay_steps", "policy.generation.engines", "policy.generation.max_new_tokens",
+    "policy.generation.vllm_cfg.tensor_parallel_size", "policy.generation.vllm_cfg.kv_cache_memory_bytes",
+    "policy.generation.vllm_cfg.max_num_seqs", "rollout.env_workers", "data.train.size", "data.validation.size",
+    "cluster.num_nodes", "cluster.cpus_per_node", "checkpointing.save_period", "checkpointing.keep_last",
+)  # fmt: skip
+_NOT_NEGATIVE = (
+    "run.seed", "gdpo.val_period", "gdpo.val_temperature", "loss_fn.ratio_clip_min", "loss_fn.ratio_clip_max",
+    "loss_fn.reference_policy_kl_penalty", "loss_fn.off_policy.ratio_min", "policy.megatron_cfg.optimizer.lr",
+    "policy.megatron_cfg.optimizer.min_lr", "policy.megatron_cfg.optimizer.weight_decay",
+    "policy.megatron_cfg.optimizer.clip_grad", "policy.megatron_cfg.scheduler.lr_warmup_steps",
+    "rollout.max_staleness", "rollout.max_env_failure_share", "cluster.gpus_per_node", "checkpointing.keep_best",
+)  # fmt: skip
+_POSITIVE = (
+    "gdpo.epsilon", "loss_fn.target_temperature", "loss_fn.off_policy.ratio_max", "policy.generation.temperature",
+    "policy.generation.parity_limit", "policy.megatron_cfg.optimizer.adam_eps", "rollout.env_timeout_s",
+    "rollout.generation_timeout_s", "rollout.train_timeout_s",
+)  # fmt: skip
+
+
+def validate(config: Config) -> list[str]:
+    """Refuses what cannot run as written; returns notes on what runs but may surprise.
+
+    Raises:
+        ConfigError: names the key and the remedy.
+    """
+    _check_names(config)
+    _check_ranges(config)
+    _check_rewards(config)
+    _check_lengths(config)
+    _check_environments(config)
+    _check_parallelism(config)
+    _check_schedule(config)
+    layout = resolve_layout(config)
+    updates_per_step(config)
+    idle = keys_without_effect(config)
+    if idle:
+        raise ConfigError(f"{idle[0]}; remove it")
+    check_files(config, layout)
+    return [*_notes(config, layout), *keys_without_effect(config, SWITCHED_OFF)]
+
+
+def _check_names(config: Config) -> None:
+    for key in ("run.name", "run.dir", "policy.model_name"):
+        if not value_of(config, key).strip():
+            raise ConfigError(f"{key}: must not be empty")
+    for name in config.gdpo.rewards:
+        if not name or "/" in name or name == "total":
+            raise ConfigError(
+                f"gdpo.rewards: {name!r} cannot name a component; metrics are called reward/NAME/mean and reward/total/mean"
+            )
+
+
+def _check_ranges(config: Config) -> None:
+    for keys, good, rule in (
+        (_AT_LEAST_ONE, lambda v: v >= 1, "at least 1"),
+        (_NOT_NEGATIVE, lambda v: v >= 0, "0 or more"),
+        (_POSITIVE, lambda v: v > 0, "more than 0"),
+    ):
+        for key in keys:
+            value = value_of(config, key)
+            if value is not None and not good(value):
+                raise ConfigError(f"{key}: must be {rule}, got {value}")
+    generation, loss = config.policy.generation, config.loss_fn
+    if not 0 < generation.top_p <= 1:
+        raise ConfigError(f"policy.generation.top_p: must be above 0 and at most 1, got {generation.top_p}")
+    if generation.top_k != -1 and generation.top_k < 1:
+        raise ConfigError(f"policy.generation.top_k: must be -1 (all) or at least 1, got {generation.top_k}")
+    if not 0 < generation.vllm_cfg.gpu_memory_utilization <= 1:
+        raise ConfigError("policy.generation.vllm_cfg.gpu_memory_utilization: must be above 0 and at most 1")
+    if loss.ratio_clip_c is not None and loss.ratio_clip_c <= 1:
+        raise ConfigError(f"loss_fn.ratio_clip_c: must be above 1, got {loss.ratio_clip_c}")
+    if loss.ratio_clip_min > 1:
+        raise ConfigError(f"loss_fn.ratio_clip_min: must be at most 1, got {loss.ratio_clip_min}")
+    if loss.off_policy.ratio_min > loss.off_policy.ratio_max:
+        raise ConfigError("loss_fn.off_policy.ratio_min: is larger than loss_fn.off_policy.ratio_max")
+
+
+def _check_rewards(config: Config) -> None:
+    rewards, group = config.gdpo.rewards, config.gdpo.num_generations_per_prompt
+    if group < 2:
+        raise ConfigError(
+            f"gdpo.num_generations_per_prompt: must be at least 2, got {group}; samples are compared within their group"
+        )
+    if not rewards:
+        raise ConfigError("gdpo.rewards: names no component; write {component: weight}")
+    for name, weight in rewards.items():
+        if not math.isfinite(weight):
+            raise ConfigError(f"gdpo.rewards.{name}: the weight must be finite, got {weight}")
+    if not any(rewards.values()):
+        raise ConfigError("gdpo.rewards: every weight is 0, so nothing would be learnt")
+
+
+def _check_lengths(config: Config) -> None:
+    policy, longest = config.policy, config.policy.max_total_sequence_length
+    if policy.generation.max_new_tokens >= longest:
+        raise ConfigError(
+            f"policy.generation.max_new_tokens: {policy.generation.max_new_tokens} leaves no room for a prompt in "
+            f"policy.max_total_sequence_length {longest}"
+        )
+    if policy.micro_batch_tokens < longest:
+        raise ConfigError(
+            f"policy.micro_batch_tokens: {policy.micro_batch_tokens} is below policy.max_total_sequence_length "
+            f"{longest}; one sequence must fit"
+        )
+
+
+def _check_environments(config: Config) -> None:
+    if not config.env:
+        raise ConfigError("env: names no environment; write {name: {}}")
+    for name, options in config.env.items():
+        if options is not None and not isinstance(options, dict):
+            raise ConfigError(f"env.{name}: expected options as keys and values, got {options!r}")
+    _check_environment("data.train", config.data.train, config)
+    if config.data.validation:
+        _check_environment("data.validation", config.data.validation, config)
+    elif config.gdpo.val_period or config.gdpo.val_at_start:
+        key = "val_period" if config.gdpo.val_period else "val_at_start"
+        raise ConfigError(f"gdpo.{key}: asks for validation, but data.validation is null")
+
+
+def _check_environment(key: str, data: DatasetConfig, config: Config) -> None:
+    names = list(config.env)
+    if data.environment is None and len(names) > 1:
+        raise ConfigError(f"{key}.environment: must be set, env has several: {', '.join(names)}")
+    if data.environment is not None and data.environment not in names:
+        near = difflib.get_close_matches(data.environment, names, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"env has {', '.join(names)}"
+        raise ConfigError(f"{key}.environment: {data.environment!r} is not under env, {hint}")
+
+
+def _check_schedule(config: Config) -> None:
+    schedule, prefix = config.policy.megatron_cfg.scheduler, "policy.megatron_cfg.scheduler"
+    if schedule.lr_decay_steps is not None and schedule.lr_decay_steps <= schedule.lr_warmup_steps:
+        raise ConfigError(
+            f"{prefix}.lr_decay_steps: {schedule.lr_decay_steps} must be more than lr_warmup_steps {schedule.lr_warmup_steps}"
+        )
+
+
+def _check_parallelism(config: Config) -> None:
+    megatron, gpus = config.policy.megatron_cfg, config.cluster.gpus_per_node
+    prefix = "policy.megatron_cfg"
+    if megatron.sequence_parallel and megatron.tensor_model_parallel_size == 1:
+        raise ConfigError(f"{prefix}.sequence_parallel: needs tensor_model_parallel_size above 1")
+    if megatron.virtual_pipeline_model_parallel_size and megatron.pipeline_model_parallel_size == 1:
+        raise ConfigError(
+            f"{prefix}.virtual_pipeline_model_parallel_size: needs pipeline_model_parallel_size above 1"
+        )
+    if megatron.overlap_param_gather and megatron.use_distributed_optimizer and not megatron.overlap_grad_reduce:
+        raise ConfigError(f"{prefix}.overlap_param_gather: needs overlap_grad_reduce")
+    if megatron.transformer_engine and not gpus:
+        raise ConfigError(f"{prefix}.transformer_engine: needs GPUs (cluster.gpus_per_node is 0)")
+    if megatron.attention_backend in ("flash", "fused", "unfused") and (not gpus or megatron.transformer_engine is False):
+        raise ConfigError(
+            f"{prefix}.attention_backend: {megatron.attention_backend} needs GPUs and transformer_engine; use auto or sdpa"
+        )
+
+
+def _notes(config: Config, layout: Layout) -> list[str]:
+    generation, notes = config.policy.generation, []
+    if generation.top_p < 1 or generation.top_k != -1:
+        notes.append(
+            "policy.generation: with top_p or top_k the sampler's log-probs are of a truncated distribution; the trainer's "
+            "are not, so parity/* grows and loss_fn.old_logprobs: sampler would bias the ratio"
+        )
+    if layout.idle_gpus:
+        notes.append(f"cluster: {layout.idle_gpus} of {layout.gpus} GPUs stay idle")
+    if config.cluster.gpus_per_node and layout.tensor > config.cluster.gpus_per_node:
+        notes.append("policy.megatron_cfg.tensor_model_parallel_size: tensor parallelism crosses nodes, which is slow")
+    warmup, updates = config.policy.megatron_cfg.scheduler.lr_warmup_steps, config.gdpo.max_num_steps * updates_per_step(config)
+    if warmup >= updates:
+        notes.append(f"policy.megatron_cfg.scheduler.lr_warmup_steps: {warmup} outlast the {updates} updates of the run")
+    metric = config.checkpointing.metric_name or ""
+    if metric.startswith("validation/") and not config.gdpo.val_period:
+        notes.append(f"checkpointing.metric_name: {metric} needs gdpo.val_period; no checkpoint will count as best")
+    if config.gdpo.val_temperature == 0 and config.gdpo.val_generations_per_prompt > 1:
+        notes.append("gdpo.val_generations_per_prompt: greedy samples (val_temperature 0) are all alike")
+    unset = [name for name, weight in config.gdpo.rewards.items() if weight == 0]
+    if unset:
+        notes.append(f"gdpo.rewards: weight 0, measured but not trained: {', '.join(unset)}")
+    return notes

@@ -1,0 +1,188 @@
+"""What stands in the terminal while a run goes on: a live panel, or one line per step where there is no terminal."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any, Mapping, Protocol, Sequence
+
+from rich import box
+from rich.console import Console as RichConsole
+from rich.console import Group as Stack
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from gdpo_nemo.observe.history import WINDOW, History
+from gdpo_nemo.observe.summary import duration, number, summary, time_split
+
+_BARS = "▁▂▃▄▅▆▇█"
+_COLOURS = ("cyan", "magenta", "yellow", "green", "blue", "red")
+
+
+class Console(Protocol):
+    """Shows a run. Rows are already part of the history when they arrive here."""
+
+    def step(self, row: Mapping[str, Any]) -> None:
+        """A training step is done."""
+
+    def validation(self, row: Mapping[str, Any]) -> None:
+        """A validation is done."""
+
+    def alert(self, text: str) -> None:
+        """Something a person should know now."""
+
+    def close(self, status: str, run_dir: Path) -> None:
+        """The run is over; shows the summary."""
+
+
+def make_console(mode: str, name: str, steps: int, history: History, terminal: RichConsole | None = None) -> Console:
+    """``mode`` is live, plain or auto: live on a terminal."""
+    terminal = terminal or RichConsole(width=None if sys.stdout.isatty() else 120)
+    live = mode == "live" or (mode == "auto" and terminal.is_terminal)
+    return (LiveConsole if live else PlainConsole)(name, steps, history, terminal)
+
+
+class PlainConsole:
+    """One line per event, for logs and pipes."""
+
+    def __init__(self, name: str, steps: int, history: History, terminal: RichConsole) -> None:
+        self._steps, self._history, self._terminal = steps, history, terminal
+
+    def step(self, row: Mapping[str, Any]) -> None:
+        rewards = "  ".join(f"{n} {row[f'reward/{n}/mean']:.3f}" for n in _components(self._history, row))
+        left = f"ETA {eta(self._history, self._steps)}"
+        parts = [rewards, "  ".join(health(row)), speed(row), time_split(self._history, 1), left]
+        self._print(f"step {row['step']:>{len(str(self._steps))}}/{self._steps}  " + " | ".join(p for p in parts if p))
+
+    def validation(self, row: Mapping[str, Any]) -> None:
+        self._print(validation_line(row))
+
+    def alert(self, text: str) -> None:
+        self._print(f"ALERT {text}")
+
+    def close(self, status: str, run_dir: Path) -> None:
+        self._terminal.print(summary(self._history, run_dir, status))
+
+    def _print(self, line: str) -> None:
+        self._terminal.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+class LiveConsole:
+    """A panel that is redrawn in place; validations and alerts scroll by above it."""
+
+    def __init__(self, name: str, steps: int, history: History, terminal: RichConsole) -> None:
+        self._name, self._steps, self._history, self._terminal = name, steps, history, terminal
+        self._live = Live(self._panel(), console=terminal, refresh_per_second=4)
+        self._live.start()
+
+    def step(self, row: Mapping[str, Any]) -> None:
+        self._live.update(self._panel())
+
+    def validation(self, row: Mapping[str, Any]) -> None:
+        self._terminal.print(validation_line(row), markup=False, highlight=False)
+        self._live.update(self._panel())
+
+    def alert(self, text: str) -> None:
+        self._terminal.print(Text(f"ALERT {text}", style="bold red"))
+
+    def close(self, status: str, run_dir: Path) -> None:
+        self._live.stop()
+        self._terminal.print(summary(self._history, run_dir, status))
+
+    def _panel(self) -> Panel:
+        done = self._history.training[-1]["step"] if self._history.training else 0
+        progress = Table.grid(padding=(0, 2))
+        progress.add_row(
+            Text(f"step {done}/{self._steps}", style="bold"),
+            ProgressBar(total=self._steps, completed=done, width=30),
+            Text(f"ETA {eta(self._history, self._steps)}"),
+        )
+        title = f"[bold]gdpo_nemo[/] {self._name}"
+        return Panel(Stack(progress, self._rewards(), *self._footer()), title=title, title_align="left", box=box.ROUNDED)
+
+    def _rewards(self) -> Table:
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+        for head in ("reward", "now", f"mean {WINDOW}", "trend", "dead groups", "validation"):
+            table.add_column(head, justify="left" if head in ("reward", "trend") else "right")
+        row = self._history.training[-1] if self._history.training else {}
+        for index, name in enumerate(self._history.components):
+            key, colour = f"reward/{name}/mean", _COLOURS[index % len(_COLOURS)]
+            dead, held_out = row.get(f"reward/{name}/dead_groups"), self._history.curve(f"validation/{name}")[1]
+            table.add_row(
+                Text(name, style=colour),
+                number(row.get(key)),
+                number(self._history.last(key)),
+                Text(sparkline(self._history.curve(key)[1]), style=colour),
+                "-" if dead is None else f"{dead:g}",
+                number(held_out[-1] if held_out else None),
+            )
+        return table
+
+    def _footer(self) -> Sequence[Any]:
+        if not self._history.training:
+            return [Text("waiting for the first step", style="dim")]
+        row = self._history.training[-1]
+        split = "   ".join(f"{phase} {_bar(share)} {share:.0%}" for phase, share in self._history.time_split(10).items())
+        return [Text(speed(row)), Text(split), Text("  ".join(health(row)), style="dim")]
+
+
+def health(row: Mapping[str, Any]) -> list[str]:
+    """The numbers that tell a sound step from a sick one, only those measured."""
+    shown = (
+        ("loss", "loss", ".4f"),
+        ("grad", "grad_norm", ".3g"),
+        ("entropy", "policy/entropy", ".3f"),
+        ("parity", "parity/max_abs", ".1e"),
+        ("stale", "staleness/max", "g"),
+        ("length", "rollout/mean_length", ".1f"),
+        ("failed", "rollout/env_failed", "g"),
+        ("skipped", "skipped_steps", "g"),
+    )
+    silent_at_zero = ("failed", "skipped")
+    return [
+        f"{label} {row[key]:{style}}" for label, key, style in shown if key in row and (row[key] or label not in silent_at_zero)
+    ]
+
+
+def speed(row: Mapping[str, Any]) -> str:
+    """``2,345 tokens/s  0.52 s/step``."""
+    tokens, seconds = row.get("throughput/tokens_per_second"), row.get("time/step")
+    parts = [f"{tokens:,.0f} tokens/s" if tokens is not None else "", f"{seconds:.2f} s/step" if seconds is not None else ""]
+    return "  ".join(part for part in parts if part)
+
+
+def eta(history: History, steps: int) -> str:
+    """Time left, from the mean of the last ten steps."""
+    seconds = history.last("time/step", 10)
+    return "?" if seconds is None else duration(seconds * max(0, steps - history.training[-1]["step"]))
+
+
+def validation_line(row: Mapping[str, Any]) -> str:
+    """One line for one validation."""
+    values = {k.removeprefix("validation/"): v for k, v in row.items() if k.startswith("validation/")}
+    return f"validation after step {row['step']}  " + "  ".join(f"{k} {v:.3f}" for k, v in values.items())
+
+
+def sparkline(values: Sequence[float], width: int = 30) -> str:
+    """The curve as ``width`` block characters at most, each the mean of its share of the values, low to high."""
+    if not values:
+        return ""
+    count = min(width, len(values))
+    edges = [round(i * len(values) / count) for i in range(count + 1)]
+    means = [sum(values[a:b]) / (b - a) for a, b in zip(edges, edges[1:])]
+    low, high = min(means), max(means)
+    if high == low:
+        return _BARS[0] * count
+    return "".join(_BARS[min(7, int((mean - low) / (high - low) * 8))] for mean in means)
+
+
+def _components(history: History, row: Mapping[str, Any]) -> list[str]:
+    return [name for name in history.components if f"reward/{name}/mean" in row]
+
+
+def _bar(share: float, width: int = 6) -> str:
+    filled = min(width, round(share * width))
+    return "█" * filled + "░" * (width - filled)

@@ -1,0 +1,128 @@
+"""The one thing a trainer talks to: rows, samples, spans and alerts go in, every file and every display comes out.
+
+Metrics are the run's record, so failing to write them ends the run. Everything else is a picture of them: when drawing
+fails, the run goes on and says so once.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Callable, Mapping, Sequence
+
+import numpy as np
+
+from gdpo_nemo.config.schema import Config
+from gdpo_nemo.data.records import Group
+from gdpo_nemo.observe.alerts import write_alert
+from gdpo_nemo.observe.console import make_console
+from gdpo_nemo.observe.history import History
+from gdpo_nemo.observe.metrics import MetricsLog, clean, read_metrics
+from gdpo_nemo.observe.rollouts import remove_rollouts_after, write_rollouts
+from gdpo_nemo.observe.trace import TraceLog
+
+
+class RunLog:
+    """Writes and shows one run. ``close`` belongs in a ``finally``: the live display gives the terminal back there.
+    ``start_step`` steps are done already; what later ones left is removed.
+
+    Raises:
+        RunError: the metrics cannot be written, here or in ``step`` and ``validation``.
+    """
+
+    def __init__(self, config: Config, run_dir: str | Path, start_step: int = 0) -> None:
+        self._config, self._run_dir, self._step = config, Path(run_dir), start_step
+        self._failed: set[str] = set()
+        self._metrics = MetricsLog(run_dir)
+        self._metrics.truncate_after(start_step)
+        self._history = History.of(read_metrics(run_dir))
+        self._console = None
+        self._console = self._try(
+            "the console", make_console, config.logger.console, config.run.name, config.gdpo.max_num_steps, self._history
+        )
+        self._try("rollouts", remove_rollouts_after, run_dir, start_step)
+        self._trace = self._try("the trace", TraceLog, run_dir)
+        self._tensorboard = None
+        if config.logger.tensorboard.enabled:
+            self._tensorboard = self._try("TensorBoard", _tensorboard, run_dir, start_step)
+
+    def step(
+        self,
+        row: Mapping[str, Any],
+        groups: Sequence[Group] | None = None,
+        advantages: np.ndarray | None = None,
+        trainer_logprobs: Sequence[np.ndarray] | None = None,
+    ) -> None:
+        """Records a finished step; ``row["step"]`` counts from 1. ``advantages`` [trajectories], in group order."""
+        self._record(row)
+        if groups is not None and self._config.rollout.save_samples:
+            self._try("rollouts", write_rollouts, self._run_dir, row["step"], groups, advantages, trainer_logprobs)
+        if self._console:
+            self._try("the console", self._console.step, clean(row))
+
+    def validation(self, row: Mapping[str, Any]) -> None:
+        """Records a validation: ``step`` and ``validation/<component>``."""
+        self._record(row)
+        if self._console:
+            self._try("the console", self._console.validation, clean(row))
+
+    def alert(self, text: str) -> None:
+        """Tells the person who watches, and the report."""
+        if self._console:
+            self._try("the console", self._console.alert, text)
+        try:
+            write_alert(self._run_dir, self._step, text)
+        except OSError:
+            pass  # Shown already; a full disk is reported by the metrics.
+
+    def span(self, lane: str, name: str, start: float, end: float, **details: Any) -> None:
+        """Adds a span to the timeline; seconds since the epoch."""
+        if self._trace:
+            self._try("the trace", self._trace.add, lane, name, start, end, **details)
+
+    def close(self, status: str) -> None:
+        """Finishes every file and shows the summary; ``status`` is its title: complete, stopped, failed."""
+        self._metrics.close()
+        for what, log in (("the trace", self._trace), ("TensorBoard", self._tensorboard)):
+            if log:
+                self._try(what, log.close)
+        if self._history.training or self._history.validation:
+            if self._config.logger.plot and self._history.components:
+                self._try("rewards.png", _plot, self._run_dir)
+            self._try("report.html", _report, self._run_dir)
+        if self._console:
+            self._try("the console", self._console.close, status, self._run_dir)
+
+    def _record(self, row: Mapping[str, Any]) -> None:
+        self._metrics.append(row)
+        self._step = row["step"]
+        self._history.add(clean(row))
+        if self._tensorboard:
+            self._try("TensorBoard", self._tensorboard.write, row)
+
+    def _try(self, what: str, action: Callable, *arguments: Any, **named: Any) -> Any:
+        """Calls ``action``; a failure becomes one alert per ``what`` instead of an end of the run."""
+        try:
+            return action(*arguments, **named)
+        except Exception as error:  # noqa: BLE001 - whatever a drawing library raises
+            if what not in self._failed:
+                self._failed.add(what)
+                self.alert(f"{what} failed and is incomplete: {type(error).__name__}: {error}")
+            return None
+
+
+def _tensorboard(run_dir: Path, start_step: int) -> Any:
+    from gdpo_nemo.observe.tensorboard import TensorboardLog
+
+    return TensorboardLog(run_dir, start_step)
+
+
+def _plot(run_dir: Path) -> Path:
+    from gdpo_nemo.observe.plot import plot_rewards  # matplotlib takes a second to import; only the end needs it.
+
+    return plot_rewards(run_dir)
+
+
+def _report(run_dir: Path) -> Path:
+    from gdpo_nemo.observe.report import write_report
+
+    return write_report(run_dir)

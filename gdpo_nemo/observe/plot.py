@@ -1,0 +1,126 @@
+"""Reward curves as a PNG: one panel per component, training faint with its trailing mean, validation as points."""
+
+from __future__ import annotations
+
+import io
+import os
+from pathlib import Path
+from typing import Sequence
+
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from gdpo_nemo.observe.history import WINDOW, History
+from gdpo_nemo.observe.metrics import read_metrics
+
+FILE = "rewards.png"
+_COLOURS = ("#2a6fbb", "#c8553d", "#3a8f5c", "#8a5aa8", "#b88a1e", "#3b8d99", "#a8456e", "#5c6370")
+_GREY, _INK = "#9aa3ad", "#22272e"
+_DIAGNOSTICS = {
+    "grad_norm": "gradient norm",
+    "policy/entropy": "entropy [nats/token]",
+    "parity/max_abs": "parity: max |Δ log-prob|",
+    "rollout/mean_length": "completion length [tokens]",
+    "advantage/distinct": "distinct advantages",
+    "throughput/tokens_per_second": "tokens per second",
+}
+
+
+def plot_rewards(run_dir: str | Path) -> Path:
+    """Draws ``rewards.png`` into the run folder.
+
+    Raises:
+        ValueError: the run has no rewards yet.
+    """
+    run_dir = Path(run_dir)
+    image = rewards_png(History.of(read_metrics(run_dir)), title=run_dir.resolve().name)
+    path = run_dir / FILE
+    partial = path.with_name(FILE + ".partial")
+    partial.write_bytes(image)
+    os.replace(partial, path)
+    return path
+
+
+def rewards_png(history: History, title: str = "") -> bytes:
+    """The reward panels as PNG bytes."""
+    names = history.components
+    if not names:
+        raise ValueError("no rewards to draw yet")
+    figure, panels = _panels(len(names), title)
+    for index, (axes, name) in enumerate(zip(panels, names)):
+        _draw_component(axes, history, name, _COLOURS[index % len(_COLOURS)])
+    _legend(figure, panels[0], bool(history.validation))
+    return _png(figure)
+
+
+def diagnostics_png(history: History) -> bytes | None:
+    """Gradient norm, entropy, parity and the like, whichever were measured; None where none was."""
+    keys = [key for key in _DIAGNOSTICS if len(history.curve(key)[0]) > 0]
+    if not keys:
+        return None
+    figure, panels = _panels(len(keys), "")
+    for axes, key in zip(panels, keys):
+        axes.plot(*history.curve(key), color=_INK, linewidth=1.2)
+        axes.set_title(_DIAGNOSTICS[key], loc="left", fontsize=10, color=_INK)
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.6g}")
+        if key != "rollout/mean_length":
+            axes.set_ylim(bottom=0.0)
+    return _png(figure)
+
+
+def _draw_component(axes: Axes, history: History, name: str, colour: str) -> None:
+    key = f"reward/{name}/mean"
+    steps, values = history.curve(key)
+    axes.plot(steps, values, color=colour, alpha=0.25, linewidth=1.0)
+    axes.plot(*history.trailing(key), color=colour, linewidth=2.2)
+    held_out = history.curve(f"validation/{name}")
+    point = {"marker": "o", "markersize": 5.5, "markerfacecolor": "white", "markeredgecolor": colour, "markeredgewidth": 1.6}
+    axes.plot(*held_out, linestyle="none", **point)
+    if steps and len(steps) < WINDOW:
+        axes.plot(steps, values, linestyle="none", marker=".", color=colour)
+    last = history.last(key)
+    axes.set_title(name, loc="left", fontsize=11, fontweight="bold", color=colour)
+    if last is not None:
+        axes.set_title(f"{history.first(key):.2f} → {last:.2f}", loc="right", fontsize=10, color=_INK)
+    everything = [*values, *held_out[1]]
+    if everything and 0 <= min(everything) and max(everything) <= 1:
+        axes.set_ylim(-0.03, 1.05)  # Shares are read against 0 and 1.
+
+
+def _panels(count: int, title: str) -> tuple[Figure, list[Axes]]:
+    """A figure with ``count`` bare panels, at most four a row."""
+    columns = min(count, 4) if count != 5 and count != 6 else 3
+    rows = -(-count // columns)
+    figure = Figure(figsize=(max(3.3 * columns, 4.5), 2.7 * rows + 0.75), layout="constrained", facecolor="white")
+    FigureCanvasAgg(figure)
+    if title:
+        figure.suptitle(title, x=0.01, ha="left", fontsize=13, fontweight="bold", color=_INK)
+    panels = list(figure.subplots(rows, columns, squeeze=False).flat)
+    for spare in panels[count:]:
+        spare.remove()
+    for index, axes in enumerate(panels[:count]):
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.spines[["left", "bottom"]].set_color(_GREY)
+        axes.tick_params(colors=_INK, labelsize=8.5, color=_GREY)
+        axes.grid(axis="y", color="#e6e9ed", linewidth=0.8)
+        axes.set_axisbelow(True)
+        axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
+        if index >= count - columns:
+            axes.set_xlabel("step", fontsize=9, color=_INK)
+    return figure, panels[:count]
+
+
+def _legend(figure: Figure, axes: Axes, validation: bool) -> None:
+    entries: list[Sequence] = [(axes.lines[0], "training batch"), (axes.lines[1], f"mean of {WINDOW} steps")]
+    if validation:
+        entries.append((axes.lines[2], "held-out validation"))
+    handles, labels = zip(*entries)
+    figure.legend(handles, labels, loc="outside upper right", ncols=len(entries), frameon=False, fontsize=9, labelcolor=_INK)
+
+
+def _png(figure: Figure) -> bytes:
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=130)
+    return buffer.getvalue()

@@ -1,0 +1,123 @@
+"""``report.html``: a run on one page that needs nothing else, to be mailed or archived.
+
+Everything a model wrote is escaped; the page holds no script.
+"""
+
+from __future__ import annotations
+
+import base64
+import html
+import os
+from pathlib import Path
+from typing import Any, Iterable, Sequence
+
+from gdpo_nemo.errors import RunError
+from gdpo_nemo.observe.alerts import read_alerts
+from gdpo_nemo.observe.history import WINDOW, History
+from gdpo_nemo.observe.metrics import read_metrics
+from gdpo_nemo.observe.plot import diagnostics_png, rewards_png
+from gdpo_nemo.observe.rollouts import read_rollouts, rollout_files
+from gdpo_nemo.observe.summary import facts, reward_rows
+
+FILE = "report.html"
+_MOST_CHARACTERS = 4000
+_STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; color: #22272e; max-width: 1080px; margin: 2rem auto; padding: 0 1rem }
+h1 { margin-bottom: 0 } h2 { margin-top: 2.2rem; border-bottom: 1px solid #e6e9ed } img { max-width: 100% }
+table { border-collapse: collapse } td, th { padding: .25rem .9rem; text-align: right; border-bottom: 1px solid #eef0f3 }
+td:first-child, th:first-child { text-align: left; padding-left: 0 } .alert { color: #a8231c }
+pre { background: #f6f7f9; padding: .7rem; white-space: pre-wrap; overflow-wrap: anywhere; margin: .3rem 0 }
+summary { cursor: pointer } .dim { color: #6b7480 } details { margin: .6rem 0 }
+"""
+
+
+def write_report(run_dir: str | Path) -> Path:
+    """Writes ``report.html`` into the run folder and returns its path.
+
+    Raises:
+        RunError: the folder holds no metrics.
+    """
+    run_dir = Path(run_dir)
+    history = History.of(read_metrics(run_dir))
+    if not history.training and not history.validation:
+        raise RunError(f"{run_dir} holds no metrics to report on")
+    path = run_dir / FILE
+    partial = path.with_name(FILE + ".partial")
+    partial.write_text(_page(run_dir, history), encoding="utf-8", errors="replace")
+    os.replace(partial, path)
+    return path
+
+
+def _page(run_dir: Path, history: History) -> str:
+    name = html.escape(run_dir.resolve().name)
+    steps = history.training[-1]["step"] if history.training else 0
+    rewards = [_image(rewards_png(history), "reward curves"), _reward_table(history)] if history.components else []
+    body = [
+        f"<h1>{name}</h1><p class=dim>{steps} steps</p>",
+        *_section("Rewards", rewards),
+        *_section("Facts", [f"<pre>{html.escape(chr(10).join(facts(history)))}</pre>"] if facts(history) else []),
+        *_section("Alerts", _alerts(run_dir)),
+        *_section("Diagnostics", [_image(image, "diagnostics")] if (image := diagnostics_png(history)) else []),
+        *_section("Samples", _samples(run_dir)),
+        *_section("Configuration", _config(run_dir)),
+    ]
+    head = f"<meta charset=utf-8><title>{name}</title><style>{_STYLE}</style>"
+    return f"<!doctype html>\n<html lang=en><head>{head}</head>\n<body>\n" + "\n".join(body) + "\n</body></html>\n"
+
+
+def _section(title: str, parts: Sequence[str]) -> list[str]:
+    return [f"<h2>{title}</h2>", *parts] if parts else []
+
+
+def _image(png: bytes, what: str) -> str:
+    return f'<img alt="{what}" src="data:image/png;base64,{base64.b64encode(png).decode()}">'
+
+
+def _reward_table(history: History) -> str:
+    heads = ("reward", f"first {WINDOW} steps", f"last {WINDOW} steps", "change", "validation start", "validation end")
+    rows = "".join(_row("td", row) for row in reward_rows(history))
+    return f"<table>{_row('th', heads)}{rows}</table>"
+
+
+def _row(tag: str, cells: Iterable[str]) -> str:
+    return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"
+
+
+def _alerts(run_dir: Path) -> list[str]:
+    return [f"<p class=alert>step {int(a['step'])}: {html.escape(str(a['text']))}</p>" for a in read_alerts(run_dir)]
+
+
+def _samples(run_dir: Path) -> list[str]:
+    """One group each of the first, the middle and the last step that was recorded: its best and its worst sample."""
+    files = list(rollout_files(run_dir))
+    chosen = sorted({files[i] for i in (0, len(files) // 2, len(files) - 1)}) if files else []
+    return [part for step, path in chosen for part in _step_samples(step, read_rollouts(path))]
+
+
+def _step_samples(step: int, records: list[dict[str, Any]]) -> list[str]:
+    if not records:
+        return []
+    group = [r for r in records if r["prompt_id"] == records[0]["prompt_id"]]
+    group.sort(key=lambda r: r.get("advantage") or 0.0, reverse=True)
+    prompt = f"<pre>{_text(group[0]['prompt'])}</pre>"
+    shown = [group[0], group[-1]] if len(group) > 1 else group
+    return [f"<details><summary>Step {step}</summary>{prompt}{''.join(map(_sample, shown))}</details>"]
+
+
+def _sample(record: dict[str, Any]) -> str:
+    rewards = ", ".join(f"{name} {'n/a' if value is None else f'{value:g}'}" for name, value in record["rewards"].items())
+    advantage = record.get("advantage")
+    line = rewards + ("" if advantage is None else f"; advantage {advantage:+.3f}") + f"; {record['outcome']}"
+    return f"<div class=dim>{html.escape(line)}</div><pre>{_text(record['completion'])}</pre>"
+
+
+def _text(text: str) -> str:
+    cut = f" [... {len(text) - _MOST_CHARACTERS} more characters]" if len(text) > _MOST_CHARACTERS else ""
+    return html.escape(text[:_MOST_CHARACTERS] + cut)
+
+
+def _config(run_dir: Path) -> list[str]:
+    path = run_dir / "config.yaml"
+    if not path.exists():
+        return []
+    return [f"<details><summary>config.yaml</summary><pre>{html.escape(path.read_text(encoding='utf-8'))}</pre></details>"]

@@ -1,0 +1,36 @@
+"""The rows of metrics as TensorBoard scalars, written with TensorBoard's own writer: no torch needed."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any, Mapping
+
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+from gdpo_nemo.observe.metrics import clean
+
+FOLDER = "tensorboard"
+
+
+class TensorboardLog:
+    """One events file per start of the run. ``start_step`` steps are done; later ones of an earlier start are purged."""
+
+    def __init__(self, run_dir: str | Path, start_step: int = 0) -> None:
+        self._writer = EventFileWriter(str(Path(run_dir) / FOLDER))
+        first = start_step + 1 if start_step else 0  # Step 0 is the validation of the untrained model.
+        start = SessionLog(status=SessionLog.START)
+        self._writer.add_event(Event(wall_time=time.time(), step=first, session_log=start))
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        """Adds every number of the row under its key."""
+        scalars = {k: v for k, v in clean(row).items() if k != "step" and isinstance(v, (int, float))}
+        values = [Summary.Value(tag=key, simple_value=float(value)) for key, value in scalars.items()]
+        self._writer.add_event(Event(wall_time=time.time(), step=row["step"], summary=Summary(value=values)))
+        self._writer.flush()
+
+    def close(self) -> None:
+        """Flushes and closes the file."""
+        self._writer.close()

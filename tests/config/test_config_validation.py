@@ -1,0 +1,200 @@
+"""Validation: each impossible or idle combination is refused by name; derived numbers are right."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from gdpo_nemo.config.layout import resolve_layout
+from gdpo_nemo.config.load import load_config, save_config
+from gdpo_nemo.config.plan import describe
+from gdpo_nemo.config.validate import validate
+from gdpo_nemo.errors import ConfigError
+
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+GPUS = ["cluster.gpus_per_node=8"]
+MEGATRON, VLLM = "policy.megatron_cfg", "policy.generation.vllm_cfg"
+
+
+def refused(path: Path, *overrides: str) -> str:
+    config = load_config(path, overrides)
+    with pytest.raises(ConfigError) as caught:
+        validate(config)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "overrides, expected",
+    [
+        (["gdpo.num_generations_per_prompt=1"], "gdpo.num_generations_per_prompt: must be at least 2"),
+        (["gdpo.rewards={correctness: 0, format: 0}"], "gdpo.rewards: every weight is 0"),
+        (["gdpo.rewards.format=.inf"], "gdpo.rewards.format: the weight must be finite"),
+        (["policy.train_global_batch_size=48"], "policy.train_global_batch_size: 48 does not divide the 128 samples"),
+        (["policy.generation.max_new_tokens=1024"], "policy.generation.max_new_tokens: 1024 leaves no room"),
+        (["policy.micro_batch_tokens=512"], "policy.micro_batch_tokens: 512 is below"),
+        (["policy.generation.top_p=0"], "policy.generation.top_p"),
+        (["policy.generation.temperature=0"], "policy.generation.temperature: must be more than 0"),
+        (["run.dir=' '"], "run.dir: must not be empty"),
+        (["gdpo.rewards={total: 1}"], "gdpo.rewards: 'total' cannot name a component"),
+        (
+            [f"{MEGATRON}.scheduler.lr_decay_style=linear", f"{MEGATRON}.scheduler.lr_decay_steps=5", f"{MEGATRON}.scheduler.lr_warmup_steps=5"],
+            f"{MEGATRON}.scheduler.lr_decay_steps: 5 must be more than",
+        ),
+        (["gdpo.max_num_steps=0"], "gdpo.max_num_steps: must be at least 1"),
+        (["gdpo.val_period=5"], "gdpo.val_period: asks for validation, but data.validation is null"),
+        (["data.train.environment=toi"], "data.train.environment: 'toi' is not under env, did you mean toy?"),
+        (["env.other={}", "data.train.environment=null"], "data.train.environment: must be set"),
+        (["env.toy=3"], "env.toy: expected options"),
+        ([f"{MEGATRON}.sequence_parallel=true"], f"{MEGATRON}.sequence_parallel: needs"),
+        ([f"{MEGATRON}.virtual_pipeline_model_parallel_size=2"], f"{MEGATRON}.virtual_pipeline_model_parallel_size: needs"),
+        ([f"{MEGATRON}.transformer_engine=true"], f"{MEGATRON}.transformer_engine: needs GPUs"),
+        ([f"{MEGATRON}.attention_backend=flash"], f"{MEGATRON}.attention_backend: flash needs GPUs"),
+        ([f"{MEGATRON}.expert_model_parallel_size=3"], f"{MEGATRON}.expert_model_parallel_size: 3"),
+        ([*GPUS, f"{MEGATRON}.tensor_model_parallel_size=8"], "the policy needs 8 GPUs"),
+        ([*GPUS, f"{MEGATRON}.tensor_model_parallel_size=2", f"{MEGATRON}.data_parallel_size=4"], "the policy needs 8 GPUs"),
+        ([*GPUS, f"{MEGATRON}.tensor_model_parallel_size=4"], "leave 7, which is not a multiple of the 4 ranks"),
+        ([*GPUS, "cluster.num_nodes=2", f"{VLLM}.tensor_parallel_size=16"], "does not fit a node of 8 GPUs"),
+        (["policy.model_name=no/such/folder"], "policy.model_name: no/such/folder is neither a folder nor a hub name"),
+        (["policy.model_factory=absent.py:make"], "policy.model_factory: absent.py does not exist"),
+        (["policy.tokenizer_name=../nowhere"], "policy.tokenizer_name"),
+        (["data.train.path=absent.jsonl"], "data.train.path: absent.jsonl does not exist"),
+    ],
+)
+def test_what_cannot_run_is_refused_by_name(minimal, overrides, expected):
+    assert expected in refused(minimal, *overrides)
+
+
+@pytest.mark.parametrize(
+    "overrides, key",
+    [
+        ([], f"{VLLM}.gpu_memory_utilization=0.5"),
+        (GPUS, f"{VLLM}.kv_cache_memory_bytes=1000000"),
+        (["loss_fn.type=target_po"], "loss_fn.ratio_clip_c=3.0"),
+        ([], "loss_fn.target_temperature=0.5"),
+        ([], "loss_fn.constant_length=10"),
+        ([], "loss_fn.reference_policy_kl_type=k1"),
+        ([], "loss_fn.off_policy.ratio_max=4.0"),
+        (["loss_fn.off_policy.mode=truncate"], "loss_fn.off_policy.ratio_min=0.5"),
+        ([], f"{MEGATRON}.scheduler.lr_decay_steps=10"),
+        ([], f"{MEGATRON}.overlap_param_gather=true"),
+        ([], "gdpo.dynamic_sampling.max_rounds=9"),
+        ([], "checkpointing.keep_best=3"),
+        (["policy.generation.verify_weights=false"], "policy.generation.parity_limit=0.5"),
+        ([], "data.train.prompt_key=text"),
+    ],
+)
+def test_a_key_without_effect_is_refused_and_its_default_is_not(minimal, overrides, key):
+    assert refused(minimal, *overrides, key).startswith(f"{key.partition('=')[0]}: has no effect")
+    validate(load_config(minimal, overrides))
+
+
+def test_switching_validation_off_leaves_its_settings_alone_but_notes_them(minimal):
+    changes = ["data.validation={environment: toy}", "gdpo.val_prompts=8", "gdpo.val_period=5"]
+    assert validate(load_config(minimal, changes)) == []
+    notes = validate(load_config(minimal, [*changes, "gdpo.val_period=0"]))
+    assert any(note.startswith("gdpo.val_prompts: has no effect") for note in notes)
+
+
+@pytest.mark.parametrize(
+    "overrides, ranks, data, idle",
+    [
+        ([], 1, 1, 0),
+        ([f"{MEGATRON}.tensor_model_parallel_size=2", f"{MEGATRON}.data_parallel_size=3"], 6, 3, 0),
+        ([*GPUS, "policy.generation.engines=4"], 4, 4, 0),
+        ([*GPUS, "policy.generation.engines=2", f"{VLLM}.tensor_parallel_size=2", f"{MEGATRON}.pipeline_model_parallel_size=2"], 4, 2, 0),
+        ([*GPUS, f"{MEGATRON}.tensor_model_parallel_size=2", f"{MEGATRON}.data_parallel_size=3"], 6, 3, 1),
+        ([*GPUS, "cluster.num_nodes=2", f"{MEGATRON}.context_parallel_size=3"], 15, 5, 0),
+    ],
+)
+def test_policy_and_engines_share_the_gpus_without_overlap(minimal, overrides, ranks, data, idle):
+    config = load_config(minimal, overrides)
+    layout = resolve_layout(config)
+    assert (layout.policy_ranks, layout.data, layout.idle_gpus) == (ranks, data, idle)
+    assert any("stay idle" in note for note in validate(config)) == bool(idle)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    shape = {"num_attention_heads": 12, "num_key_value_heads": 4, "num_hidden_layers": 6, "max_position_embeddings": 1024}
+    (folder / "config.json").write_text(json.dumps(shape))
+    (folder / "model.safetensors").write_bytes(b"")
+    return folder
+
+
+@pytest.mark.parametrize(
+    "key, expected",
+    [
+        (f"{MEGATRON}.tensor_model_parallel_size=3", "3 does not divide the model's 4 key-value heads; possible: 1, 2, 4"),
+        (f"{MEGATRON}.tensor_model_parallel_size=8", "8 does not divide the model's 12 heads; possible: 1, 2, 4"),
+        (f"{MEGATRON}.pipeline_model_parallel_size=4", "4 does not divide the model's 6 layers; possible: 1, 2, 3, 6"),
+        (f"{VLLM}.tensor_parallel_size=5", "5 does not divide the model's 12 heads"),
+        ("policy.max_total_sequence_length=2048", "2048 exceeds the model's 1024 positions"),
+    ],
+)
+def test_a_local_model_is_held_against_the_layout(minimal, model, key, expected):
+    name = f"policy.model_name={model}"
+    validate(load_config(minimal, [name]))
+    assert expected in refused(minimal, name, key)
+
+
+def test_the_chunks_of_an_interleaved_pipeline_divide_the_layers(minimal, model):
+    stages = [f"policy.model_name={model}", f"{MEGATRON}.pipeline_model_parallel_size=3"]
+    chunks = f"{MEGATRON}.virtual_pipeline_model_parallel_size"
+    validate(load_config(minimal, [*stages, f"{chunks}=2"]))
+    assert "3 x 4 chunks does not divide the model's 6 layers; possible: none" in refused(minimal, *stages, f"{chunks}=4")
+
+
+def test_experts_need_a_model_that_has_some(minimal, model):
+    experts = [f"policy.model_name={model}", f"{MEGATRON}.expert_model_parallel_size=2", f"{MEGATRON}.data_parallel_size=2"]
+    assert "has no experts" in refused(minimal, *experts)
+    content = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**content, "num_experts": 8}))
+    validate(load_config(minimal, experts))
+
+
+def test_a_model_folder_without_weights_or_config_is_refused(minimal, model):
+    name = f"policy.model_name={model}"
+    (model / "model.safetensors").unlink()
+    assert "has no weights" in refused(minimal, name)
+    (model / "config.json").write_text("{")
+    assert "is not valid JSON" in refused(minimal, name)
+    (model / "config.json").unlink()
+    assert "has no config.json" in refused(minimal, name)
+
+
+def test_an_absent_model_needs_a_factory_whose_function_exists(minimal, tmp_path):
+    (tmp_path / "factory.py").write_text("def make(folder, seed): pass\n")
+    absent = f"policy.model_name={tmp_path / 'absent'}"
+    assert "is neither a folder nor a hub name" in refused(minimal, absent)
+    validate(load_config(minimal, [absent, f"policy.model_factory={tmp_path / 'factory.py'}:make"]))
+    assert "has no function build" in refused(minimal, absent, f"policy.model_factory={tmp_path / 'factory.py'}:build")
+
+
+def test_an_empty_data_file_is_refused_and_a_hub_name_is_left_to_the_run(minimal, tmp_path):
+    (tmp_path / "empty.jsonl").write_text("")
+    assert "is empty" in refused(minimal, f"data.train.path={tmp_path / 'empty.jsonl'}")
+    assert validate(load_config(minimal, ["data.train.path=openai/gsm8k"])) == []
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("gdpo_*.yaml")), ids=lambda path: path.stem)
+def test_every_recipe_is_valid_and_so_is_its_resolved_form(path, tmp_path):
+    factory = tmp_path / "factory.py"
+    factory.write_text("def make(folder, seed): pass\n")
+    local = [] if "gpu" in path.stem else [f"policy.model_factory={factory}:make"]
+    config = load_config(path, local)
+    assert validate(config) == []
+    save_config(config, tmp_path / "config.yaml")
+    assert validate(load_config(tmp_path / "config.yaml")) == []
+
+
+def test_the_plan_works_the_batch_arithmetic_out(minimal):
+    config = load_config(minimal, ["policy.train_global_batch_size=32", "policy.generation.top_p=0.9"])
+    plan = describe(config, validate(config))
+    assert "16 prompts x 8 samples = 128 samples = 4 optimizer updates of 32" in plan
+    assert "100 steps = 12800 samples, 400 updates" in plan
+    assert "note       policy.generation: with top_p" in plan

@@ -1,0 +1,120 @@
+"""Health: a sound run passes, each kind of sickness is found by the threshold meant for it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from gdpo_nemo import cli
+from gdpo_nemo.errors import ConfigError, RunError
+from gdpo_nemo.observe.health import Check, check_health, healthy, load_thresholds
+from gdpo_nemo.observe.metrics import MetricsLog
+
+from demo_run import demo_row
+
+THRESHOLDS = Path(__file__).resolve().parents[2] / "configs" / "health_tiny.yaml"
+
+
+def record(folder: Path, change=lambda row: row, steps: int = 60) -> Path:
+    log = MetricsLog(folder)
+    for step in range(1, steps + 1):
+        log.append(change(demo_row(step)))
+    return folder
+
+
+def failures(folder: Path) -> set[tuple[str, int | str]]:
+    return {(f.check.metric, f.check.at) for f in check_health(folder, THRESHOLDS) if f.status == "fail"}
+
+
+def test_a_run_like_the_reference_passes_every_threshold(tmp_path):
+    findings = check_health(record(tmp_path), THRESHOLDS)
+    assert {f.status for f in findings} == {"pass"} and healthy(findings)
+
+
+@pytest.mark.parametrize(
+    "change, found",
+    [
+        ({"reward/correctness/mean": 0.3}, ("reward/correctness/mean", 20)),
+        ({"reward/length/mean": 0.5}, ("reward/length/mean", 10)),
+        ({"reward/all/mean": 0.1}, ("reward/all/mean", 60)),
+        ({"rollout/mean_length": 35.6}, ("rollout/mean_length", 60)),
+        ({"advantage/std": 0.93}, ("advantage/std", "every")),
+        ({"policy/entropy": 0.01}, ("policy/entropy", "every")),
+        ({"grad_norm": 3.0}, ("grad_norm", "every")),
+        ({"grad_norm": float("nan")}, ("grad_norm", "every")),
+    ],
+)
+def test_a_sick_run_fails_the_threshold_meant_for_it(tmp_path, change, found):
+    late = record(tmp_path, lambda row: {**row, **change} if row["step"] > 5 else row)
+    assert found in failures(late)
+
+
+def test_one_bad_step_fails_a_check_of_single_steps_and_names_the_step(tmp_path):
+    record(tmp_path, lambda row: {**row, "advantage/std": 0.9} if row["step"] == 33 else row)
+    (finding,) = check_health(tmp_path, [Check("advantage/std", "every", min=0.999, window=1)])
+    assert (finding.status, finding.value, finding.detail) == ("fail", 0.9, "at step 33")
+
+
+def test_every_judges_full_windows_only(tmp_path):
+    record(tmp_path, lambda row: {"step": row["step"], "a": 3.0 if row["step"] == 1 else 1.0}, steps=8)
+    assert healthy(check_health(tmp_path, [Check("a", "every", max=2.0)]))
+    assert not healthy(check_health(tmp_path, [Check("a", "every", max=2.0, window=1)]))
+
+
+def test_the_trailing_mean_ends_at_the_named_step(tmp_path):
+    record(tmp_path, lambda row: {"step": row["step"], "a": float(row["step"])}, steps=12)
+    values = {at: check_health(tmp_path, [Check("a", at, min=0)])[0].value for at in ("start", 3, 10, "end")}
+    assert values == {"start": 1.0, 3: 2.0, 10: 8.0, "end": 10.0}
+
+
+def test_an_unfinished_run_leaves_later_thresholds_open(tmp_path):
+    findings = check_health(record(tmp_path, steps=25), THRESHOLDS)
+    assert {f.status for f in findings if f.check.at in (30, 60)} == {"open"} and healthy(findings)
+    assert not healthy([f for f in findings if f.status == "open"])
+
+
+def test_an_optional_metric_may_be_absent_and_another_may_not(tmp_path):
+    missing = {"reward/all/mean", "reward/format/mean"}
+    record(tmp_path, lambda row: {k: v for k, v in row.items() if k not in missing})
+    assert failures(tmp_path) == {("reward/format/mean", at) for at in (10, 20, 30, 60)}
+
+
+def test_an_advisory_check_warns_and_does_not_fail(tmp_path):
+    record(tmp_path, lambda row: {**row, "reward/correctness/mean": 0.9})
+    findings = check_health(tmp_path, THRESHOLDS)
+    assert [f.check.at for f in findings if f.status == "warn"] == ["start"] and healthy(findings)
+
+
+def test_a_folder_without_steps_is_an_error_not_a_verdict(tmp_path):
+    with pytest.raises(RunError):
+        check_health(tmp_path, THRESHOLDS)
+
+
+@pytest.mark.parametrize(
+    "text, named",
+    [
+        ("checks: []", "no list of checks"),
+        ("checks: [{metric: a, min: 1}]", "check 1: expected metric, at"),
+        ("checks: [{metric: a, at: 1, min: 1}, {metric: a, at: 1}]", "check 2: needs min or max"),
+        ("checks: [{metric: a, at: late, min: 1}]", "'late'"),
+        ("checks: [{metric: a, at: 1, minimum: 1}]", "check 1: expected"),
+        ("checks: [", "invalid YAML"),
+    ],
+)
+def test_a_threshold_file_with_a_mistake_is_refused(tmp_path, text, named):
+    path = tmp_path / "t.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match="t.yaml") as caught:
+        load_thresholds(path)
+    assert named in str(caught.value)
+
+
+def test_the_command_exits_0_for_a_healthy_run_and_1_for_a_sick_one(tmp_path, capsys):
+    assert cli.main(["health", str(record(tmp_path / "good"))]) == 0
+    assert "healthy" in capsys.readouterr().out
+    sick = record(tmp_path / "sick", lambda row: {**row, "reward/format/mean": 0.1})
+    assert cli.main(["health", str(sick)]) == 1
+    assert "fail" in capsys.readouterr().out
+    assert cli.main(["health", str(tmp_path / "absent")]) == 1
+    assert cli.main(["health", str(sick), "--thresholds", "absent.yaml"]) == 2

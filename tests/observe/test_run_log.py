@@ -1,0 +1,153 @@
+"""The facade: one call per event, every file written, and only a metrics failure ends a run."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from gdpo_nemo import cli
+from gdpo_nemo.config.load import save_config
+from gdpo_nemo.errors import RunError
+from gdpo_nemo.observe import console, log, report
+from gdpo_nemo.observe.alerts import read_alerts
+from gdpo_nemo.observe.history import History
+from gdpo_nemo.observe.log import RunLog
+from gdpo_nemo.observe.metrics import read_metrics
+from gdpo_nemo.observe.rollouts import rollout_files
+
+from demo_run import NASTY, demo_groups, demo_row, demo_validation
+
+
+def play(config, steps=range(1, 8), start: int = 0, status: str = "complete") -> None:
+    run = RunLog(config, config.run.dir, start)
+    if start == 0:
+        run.validation(demo_validation(0))
+    for step in steps:
+        run.step(demo_row(step), demo_groups(step), np.zeros(6))
+        run.span("trainer", "train", step, step + 0.5)
+    run.validation(demo_validation(steps[-1]))
+    run.close(status)
+
+
+def test_a_run_leaves_every_file_and_a_summary(config, run_dir, capsys):
+    play(config)
+    assert {p.name for p in run_dir.iterdir()} == {"metrics.jsonl", "rollouts", "tensorboard", "trace.json", "rewards.png", "report.html"}
+    assert (run_dir / "rewards.png").read_bytes().startswith(b"\x89PNG")
+    shown = capsys.readouterr().out
+    assert sum(line.startswith("step ") for line in shown.splitlines()) == 7
+    assert "step  3/60  correctness " in shown and "ETA 0:57" in shown and "rollout 45%" in shown
+    assert "complete after step 7" in shown and "validation after step 0" in shown and "report.html" in shown
+
+
+def test_a_resumed_run_leaves_the_rows_of_an_undisturbed_one(config, run_dir, tmp_path):
+    play(config, range(1, 6), status="stopped")
+    play(config, range(4, 8), start=3)
+    resumed = read_metrics(run_dir)
+    config.run.dir = str(tmp_path / "undisturbed")
+    play(config)
+    assert resumed == read_metrics(config.run.dir)
+    assert [s for s, _ in rollout_files(run_dir)] == list(range(1, 8))
+
+
+def test_a_run_that_starts_over_leaves_nothing_of_the_first_try(config, run_dir):
+    play(config, range(1, 3), status="failed")
+    play(config, range(1, 3))
+    assert [row["step"] for row in read_metrics(run_dir)] == [0, 1, 2, 2]
+
+
+@pytest.mark.parametrize("target", [(log, "_plot"), (log, "_report"), (log, "write_rollouts"), (console.PlainConsole, "step"), (log, "_tensorboard"), (log, "TraceLog")])
+def test_a_failure_to_draw_warns_once_and_the_run_goes_on(config, run_dir, monkeypatch, target):
+    def broken(*arguments, **named):
+        raise RuntimeError("no font")
+
+    monkeypatch.setattr(*target, broken)
+    play(config)
+    assert len(read_metrics(run_dir)) == 9
+    (alert,) = read_alerts(run_dir)
+    assert "no font" in alert["text"]
+
+
+def test_a_failure_to_write_metrics_ends_the_run(config):
+    run = RunLog(config, config.run.dir)
+    run._metrics._file = open("/dev/full", "w")
+    with pytest.raises(RunError, match="metrics.jsonl"):
+        run.step(demo_row(1))
+
+
+def test_samples_are_kept_only_where_asked_for(config, run_dir):
+    config.rollout.save_samples = False
+    config.logger.plot = False
+    play(config)
+    assert not (run_dir / "rollouts").exists() and not (run_dir / "rewards.png").exists()
+
+
+def test_the_report_is_one_page_without_anything_active_in_it(config, run_dir):
+    save_config(config, run_dir / "config.yaml")
+    run = RunLog(config, run_dir)
+    run.step(demo_row(1), demo_groups(1), np.linspace(-1, 1, 6))
+    run.alert("slow <engine>")
+    run.close("complete")
+    page = (run_dir / "report.html").read_text()
+    assert NASTY[:9] == "a<script>" and "<script" not in page and "&lt;script&gt;" in page
+    assert "slow &lt;engine&gt;" in page and "max_num_steps: 60" in page and "39172=&lt;b&gt;" in page
+    assert page.count("data:image/png;base64,") == 2 and "http" not in page
+
+
+def test_the_report_command_redraws_a_run_from_its_files(config, run_dir, capsys):
+    play(config)
+    (run_dir / "report.html").unlink()
+    capsys.readouterr()
+    assert cli.main(["report", str(run_dir)]) == 0
+    assert Path(capsys.readouterr().out.strip()) == run_dir / "report.html" and (run_dir / "report.html").exists()
+    assert cli.main(["report", str(run_dir / "rollouts")]) == 1
+    assert "holds no metrics" in capsys.readouterr().err
+
+
+def test_a_report_of_one_bare_row_still_draws(run_dir):
+    run_dir.mkdir()
+    (run_dir / "metrics.jsonl").write_text('{"step": 1, "reward/a/mean": -2.5}\n')
+    assert "-2.500" in report.write_report(run_dir).read_text()
+
+
+def live(history: History, mode: str = "live", terminal: bool = True) -> tuple[console.Console, io.StringIO]:
+    text = io.StringIO()
+    rich = Console(file=text, force_terminal=terminal, width=120)
+    return console.make_console(mode, "demo", 60, history, rich), text
+
+
+def test_the_live_panel_shows_rewards_trend_speed_and_time_left(run_dir):
+    history = History()
+    shown, text = live(history)
+    for step in range(1, 31):
+        history.add(demo_row(step))
+        shown.step(history.training[-1])
+    history.add(demo_validation(30))
+    shown.validation(history.validation[-1])
+    shown.alert("engine [0] is slow")
+    shown.close("complete", run_dir)
+    for part in ("step 30/60", "ETA 0:30", "correctness", "2,900 tokens/s", "rollout ", "stale 0", "parity 2.0e-05", "█", "engine [0] is slow"):
+        assert part in text.getvalue(), part
+
+
+@pytest.mark.parametrize("mode, terminal, kind", [("auto", True, console.LiveConsole), ("auto", False, console.PlainConsole), ("plain", True, console.PlainConsole)])
+def test_auto_is_live_on_a_terminal_only(mode, terminal, kind, run_dir):
+    shown, _ = live(History(), mode, terminal)
+    shown.close("complete", run_dir)
+    assert type(shown) is kind
+
+
+def test_a_line_shows_only_what_was_measured(run_dir):
+    history = History()
+    shown, text = live(history, "plain", False)
+    history.add({"step": 1, "reward/a/mean": 0.5})
+    shown.step(history.training[-1])
+    assert text.getvalue() == "step  1/60  a 0.500 | ETA ?\n"
+
+
+@pytest.mark.parametrize("values, expected", [([], ""), ([1.0], "▁"), ([0.0, 0.5, 1.0], "▁▅█"), ([2.0] * 40, "▁" * 30)])
+def test_sparklines_run_from_lowest_to_highest(values, expected):
+    assert console.sparkline(values) == expected
