@@ -198,5 +198,12 @@ def _again(prompt: Prompt, times: int) -> Prompt:
 def _fingerprint(rows: list[Row], texts: list[str], environment: str) -> str:
     digest = hashlib.sha256(environment.encode())
     for row, text in zip(rows, texts):
-        digest.update(json.dumps([text, row], sort_keys=True, default=str).encode())
+        digest.update(_canonical([text, row]).encode())
     return digest.hexdigest()
+
+
+def _canonical(value: Any) -> str:
+    try:
+        return json.dumps(value, sort_keys=True, default=str)
+    except TypeError:  # keys that JSON cannot have, in rows that an environment made
+        return repr(value)
