@@ -166,7 +166,9 @@ class _Renderer:
         if value[-1]["role"] == "assistant":
             raise self._error(index, f"{self.key!r} ends with the assistant's turn, so there is nothing to answer")
         if not self.chat:
-            raise self._error(index, f"{self.key!r} holds messages, which need a chat template (data.{self._split}.chat)")
+            raise self._error(
+                index, f"{self.key!r} holds messages, which need a chat template (data.{self._split}.chat)"
+            )
         if value[0]["role"] != "system":
             return [*self._system_message(), *value]
         return value if self._demanded is None else [*self._system_message(), *value[1:]]

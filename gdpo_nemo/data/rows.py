@@ -29,7 +29,9 @@ def environment_of(dataset: DatasetConfig, environments: Mapping[str, Any], spli
         return dataset.environment
     if len(environments) != 1:
         names = ", ".join(environments) or "none"
-        raise ConfigError(f"data.{split}.environment: must be set unless env has exactly one environment (it has: {names})")
+        raise ConfigError(
+            f"data.{split}.environment: must be set unless env has exactly one environment (it has: {names})"
+        )
     return next(iter(environments))
 
 
@@ -135,7 +137,9 @@ def _rows_of_hugging_face(dataset: DatasetConfig, split: str) -> list[Row]:
             name = str(folder) if folder.is_dir() else name
             table = datasets.load_dataset(name, configuration or None, split=wanted)
     except Exception as error:  # the library raises many kinds; all mean that these rows cannot be had
-        raise ConfigError(f"data.{split}.path: cannot load split {wanted!r} of {dataset.path}: {first_line(error)}") from error
+        raise ConfigError(
+            f"data.{split}.path: cannot load split {wanted!r} of {dataset.path}: {first_line(error)}"
+        ) from error
     return table.to_list()
 
 

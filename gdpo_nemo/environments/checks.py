@@ -9,9 +9,7 @@ from gdpo_nemo.data.records import Trajectory, Verdict
 from gdpo_nemo.errors import RunError
 
 
-def checked_verdicts(
-    reward_names: Sequence[str], trajectories: Sequence[Trajectory], verdicts: Any
-) -> list[Verdict]:
+def checked_verdicts(reward_names: Sequence[str], trajectories: Sequence[Trajectory], verdicts: Any) -> list[Verdict]:
     """The verdicts with rewards as floats and NaN as None.
 
     Raises RunError for a wrong number of verdicts, something that is no verdict, a component that was not announced

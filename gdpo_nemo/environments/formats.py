@@ -31,7 +31,11 @@ def json_schema(
 
 
 def length(
-    completions: Sequence[Any], completion_ids: Sequence[Sequence[int]], max_tokens: int, cut_off: int | None = None, **_: Any
+    completions: Sequence[Any],
+    completion_ids: Sequence[Sequence[int]],
+    max_tokens: int,
+    cut_off: int | None = None,
+    **_: Any,
 ) -> list[float]:
     """1 up to ``max_tokens`` tokens (the end token counts), then 0, or falling linearly to 0 at ``cut_off``."""
     return [_length_reward(len(ids), max_tokens, cut_off) for ids in completion_ids]

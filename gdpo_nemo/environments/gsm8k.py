@@ -52,7 +52,9 @@ class Gsm8k:
         """One verdict per trajectory."""
         judge = self._strict_rewards if self._strict else self._rewards
         return [
-            Verdict(judge(trajectory.text, str(column(trajectory.prompt, self._gold_key)).rpartition("####")[2].strip()))
+            Verdict(
+                judge(trajectory.text, str(column(trajectory.prompt, self._gold_key)).rpartition("####")[2].strip())
+            )
             for trajectory in trajectories
         ]
 

@@ -1,4 +1,4 @@
-"""From a name in the YAML section ``env`` to an environment: built in, installed as a plugin, or a class by its place."""
+"""From a name in the YAML section ``env`` to an environment: built in, installed as a plugin, or named by its place."""
 
 from __future__ import annotations
 

@@ -39,7 +39,9 @@ def source(dataset, environments=DIGITS, tokenizer=None, seed=0, limit=1000, spl
 
 @pytest.fixture(scope="module")
 def numbered(tmp_path_factory):
-    return write(tmp_path_factory.mktemp("data") / "rows.jsonl", [{"prompt": f"row {i}", "answer": i} for i in range(10)])
+    return write(
+        tmp_path_factory.mktemp("data") / "rows.jsonl", [{"prompt": f"row {i}", "answer": i} for i in range(10)]
+    )
 
 
 def ids(prompts):
@@ -87,8 +89,15 @@ def test_a_prompt_met_twice_in_one_batch_gets_another_id(numbered):
 
 def test_any_change_of_the_data_changes_the_fingerprint(tmp_path):
     rows = [{"prompt": f"row {i}", "answer": i} for i in range(4)]
-    changed = [rows[:3], rows[::-1], [*rows[:3], {"prompt": "row 3", "answer": 4}], [*rows[:3], {"prompt": "raw 3", "answer": 3}]]
-    prints = [source(DatasetConfig(path=write(tmp_path / "a.jsonl", each))).fingerprint for each in [rows, rows, *changed]]
+    changed = [
+        rows[:3],
+        rows[::-1],
+        [*rows[:3], {"prompt": "row 3", "answer": 4}],
+        [*rows[:3], {"prompt": "raw 3", "answer": 3}],
+    ]
+    prints = [
+        source(DatasetConfig(path=write(tmp_path / "a.jsonl", each))).fingerprint for each in [rows, rows, *changed]
+    ]
     assert prints[0] == prints[1] and len(set(prints)) == 5
 
 
@@ -176,7 +185,10 @@ def test_special_tokens_come_from_the_tokenizer_or_from_the_template_and_never_t
         (b'{"prompt": ""}\n', "row 0: the column 'prompt' is empty"),
         (b'{"prompt": 3}\n', "row 0: 'prompt' must be text or a list of messages, not int"),
         (b'{"messages": [{"role": "user"}]}\n', "row 0: a message in 'messages' lacks its role or its content"),
-        (b'{"messages": [{"role": "assistant", "content": "x"}]}\n', "row 0: 'messages' ends with the assistant's turn"),
+        (
+            b'{"messages": [{"role": "assistant", "content": "x"}]}\n',
+            "row 0: 'messages' ends with the assistant's turn",
+        ),
         (b'{"messages": [{"role": "tool", "content": "x"}]}\n', "row 0: the chat template refuses it: .*no tools here"),
     ],
 )
@@ -218,7 +230,9 @@ def test_a_broken_parquet_file_and_a_missing_column_are_refused(tmp_path):
     with pytest.raises(ConfigError, match="a.parquet: not a readable Parquet file"):
         source(DatasetConfig(path=str(tmp_path / "a.parquet")))
     with pytest.raises(ConfigError, match="data.train.columns: row 0 has no column 'anwser'; did you mean 'answer'"):
-        source(DatasetConfig(path=write(tmp_path / "a.jsonl", [{"prompt": "a", "answer": 1}]), columns={"gold": "anwser"}))
+        source(
+            DatasetConfig(path=write(tmp_path / "a.jsonl", [{"prompt": "a", "answer": 1}]), columns={"gold": "anwser"})
+        )
 
 
 def test_training_and_validation_rows_of_an_environment_do_not_meet():

@@ -30,7 +30,10 @@ def greedy(completions, answer, **_):
 
 
 def content(prompts, completions, **_):
-    return [float(len(p)) if c[0]["role"] == "assistant" and c[0]["content"] == "hello" else 0.0 for p, c in zip(prompts, completions)]
+    return [
+        float(len(p)) if c[0]["role"] == "assistant" and c[0]["content"] == "hello" else 0.0
+        for p, c in zip(prompts, completions)
+    ]
 
 
 def scaled(completions, factor, **_):

@@ -104,7 +104,9 @@ def test_gsm8k_published_behaviour_on_a_bare_answer_and_on_what_is_no_integer():
     assert gsm8k("-5", gold="#### -5") == (1, 1, 0)
 
 
-@pytest.mark.parametrize("text", ["$9^{9^{9^{9}}}$", "9**9**9**9", "(" * 5000, "x" * 300_000, "$100000000!$", "__import__('os').abort()"])
+@pytest.mark.parametrize(
+    "text", ["$9^{9^{9^{9}}}$", "9**9**9**9", "(" * 5000, "x" * 300_000, "$100000000!$", "__import__('os').abort()"]
+)
 def test_a_hostile_answer_is_a_wrong_answer_within_the_time_limit(text):
     assert gsm8k(f"<answer>{text}</answer>", time_limit_s=1)[0] == 0
 
@@ -175,7 +177,11 @@ def test_a_scorer_that_stumbles_over_an_answer_is_a_failure_and_no_reward():
         ("mine", {"plugin": f"{HOSTILE}:FailsToBuild"}, "could not be built: KeyError: 'model_url'"),
         ("mine", {"plugin": "collections.Counter"}, "is no environment: it has no method verify"),
         ("mine", {"plugin": "missing_file.py:Class"}, "env.mine.plugin: no such file: missing_file.py"),
-        ("mine", {"plugin": "missing_package.module.Class"}, "cannot import missing_package.module: ModuleNotFoundError"),
+        (
+            "mine",
+            {"plugin": "missing_package.module.Class"},
+            "cannot import missing_package.module: ModuleNotFoundError",
+        ),
     ],
 )
 def test_an_environment_that_cannot_be_had_is_refused_in_one_line(name, options, message):
@@ -185,10 +191,15 @@ def test_an_environment_that_cannot_be_had_is_refused_in_one_line(name, options,
 
 
 def test_every_built_in_environment_loads_and_names_its_rewards():
-    options = {"reasoning_gym": {"task": "chain_sum"}, "functions": {"functions": {"brevity": {"function": "length", "max_tokens": 3}}}}
+    options = {
+        "reasoning_gym": {"task": "chain_sum"},
+        "functions": {"functions": {"brevity": {"function": "length", "max_tokens": 3}}},
+    }
     for name in registry.BUILT_IN:
         assert name in environment_names()
-        assert environment_reward_names(name, options.get(name)) == tuple(load_environment(name, options.get(name)).reward_names)
+        assert environment_reward_names(name, options.get(name)) == tuple(
+            load_environment(name, options.get(name)).reward_names
+        )
     assert environment_reward_names("mine", {"plugin": "gsm8k"}) == ("correctness", "integer", "format")
 
 
@@ -200,7 +211,7 @@ def test_an_installed_plugin_is_found_by_its_entry_point(monkeypatch):
 
 
 @settings(max_examples=60, deadline=None)
-@given(text=st.text(alphabet="<>/tainkswer_clospd{}\\\n \"0", max_size=80))
+@given(text=st.text(alphabet='<>/tainkswer_clospd{}\\\n "0', max_size=80))
 def test_every_environment_gives_each_text_finite_rewards_or_none(text):
     gold = '<think>t</think>\n<tool_call>\n{"name": "a", "parameters": {"b": 1}}\n</tool_call>'
     for name in ("digit_sort", "gsm8k", "math", "tool_calling"):

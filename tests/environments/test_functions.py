@@ -15,7 +15,9 @@ EXAMPLE = str(Path(__file__).parents[2] / "examples" / "custom_reward.py")
 
 
 def environment(**functions):
-    return Functions({"functions": {name: f"{PLACE}:{name}" if entry is None else entry for name, entry in functions.items()}})
+    return Functions(
+        {"functions": {name: f"{PLACE}:{name}" if entry is None else entry for name, entry in functions.items()}}
+    )
 
 
 def rewards(environment, samples):
@@ -36,7 +38,11 @@ def test_chat_rows_give_message_lists():
 
 def test_none_and_nan_are_not_applicable_and_a_missing_column_is_none():
     samples = [trajectory("a", answer="x"), trajectory("a", answer="nan"), trajectory("a", other=1)]
-    assert rewards(environment(sometimes=None), samples) == [{"sometimes": 1.0}, {"sometimes": None}, {"sometimes": None}]
+    assert rewards(environment(sometimes=None), samples) == [
+        {"sometimes": 1.0},
+        {"sometimes": None},
+        {"sometimes": None},
+    ]
 
 
 def test_async_functions_run_concurrently():
@@ -48,13 +54,17 @@ def test_async_functions_run_concurrently():
 
 def test_a_function_cannot_alter_what_the_next_one_sees():
     samples = [trajectory("a", answer="a"), trajectory("b", answer="c")]
-    assert rewards(environment(greedy=None, matches=None), samples) == rewards(environment(greedy=None, matches=None), samples)
+    assert rewards(environment(greedy=None, matches=None), samples) == rewards(
+        environment(greedy=None, matches=None), samples
+    )
     assert rewards(environment(greedy=None, matches=None), samples)[0]["matches"] == 1.0
     assert samples[0].prompt.fields == {"answer": "a"}
 
 
 def test_arguments_can_be_fixed_in_the_config():
-    env = environment(half={"function": f"{PLACE}:scaled", "factor": 0.5}, double={"function": f"{PLACE}:scaled", "factor": 2})
+    env = environment(
+        half={"function": f"{PLACE}:scaled", "factor": 0.5}, double={"function": f"{PLACE}:scaled", "factor": 2}
+    )
     assert rewards(env, [trajectory("a", factor=9)]) == [{"half": 0.5, "double": 2.0}]
 
 
@@ -65,10 +75,20 @@ def test_arguments_can_be_fixed_in_the_config():
         ("raising", "reward function 'raising' (PLACE:raising) raised LookupError: no"),
         ("raising_slowly", "reward function 'raising_slowly' (PLACE:raising_slowly) raised LookupError: not now"),
         ("quitting", "reward function 'quitting' (PLACE:quitting) raised SystemExit: 3"),
-        ("infinite", "the value of reward function 'infinite' (PLACE:infinite) for sample 1 of prompt p is infinite (-inf)"),
-        ("words", "the value of reward function 'words' (PLACE:words) for sample 0 of prompt p is 'good', which is no number"),
+        (
+            "infinite",
+            "the value of reward function 'infinite' (PLACE:infinite) for sample 1 of prompt p is infinite (-inf)",
+        ),
+        (
+            "words",
+            "the value of reward function 'words' (PLACE:words) for sample 0 of prompt p is 'good', which is no number",
+        ),
         ("nothing", "reward function 'nothing' (PLACE:nothing) must return a list of rewards, not NoneType"),
-        ("scaled", "reward function 'scaled' (PLACE:scaled) raised TypeError: scaled() missing 1 required positional argument: 'factor'"),
+        (
+            "scaled",
+            "reward function 'scaled' (PLACE:scaled) raised TypeError: "
+            "scaled() missing 1 required positional argument: 'factor'",
+        ),
     ],
 )
 def test_a_wrong_function_is_an_error_that_names_it(function, message):
@@ -79,7 +99,10 @@ def test_a_wrong_function_is_an_error_that_names_it(function, message):
 
 def test_the_pool_names_the_environment_too():
     section = {"mine": {"plugin": "functions", "functions": {"short": f"{PLACE}:short"}}}
-    with EnvironmentPool(section) as pool, pytest.raises(RunError, match="^environment 'mine': reward function 'short' "):
+    with (
+        EnvironmentPool(section) as pool,
+        pytest.raises(RunError, match="^environment 'mine': reward function 'short' "),
+    ):
         pool.verify([trajectory("a", "mine"), trajectory("b", "mine", index=1)])
 
 
@@ -94,7 +117,10 @@ def test_the_pool_names_the_environment_too():
         ({"functions": {"a": f"{PLACE}:np"}}, "is not callable"),
         ({"functions": {"a": "missing_rewards.py:f"}}, "no such file: missing_rewards.py"),
         ({"functions": {"a": "no_such_package.f"}}, "cannot import no_such_package: ModuleNotFoundError"),
-        ({"functions": {"a": {"function": f"{PLACE}:matches", "anwser": 1}}}, "takes no argument 'anwser'; did you mean 'answer'"),
+        (
+            {"functions": {"a": {"function": f"{PLACE}:matches", "anwser": 1}}},
+            "takes no argument 'anwser'; did you mean 'answer'",
+        ),
     ],
 )
 def test_a_function_that_cannot_be_had_is_refused_before_the_run(options, message):
@@ -104,7 +130,11 @@ def test_a_function_that_cannot_be_had_is_refused_before_the_run(options, messag
 
 def test_the_example_of_the_documentation_works():
     env = Functions({"functions": {"correctness": f"{EXAMPLE}:correctness", "brevity": f"{EXAMPLE}:brevity"}})
-    samples = [trajectory("it is 42.", tokens=50, answer=42), trajectory("41", tokens=300, answer=42), trajectory("?", tokens=0)]
+    samples = [
+        trajectory("it is 42.", tokens=50, answer=42),
+        trajectory("41", tokens=300, answer=42),
+        trajectory("?", tokens=0),
+    ]
     expected = [(1.0, 0.75), (0.0, 0.0), (None, 1.0)]
     assert rewards(env, samples) == [{"correctness": c, "brevity": b} for c, b in expected]
 
