@@ -17,8 +17,7 @@ import numpy as np
 from gdpo_nemo.config.schema import DatasetConfig
 from gdpo_nemo.data.records import Prompt
 from gdpo_nemo.data.rows import PROMPT_KEYS, Row, environment_of, load_rows
-from gdpo_nemo.environments.options import first_line, nearest
-from gdpo_nemo.environments.registry import load_environment
+from gdpo_nemo.data.wording import first_line, nearest
 from gdpo_nemo.errors import ConfigError
 
 Messages = Sequence[Mapping[str, Any]]
@@ -37,7 +36,8 @@ class PromptSource:
 
     Args:
         dataset: the section ``data.<split>``.
-        environments: the section ``env`` as plain dictionaries.
+        environments: the built environments by their names in the section ``env`` (``load_environments``). One of
+            them makes the rows when the split has no path, and may bring a ``system_prompt``.
         tokenizer: a transformers tokenizer.
         split: train or validation; names the section in error messages and the ids of rows without one.
         seed: of the order, and of the rows where an environment draws them.
@@ -132,8 +132,8 @@ class _Renderer:
         self.key = dataset.prompt_key or ""
         self._tokenizer, self._split = tokenizer, split
         self._demanded = dataset.system_prompt
-        own = load_environment(environment, environments[environment])
-        self._system = getattr(own, "system_prompt", None) if self._demanded is None else self._demanded
+        own = getattr(environments[environment], "system_prompt", None)
+        self._system = own if self._demanded is None else self._demanded
 
     def __call__(self, index: int, row: Row) -> tuple[str, Messages | None]:
         value = self._value(index, row)

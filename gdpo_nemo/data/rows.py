@@ -9,9 +9,7 @@ from pathlib import Path
 from typing import Any, Mapping
 
 from gdpo_nemo.config.schema import DatasetConfig
-from gdpo_nemo.environments.base import PromptMaker
-from gdpo_nemo.environments.options import first_line, nearest
-from gdpo_nemo.environments.registry import load_environment
+from gdpo_nemo.data.wording import first_line, nearest
 from gdpo_nemo.errors import ConfigError
 
 PROMPT_KEYS = ("messages", "prompt", "question", "problem")
@@ -42,7 +40,7 @@ def load_rows(dataset: DatasetConfig, environments: Mapping[str, Any], split: st
 
     Args:
         dataset: the section ``data.<split>``.
-        environments: the section ``env``.
+        environments: the built environments by their names in the section ``env``.
         split: train or validation; also what an environment is asked for when ``dataset.split`` is null.
         seed: for environments that draw their rows.
 
@@ -63,8 +61,8 @@ def load_rows(dataset: DatasetConfig, environments: Mapping[str, Any], split: st
 
 def _rows_of_environment(dataset: DatasetConfig, environments: Mapping[str, Any], split: str, seed: int) -> list[Row]:
     name = environment_of(dataset, environments, split)
-    environment = load_environment(name, environments[name])
-    if not isinstance(environment, PromptMaker):
+    environment = environments[name]
+    if not hasattr(environment, "rows"):
         raise ConfigError(f"data.{split}.path: must be set, the environment {name!r} makes no prompts of its own")
     return [dict(row) for row in environment.rows(dataset.split or split, dataset.size, seed)]
 

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from typing import Any, Callable, Mapping, Sequence
 
 from gdpo_nemo.data.records import Trajectory, Verdict
+from gdpo_nemo.data.wording import first_line, nearest
 from gdpo_nemo.environments.checks import reward_value
 from gdpo_nemo.environments.objects import load_object
-from gdpo_nemo.environments.options import first_line, nearest, read_options
+from gdpo_nemo.environments.options import read_options
 from gdpo_nemo.errors import ConfigError, RunError
 
 BUILT_IN = {

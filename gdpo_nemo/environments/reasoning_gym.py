@@ -7,12 +7,14 @@ like every verifier, but that is a fence against accidents, not a sandbox.
 from __future__ import annotations
 
 import hashlib
+import warnings
 from typing import Any, Mapping, Sequence
 
 from gdpo_nemo.data.records import Outcome, Trajectory, Verdict
+from gdpo_nemo.data.wording import first_line, nearest
 from gdpo_nemo.environments.answers import column, has_think_and_answer, tagged_answer
 from gdpo_nemo.environments.checks import reward_value
-from gdpo_nemo.environments.options import first_line, nearest, read_options
+from gdpo_nemo.environments.options import read_options
 from gdpo_nemo.errors import ConfigError
 
 DEFAULT_ROWS = 1000
@@ -72,8 +74,10 @@ class ReasoningGym:
         return Verdict({"correctness": value, "format": float(has_think_and_answer(trajectory.text))})
 
     def _make(self, size: int, seed: int) -> Any:
-        import reasoning_gym
-        from reasoning_gym.factory import DATASETS
+        with warnings.catch_warnings():  # a dependency of the library is written for an older Python
+            warnings.simplefilter("ignore", SyntaxWarning)
+            import reasoning_gym
+            from reasoning_gym.factory import DATASETS
 
         if self._task not in DATASETS:
             raise ConfigError(f"reasoning-gym has no task {self._task!r}{nearest(self._task, DATASETS)}")

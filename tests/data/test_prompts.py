@@ -1,4 +1,6 @@
 import json
+import subprocess
+import sys
 from collections import Counter
 
 import numpy as np
@@ -9,6 +11,7 @@ from hypothesis import strategies as st
 from character_tokenizer import character_tokenizer
 from gdpo_nemo.config.schema import DatasetConfig
 from gdpo_nemo.data.prompts import PromptSource
+from gdpo_nemo.environments.registry import load_environments
 from gdpo_nemo.errors import ConfigError
 
 DIGITS = {"digit_sort": {}}
@@ -34,7 +37,8 @@ def write(path, rows):
 
 def source(dataset, environments=DIGITS, tokenizer=None, seed=0, limit=1000, split="train"):
     tokenizer = tokenizer or character_tokenizer()
-    return PromptSource(dataset, environments, tokenizer, split=split, seed=seed, max_prompt_tokens=limit)
+    built = load_environments(environments)
+    return PromptSource(dataset, built, tokenizer, split=split, seed=seed, max_prompt_tokens=limit)
 
 
 @pytest.fixture(scope="module")
@@ -239,3 +243,8 @@ def test_training_and_validation_rows_of_an_environment_do_not_meet():
     train, held_out = (source(DatasetConfig(), split=split) for split in ("train", "validation"))
     assert (len(train), len(held_out)) == (90_000, 10_000)
     assert not {prompt.text for prompt in train.head()} & {prompt.text for prompt in held_out.head()}
+
+
+def test_data_does_not_import_the_environments_above_it():
+    code = "import sys, gdpo_nemo.data.prompts; sys.exit(any(name.startswith('gdpo_nemo.env') for name in sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
