@@ -11,6 +11,7 @@ import re
 from typing import Any, Mapping, Sequence
 
 from gdpo_nemo.data.records import Trajectory, Verdict
+from gdpo_nemo.environments.answers import column
 from gdpo_nemo.environments.options import read_options
 from gdpo_nemo.errors import ConfigError
 
@@ -63,7 +64,7 @@ class DigitSort:
     def _verdict(self, trajectory: Trajectory) -> Verdict:
         ended = trajectory.finish_reason == "stop"
         runs = _DIGIT_RUN.findall(trajectory.text)
-        correct = ended and bool(runs) and runs[-1] == "".join(sorted(trajectory.prompt.fields["digits"]))
+        correct = ended and bool(runs) and runs[-1] == "".join(sorted(column(trajectory.prompt, "digits")))
         formatted = ended and _WELL_FORMED.fullmatch(trajectory.text) is not None
         short = ended and len(trajectory.completion_ids) <= self._length_limit
         rewards = {

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from gdpo_nemo.environments.options import first_line, nearest
+from gdpo_nemo.data.wording import first_line, nearest
 from gdpo_nemo.errors import ConfigError
 
 

@@ -2,26 +2,11 @@
 
 from __future__ import annotations
 
-from difflib import get_close_matches
 from types import SimpleNamespace
-from typing import Any, Iterable, Mapping
+from typing import Any, Mapping
 
+from gdpo_nemo.data.wording import nearest
 from gdpo_nemo.errors import ConfigError
-
-
-def nearest(name: str, known: Iterable[str]) -> str:
-    """``; did you mean 'x'?`` for the known name closest to ``name``, or the list of the known names."""
-    known = sorted(known)
-    match = get_close_matches(name, known, n=1)
-    if match:
-        return f"; did you mean {match[0]!r}?"
-    return f"; known: {', '.join(known)}" if known else ""
-
-
-def first_line(error: BaseException) -> str:
-    """The exception's type and the first line of its message, at most 300 characters."""
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__
 
 
 def read_options(environment: str, options: Mapping[str, Any] | None, **defaults: Any) -> SimpleNamespace:

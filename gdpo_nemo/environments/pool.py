@@ -49,7 +49,11 @@ class EnvironmentPool:
     """
 
     def __init__(
-        self, environments: Mapping[str, Mapping[str, Any] | None], workers: int = 1, timeout_s: float = 30.0, seed: int = 0
+        self,
+        environments: Mapping[str, Mapping[str, Any] | None],
+        workers: int = 1,
+        timeout_s: float = 30.0,
+        seed: int = 0,
     ):
         self._environments = {name: dict(options or {}) for name, options in environments.items()}
         self._workers = max(1, workers)
@@ -68,8 +72,8 @@ class EnvironmentPool:
         """
         for trajectory in trajectories:
             if trajectory.prompt.environment not in self._environments:
-                raise RunError(f"prompt {trajectory.prompt.id} wants the environment {trajectory.prompt.environment!r}, "
-                               f"which is not in the section env")  # fmt: skip
+                wanted = trajectory.prompt.environment
+                raise RunError(f"prompt {trajectory.prompt.id} wants the environment {wanted!r}, which env lacks")
         verdicts: dict[int, Verdict] = {}
         shards = _shards(trajectories, self._workers)
         for shard, reply in zip(shards, self._replies(trajectories, shards)):
@@ -93,9 +97,7 @@ class EnvironmentPool:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _one_by_one(
-        self, trajectories: Sequence[Trajectory], shard: Sequence[int], reason: str
-    ) -> dict[int, Verdict]:
+    def _one_by_one(self, trajectories: Sequence[Trajectory], shard: Sequence[int], reason: str) -> dict[int, Verdict]:
         """Verdicts of a shard that failed as a whole, each member in a task of its own."""
         verdicts: dict[int, Verdict] = {}
         failures = 0
@@ -142,7 +144,9 @@ class EnvironmentPool:
         for shard in shards:
             name = shard[0].prompt.environment
             try:
-                future = pool.schedule(worker.verify, [name, shard, self._timeout_s, self._seed], timeout=self._timeout_s)
+                future = pool.schedule(
+                    worker.verify, [name, shard, self._timeout_s, self._seed], timeout=self._timeout_s
+                )
             except RuntimeError as error:  # the pool broke since it was last used
                 self._check_open()
                 future = Future()

@@ -1,13 +1,13 @@
-"""From a name in the YAML section ``env`` to an environment: built in, installed as a plugin, or a class by its place."""
+"""From a name in the YAML section ``env`` to an environment: built in, installed as a plugin, or named by its place."""
 
 from __future__ import annotations
 
 from importlib.metadata import entry_points
 from typing import Any, Mapping
 
+from gdpo_nemo.data.wording import first_line, nearest
 from gdpo_nemo.environments.base import Environment
 from gdpo_nemo.environments.objects import is_reference, load_object
-from gdpo_nemo.environments.options import first_line, nearest
 from gdpo_nemo.errors import ConfigError
 
 ENTRY_POINT_GROUP = "gdpo_nemo.environments"
@@ -48,6 +48,11 @@ def load_environment(name: str, options: Mapping[str, Any] | None = None) -> Env
         raise ConfigError(f"env.{name}: {plugin} could not be built: {first_line(error)}") from error
     _check(name, plugin, environment)
     return environment
+
+
+def load_environments(section: Mapping[str, Mapping[str, Any] | None]) -> dict[str, Environment]:
+    """Every environment of the config section ``env``, by name. Raises as ``load_environment`` does."""
+    return {name: load_environment(name, options) for name, options in section.items()}
 
 
 def environment_reward_names(name: str, options: Mapping[str, Any] | None = None) -> tuple[str, ...]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import faulthandler
 import hashlib
-import math
 import os
 import random
 import threading
@@ -19,10 +18,11 @@ from typing import Any, Mapping, Sequence
 import numpy as np
 
 from gdpo_nemo.data.records import Trajectory, Verdict
+from gdpo_nemo.data.wording import first_line
 from gdpo_nemo.environments.base import Environment
-from gdpo_nemo.environments.options import first_line
+from gdpo_nemo.environments.checks import checked_verdicts
 from gdpo_nemo.environments.registry import load_environment
-from gdpo_nemo.errors import GdpoError, RunError
+from gdpo_nemo.errors import GdpoError
 
 STARTUP_LIMIT_S = 120.0
 """Seconds a worker may take to build its environments."""
@@ -80,47 +80,6 @@ def verify(name: str, trajectories: Sequence[Trajectory], time_limit_s: float, s
         return Fault(f"environment {name!r}: {type(environment).__name__}.verify raised {first_line(error)}")
     finally:
         faulthandler.cancel_dump_traceback_later()
-
-
-def checked_verdicts(
-    reward_names: Sequence[str], trajectories: Sequence[Trajectory], verdicts: Any
-) -> list[Verdict]:
-    """The verdicts with rewards as floats and NaN as None.
-
-    Raises RunError for a wrong number of verdicts, something that is no verdict, a component that was not announced
-    in ``reward_names``, and a value that is no number or not finite.
-    """
-    verdicts = list(verdicts) if isinstance(verdicts, (list, tuple)) else verdicts
-    if not isinstance(verdicts, list) or not all(isinstance(verdict, Verdict) for verdict in verdicts):
-        raise RunError(f"verify must return a list of Verdict, not {type(verdicts).__name__}")
-    if len(verdicts) != len(trajectories):
-        raise RunError(f"verify returned {len(verdicts)} verdicts for {len(trajectories)} trajectories")
-    return [_checked(reward_names, trajectory, verdict) for trajectory, verdict in zip(trajectories, verdicts)]
-
-
-def reward_value(value: Any, what: str) -> float | None:
-    """A reward as float; None and NaN ('not applicable') become None. Raises RunError naming ``what``."""
-    if value is None:
-        return None
-    if isinstance(value, (str, bytes)):
-        raise RunError(f"{what} is {value[:40]!r}, which is no number")
-    try:
-        number = float(value)
-    except Exception:
-        raise RunError(f"{what} is of type {type(value).__name__}, which is no number") from None
-    if math.isinf(number):
-        raise RunError(f"{what} is infinite ({number})")
-    return None if math.isnan(number) else number
-
-
-def _checked(reward_names: Sequence[str], trajectory: Trajectory, verdict: Verdict) -> Verdict:
-    rewards = {}
-    for component, value in verdict.rewards.items():
-        if component not in reward_names:
-            raise RunError(f"verify returned the reward {component!r}, which is not in its reward_names")
-        what = f"reward {component!r} of sample {trajectory.sample_index} of prompt {trajectory.prompt.id}"
-        rewards[component] = reward_value(value, what)
-    return Verdict(rewards, verdict.outcome, verdict.detail)
 
 
 def _seed(seed: int, name: str, trajectories: Sequence[Trajectory]) -> None:

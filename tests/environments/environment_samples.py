@@ -9,7 +9,9 @@ from gdpo_nemo.data.records import Prompt, Trajectory
 HOSTILE = str(Path(__file__).with_name("hostile_environments.py"))
 
 
-def trajectory(text, environment="env", prompt_id="p", index=0, finish_reason="stop", tokens=None, messages=None, **fields):
+def trajectory(
+    text, environment="env", prompt_id="p", index=0, finish_reason="stop", tokens=None, messages=None, **fields
+):
     """A completion `text` of `tokens` tokens (one per character by default) to a prompt with these columns."""
     prompt = Prompt(prompt_id, np.arange(3, dtype=np.int32), "prompt " + prompt_id, environment, fields, messages)
     count = len(text) if tokens is None else tokens

@@ -1,0 +1,211 @@
+"""Prompts of one split, rendered and tokenised once, then dealt by position.
+
+The order is a pure function of the seed and a position, so a resumed run needs nothing but the position it had
+reached. Every epoch is a permutation of all rows.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Mapping, Sequence
+
+import numpy as np
+
+from gdpo_nemo.config.schema import DatasetConfig
+from gdpo_nemo.data.records import Prompt
+from gdpo_nemo.data.rows import PROMPT_KEYS, Row, environment_of, load_rows
+from gdpo_nemo.data.wording import first_line, nearest
+from gdpo_nemo.errors import ConfigError
+
+Messages = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class RefusedPrompt:
+    """A prompt that leaves no room for a completion."""
+
+    id: str
+    tokens: int
+
+
+class PromptSource:
+    """The prompts of one split.
+
+    Args:
+        dataset: the section ``data.<split>``.
+        environments: the built environments by their names in the section ``env`` (``load_environments``). One of
+            them makes the rows when the split has no path, and may bring a ``system_prompt``.
+        tokenizer: a transformers tokenizer.
+        split: train or validation; names the section in error messages and the ids of rows without one.
+        seed: of the order, and of the rows where an environment draws them.
+        max_prompt_tokens: longest prompt; longer ones are skipped and listed in ``refused``.
+
+    Raises:
+        ConfigError: whatever is wrong with the rows (``load_rows``), their prompts, or the chat template; also when
+            every prompt is too long.
+    """
+
+    def __init__(
+        self,
+        dataset: DatasetConfig,
+        environments: Mapping[str, Any],
+        tokenizer: Any,
+        *,
+        split: str,
+        seed: int,
+        max_prompt_tokens: int,
+    ):
+        self.environment = environment_of(dataset, environments, split)
+        self._split, self._seed, self._shuffle = split, seed, dataset.shuffle
+        rows = load_rows(dataset, environments, split, seed)
+        render = _Renderer(dataset, environments, self.environment, tokenizer, split)
+        prompts = [render(index, row) for index, row in enumerate(rows)]
+        texts = [text for text, _ in prompts]
+        token_ids = _tokenise(tokenizer, texts, render.chat)
+        if [] in token_ids:
+            raise ConfigError(f"data.{split}: row {token_ids.index([])}: the prompt has no tokens")
+        self.fingerprint = _fingerprint(rows, texts, self.environment)
+        """SHA-256 over every row, refused ones too, in order: equal exactly when the data is."""
+        self.refused = [
+            RefusedPrompt(row["id"], len(ids)) for row, ids in zip(rows, token_ids) if len(ids) > max_prompt_tokens
+        ]
+        """Prompts that were skipped because they are too long."""
+        self._prompts = [
+            self._prompt(row, text, ids, messages, render.key)
+            for row, (text, messages), ids in zip(rows, prompts, token_ids)
+            if len(ids) <= max_prompt_tokens
+        ]
+        if not self._prompts:
+            shortest = min(refused.tokens for refused in self.refused)
+            raise ConfigError(
+                f"data.{split}: all {len(rows)} prompts are longer than {max_prompt_tokens} tokens "
+                f"(the shortest has {shortest}); raise policy.max_total_sequence_length"
+            )
+        self._order = lru_cache(maxsize=2)(self._draw_order)
+
+    def __len__(self) -> int:
+        """Prompts in one epoch, without the refused ones."""
+        return len(self._prompts)
+
+    def batch(self, position: int, n: int) -> list[Prompt]:
+        """The ``n`` prompts from ``position``, the number of prompts dealt before since the start of training.
+
+        A pure function of its arguments, the seed and the data. Where a batch meets a prompt twice (it spans two
+        epochs), the repetitions have ``#2``, ``#3``, ... behind their ids, because samples are grouped by id.
+        """
+        prompts: list[Prompt] = []
+        times: dict[str, int] = {}
+        for place in range(position, position + n):
+            epoch, offset = divmod(place, len(self))
+            prompt = self._prompts[self._order(epoch)[offset]]
+            times[prompt.id] = times.get(prompt.id, 0) + 1
+            prompts.append(prompt if times[prompt.id] == 1 else _again(prompt, times[prompt.id]))
+        return prompts
+
+    def head(self, n: int | None = None) -> list[Prompt]:
+        """The first ``n`` prompts (all of them when None) in the order of the data, for validation."""
+        return self._prompts[:n]
+
+    def _prompt(self, row: Row, text: str, token_ids: Sequence[int], messages: Messages | None, key: str) -> Prompt:
+        fields = {name: value for name, value in row.items() if name not in (key, "id")}
+        return Prompt(row["id"], np.asarray(token_ids, dtype=np.int32), text, self.environment, fields, messages)
+
+    def _draw_order(self, epoch: int) -> np.ndarray:
+        if not self._shuffle:
+            return np.arange(len(self))
+        return np.random.Generator(np.random.PCG64([self._seed, epoch])).permutation(len(self))
+
+
+class _Renderer:
+    """Turns a row into the text the model reads, and into its chat messages where the row holds such."""
+
+    def __init__(
+        self, dataset: DatasetConfig, environments: Mapping[str, Any], environment: str, tokenizer: Any, split: str
+    ):
+        has_template = bool(getattr(tokenizer, "chat_template", None))
+        if dataset.chat and not has_template:
+            raise ConfigError(f"data.{split}.chat: the tokenizer has no chat template")
+        self.chat = has_template if dataset.chat is None else dataset.chat
+        self.key = dataset.prompt_key or ""
+        self._tokenizer, self._split = tokenizer, split
+        self._demanded = dataset.system_prompt
+        own = getattr(environments[environment], "system_prompt", None)
+        self._system = own if self._demanded is None else self._demanded
+
+    def __call__(self, index: int, row: Row) -> tuple[str, Messages | None]:
+        value = self._value(index, row)
+        if isinstance(value, str):
+            messages = [*self._system_message(), {"role": "user", "content": value}]
+            plain = f"{self._system}\n\n{value}" if self._system else value
+            return (self._rendered(index, messages) if self.chat else plain), None
+        messages = self._messages(index, value)
+        return self._rendered(index, messages), messages
+
+    def _value(self, index: int, row: Row) -> Any:
+        if not self.key:
+            self.key = next((key for key in PROMPT_KEYS if key in row), "")
+        if not self.key:
+            known = ", ".join(row)
+            raise ConfigError(f"data.{self._split}.prompt_key: none of {', '.join(PROMPT_KEYS)} in the columns {known}")
+        if self.key not in row:
+            raise self._error(index, f"no column {self.key!r}{nearest(self.key, row)}")
+        if not row[self.key]:
+            raise self._error(index, f"the column {self.key!r} is empty")
+        return row[self.key]
+
+    def _messages(self, index: int, value: Any) -> Messages:
+        """The row's messages. Its own system message stays unless the config demands another."""
+        if not isinstance(value, list) or not all(isinstance(message, Mapping) for message in value):
+            raise self._error(index, f"{self.key!r} must be text or a list of messages, not {type(value).__name__}")
+        for message in value:
+            if not isinstance(message.get("role"), str) or "content" not in message:
+                raise self._error(index, f"a message in {self.key!r} lacks its role or its content")
+        if value[-1]["role"] == "assistant":
+            raise self._error(index, f"{self.key!r} ends with the assistant's turn, so there is nothing to answer")
+        if not self.chat:
+            raise self._error(
+                index, f"{self.key!r} holds messages, which need a chat template (data.{self._split}.chat)"
+            )
+        if value[0]["role"] != "system":
+            return [*self._system_message(), *value]
+        return value if self._demanded is None else [*self._system_message(), *value[1:]]
+
+    def _system_message(self) -> Messages:
+        return [{"role": "system", "content": self._system}] if self._system else []
+
+    def _rendered(self, index: int, messages: Messages) -> str:
+        try:
+            return self._tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+        except Exception as error:  # a template may raise anything, for instance on roles it does not know
+            raise self._error(index, f"the chat template refuses it: {first_line(error)}") from error
+
+    def _error(self, index: int, what: str) -> ConfigError:
+        return ConfigError(f"data.{self._split}: row {index}: {what}")
+
+
+def _tokenise(tokenizer: Any, texts: list[str], rendered: bool) -> list[list[int]]:
+    """Token ids per text. A chat template writes the special tokens itself; plain text gets the tokenizer's own."""
+    return tokenizer(texts, add_special_tokens=not rendered, return_attention_mask=False)["input_ids"]
+
+
+def _again(prompt: Prompt, times: int) -> Prompt:
+    return Prompt(
+        f"{prompt.id}#{times}", prompt.token_ids, prompt.text, prompt.environment, prompt.fields, prompt.messages
+    )
+
+
+def _fingerprint(rows: list[Row], texts: list[str], environment: str) -> str:
+    digest = hashlib.sha256(environment.encode())
+    for row, text in zip(rows, texts):
+        digest.update(_canonical([text, row]).encode())
+    return digest.hexdigest()
+
+
+def _canonical(value: Any) -> str:
+    try:
+        return json.dumps(value, sort_keys=True, default=str)
+    except TypeError:  # keys that JSON cannot have, in rows that an environment made
+        return repr(value)

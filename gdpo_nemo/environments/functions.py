@@ -1,0 +1,149 @@
+"""Reward functions as TRL users write them: ``f(completions, **columns) -> list[float | None]``, one per component."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import inspect
+from dataclasses import dataclass
+from typing import Any, Callable, Mapping, Sequence
+
+from gdpo_nemo.data.records import Trajectory, Verdict
+from gdpo_nemo.data.wording import first_line, nearest
+from gdpo_nemo.environments.checks import reward_value
+from gdpo_nemo.environments.objects import load_object
+from gdpo_nemo.environments.options import read_options
+from gdpo_nemo.errors import ConfigError, RunError
+
+BUILT_IN = {
+    "regex": "gdpo_nemo.environments.formats:regex",
+    "json_schema": "gdpo_nemo.environments.formats:json_schema",
+    "length": "gdpo_nemo.environments.formats:length",
+}
+"""Functions that may be named without their place."""
+
+
+@dataclass(frozen=True)
+class _RewardFunction:
+    name: str
+    reference: str
+    call: Callable[..., Any]
+    arguments: Mapping[str, Any]
+    """Arguments fixed in the config, which win over columns of the same name."""
+    is_async: bool
+    parameters: frozenset[str] | None
+    """Parameters it takes; None: any (it has ``**kwargs``)."""
+
+    def bound(self, columns: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments of one call; lists are copies, so that a function cannot alter what the next one sees."""
+        arguments = {**columns, **self.arguments}
+        if self.parameters is not None:
+            arguments = {name: value for name, value in arguments.items() if name in self.parameters}
+        return copy.deepcopy(arguments)
+
+    def __str__(self) -> str:
+        return f"reward function {self.name!r} ({self.reference})"
+
+
+class Functions:
+    """An environment made of reward functions.
+
+    Options:
+        functions: component name to function, given by its place (``file.py:name``, ``package.module.name``), by a
+            built-in name (regex, json_schema, length), or as ``{function: ..., <argument>: <value>, ...}``.
+        system_prompt: put before the prompts.
+
+    As in TRL a function is called with ``prompts``, ``completions``, ``completion_ids`` and every further column of the
+    dataset, each a list with one entry per completion. For rows that hold chat messages, prompts and completions are
+    message lists, otherwise text. Functions without ``**kwargs`` get only what they ask for. Async functions run
+    concurrently. The completions of one call are some of the step's, but always all samples of a prompt (except when
+    a call that had failed is repeated for one sample at a time).
+    """
+
+    def __init__(self, options: Mapping[str, Any] | None = None):
+        chosen = read_options("functions", options, functions={}, system_prompt=None)
+        if not chosen.functions:
+            raise ConfigError("functions: names no reward function; write functions: {component: file.py:name}")
+        self._functions = [_load(name, entry) for name, entry in chosen.functions.items()]
+        self.reward_names = tuple(chosen.functions)
+        self.system_prompt = chosen.system_prompt
+
+    def verify(self, trajectories: Sequence[Trajectory]) -> list[Verdict]:
+        """One verdict per trajectory. Raises RunError naming the function that raised or returned nonsense."""
+        columns = _columns(trajectories)
+        returned = {f.name: _call(f, columns) for f in self._functions if not f.is_async}
+        returned.update(asyncio.run(_call_all([f for f in self._functions if f.is_async], columns)))
+        rewards = {f.name: _values(f, returned[f.name], trajectories) for f in self._functions}
+        return [Verdict({name: rewards[name][row] for name in self.reward_names}) for row in range(len(trajectories))]
+
+
+def _load(name: str, entry: Any) -> _RewardFunction:
+    arguments = dict(entry) if isinstance(entry, Mapping) else {"function": entry}
+    reference = arguments.pop("function", None)
+    if not isinstance(reference, str):
+        raise ConfigError(f"functions.{name}: must name a function, such as file.py:name, not {entry!r}")
+    if ":" not in reference and "." not in reference and reference not in BUILT_IN:
+        raise ConfigError(f"functions.{name}: no reward function is called {reference!r}{nearest(reference, BUILT_IN)}")
+    call = load_object(BUILT_IN.get(reference, reference))
+    if not callable(call):
+        raise ConfigError(f"functions.{name}: {reference} is not callable")
+    parameters = inspect.signature(call).parameters.values()
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+    known = None if takes_all else frozenset(parameter.name for parameter in parameters)
+    for argument in arguments:
+        if known is not None and argument not in known:
+            raise ConfigError(f"functions.{name}: {reference} takes no argument {argument!r}{nearest(argument, known)}")
+    is_async = inspect.iscoroutinefunction(call) or inspect.iscoroutinefunction(getattr(call, "__call__", None))
+    return _RewardFunction(name, reference, call, arguments, is_async, known)
+
+
+def _columns(trajectories: Sequence[Trajectory]) -> dict[str, list[Any]]:
+    """The arguments TRL passes, by name. A column that a row lacks is None there."""
+    names = dict.fromkeys(name for trajectory in trajectories for name in trajectory.prompt.fields)
+    columns = {name: [trajectory.prompt.fields.get(name) for trajectory in trajectories] for name in names}
+    columns["prompts"] = [_prompt(trajectory) for trajectory in trajectories]
+    columns["completions"] = [_completion(trajectory) for trajectory in trajectories]
+    columns["completion_ids"] = [[int(token) for token in trajectory.completion_ids] for trajectory in trajectories]
+    return columns
+
+
+def _prompt(trajectory: Trajectory) -> Any:
+    messages = trajectory.prompt.messages
+    return trajectory.prompt.text if messages is None else [dict(message) for message in messages]
+
+
+def _completion(trajectory: Trajectory) -> Any:
+    if trajectory.prompt.messages is None:
+        return trajectory.text
+    return [{"role": "assistant", "content": trajectory.text}]
+
+
+def _call(function: _RewardFunction, columns: Mapping[str, Any]) -> Any:
+    try:
+        return function.call(**function.bound(columns))
+    except (Exception, SystemExit) as error:
+        raise RunError(f"{function} raised {first_line(error)}") from error
+
+
+async def _call_all(functions: Sequence[_RewardFunction], columns: Mapping[str, Any]) -> dict[str, Any]:
+    async def one(function: _RewardFunction) -> Any:
+        try:
+            return await function.call(**function.bound(columns))
+        except (Exception, SystemExit) as error:
+            raise RunError(f"{function} raised {first_line(error)}") from error
+
+    returned = await asyncio.gather(*(one(function) for function in functions))
+    return {function.name: value for function, value in zip(functions, returned)}
+
+
+def _values(function: _RewardFunction, returned: Any, trajectories: Sequence[Trajectory]) -> list[float | None]:
+    try:
+        values = list(returned)
+    except Exception:
+        raise RunError(f"{function} must return a list of rewards, not {type(returned).__name__}") from None
+    if len(values) != len(trajectories):
+        raise RunError(f"{function} returned {len(values)} rewards for {len(trajectories)} completions")
+    return [
+        reward_value(value, f"the value of {function} for sample {t.sample_index} of prompt {t.prompt.id}")
+        for value, t in zip(values, trajectories)
+    ]

@@ -1,0 +1,76 @@
+"""Grade-school mathematics (GSM8K) with three rewards: correctness, integer, format.
+
+The components are those of the GDPO authors' GSM8K demonstration and of NeMo-RL's ``math_multi_reward``; the option
+``strict`` reproduces them to the letter, including that a gold answer with a comma can never be met by an integer.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Mapping, Sequence
+
+from gdpo_nemo.data.records import Trajectory, Verdict
+from gdpo_nemo.environments.answers import (
+    column,
+    has_think_and_answer,
+    prepare_math,
+    same_mathematics,
+    tagged_answer,
+)
+from gdpo_nemo.environments.options import read_options
+
+_STRICT_BLOCKS = re.compile(r"<think>.*?</think>\n<answer>.*?</answer>", re.DOTALL)
+_INTEGER = re.compile(r"[+-]?[0-9]+")
+
+
+class Gsm8k:
+    """The GSM8K environment.
+
+    Components, each 0 or 1: ``correctness`` (the answer equals the part of the gold column behind ``####``),
+    ``integer`` (the answer is digits with at most a sign) and ``format`` (a think block and an answer block, nothing
+    else). Without answer tags the whole completion is the answer.
+
+    Options: ``gold_key`` (column with the solution, ``answer``), ``time_limit_s`` (2, per parse and comparison) and
+    ``strict`` (false; true: exact text comparison, commas kept, ``str.isdigit``, one line break between the blocks).
+    """
+
+    reward_names = ("correctness", "integer", "format")
+    system_prompt = (
+        "Solve the problem. First reason inside <think> and </think>. Then give the result inside <answer> and "
+        "</answer>: one integer, written in digits, with no unit and no other text."
+    )
+
+    def __init__(self, options: Mapping[str, Any] | None = None):
+        chosen = read_options("gsm8k", options, gold_key="answer", strict=False, time_limit_s=2)
+        self._gold_key, self._strict, self._limit = chosen.gold_key, chosen.strict, chosen.time_limit_s
+
+    def prepare(self) -> None:
+        """Import the parser before the clock runs."""
+        prepare_math()
+
+    def verify(self, trajectories: Sequence[Trajectory]) -> list[Verdict]:
+        """One verdict per trajectory."""
+        judge = self._strict_rewards if self._strict else self._rewards
+        return [
+            Verdict(
+                judge(trajectory.text, str(column(trajectory.prompt, self._gold_key)).rpartition("####")[2].strip())
+            )
+            for trajectory in trajectories
+        ]
+
+    def _rewards(self, text: str, gold: str) -> dict[str, float]:
+        answer = tagged_answer(text)
+        return {
+            "correctness": float(same_mathematics(gold.replace(",", ""), answer, self._limit)),
+            "integer": float(_INTEGER.fullmatch(answer) is not None),
+            "format": float(has_think_and_answer(text)),
+        }
+
+    def _strict_rewards(self, text: str, gold: str) -> dict[str, float]:
+        answer = tagged_answer(text)
+        once = text.count("<answer>") == text.count("</answer>") == 1
+        return {
+            "correctness": float(answer == gold),
+            "integer": float(answer.isdigit()),
+            "format": float(once and _STRICT_BLOCKS.fullmatch(text) is not None),
+        }

@@ -1,0 +1,250 @@
+import json
+import subprocess
+import sys
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from character_tokenizer import character_tokenizer
+from gdpo_nemo.config.schema import DatasetConfig
+from gdpo_nemo.data.prompts import PromptSource
+from gdpo_nemo.environments.registry import load_environments
+from gdpo_nemo.errors import ConfigError
+
+DIGITS = {"digit_sort": {}}
+# A class with a system prompt of its own, found by its place like any plugin.
+POLITE = {"polite": {"plugin": f"{__file__}:Polite"}}
+
+
+class Polite:
+    reward_names = ("thanks",)
+    system_prompt = "Be polite."
+
+    def __init__(self, options):
+        pass
+
+    def verify(self, trajectories):
+        return []
+
+
+def write(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def source(dataset, environments=DIGITS, tokenizer=None, seed=0, limit=1000, split="train"):
+    tokenizer = tokenizer or character_tokenizer()
+    built = load_environments(environments)
+    return PromptSource(dataset, built, tokenizer, split=split, seed=seed, max_prompt_tokens=limit)
+
+
+@pytest.fixture(scope="module")
+def numbered(tmp_path_factory):
+    return write(
+        tmp_path_factory.mktemp("data") / "rows.jsonl", [{"prompt": f"row {i}", "answer": i} for i in range(10)]
+    )
+
+
+def ids(prompts):
+    return [prompt.id for prompt in prompts]
+
+
+@settings(max_examples=40, deadline=None)
+@given(cuts=st.lists(st.integers(1, 9), min_size=1, max_size=6), seed=st.integers(0, 2**31))
+def test_resuming_at_any_position_deals_the_same_prompts(numbered, cuts, seed):
+    once = source(DatasetConfig(path=numbered, size=7), seed=seed)
+    whole = [once.batch(position, 1)[0].id for position in range(sum(cuts))]
+    position, dealt = 0, []
+    for cut in cuts:
+        resumed = source(DatasetConfig(path=numbered, size=7), seed=seed)
+        dealt += [prompt.id.partition("#")[0] for prompt in resumed.batch(position, cut)]
+        position += cut
+    assert dealt == whole
+
+
+def test_every_epoch_is_a_permutation_and_no_two_are_equal(numbered):
+    prompts = source(DatasetConfig(path=numbered))
+    epochs = [ids(prompts.batch(10 * epoch, 10)) for epoch in range(5)]
+    assert all(sorted(epoch) == [f"train/{i}" for i in range(10)] for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) == 5
+
+
+def test_the_seed_decides_the_order_and_not_the_fingerprint(numbered):
+    first, second = source(DatasetConfig(path=numbered), seed=1), source(DatasetConfig(path=numbered), seed=2)
+    assert ids(first.batch(0, 10)) != ids(second.batch(0, 10))
+    assert first.fingerprint == second.fingerprint
+
+
+def test_without_shuffling_the_order_is_that_of_the_file(numbered):
+    prompts = source(DatasetConfig(path=numbered, shuffle=False))
+    assert ids(prompts.batch(8, 4)) == ["train/8", "train/9", "train/0", "train/1"]
+    assert ids(prompts.head(3)) == ["train/0", "train/1", "train/2"] and len(prompts.head()) == 10
+
+
+def test_a_prompt_met_twice_in_one_batch_gets_another_id(numbered):
+    batch = source(DatasetConfig(path=numbered)).batch(5, 25)
+    assert len(set(ids(batch))) == 25
+    assert max(Counter(prompt.id.partition("#")[0] for prompt in batch).values()) == 3
+    assert {prompt.text for prompt in batch if prompt.id.startswith("train/3")} == {"row 3"}
+
+
+def test_any_change_of_the_data_changes_the_fingerprint(tmp_path):
+    rows = [{"prompt": f"row {i}", "answer": i} for i in range(4)]
+    changed = [
+        rows[:3],
+        rows[::-1],
+        [*rows[:3], {"prompt": "row 3", "answer": 4}],
+        [*rows[:3], {"prompt": "raw 3", "answer": 3}],
+    ]
+    prints = [
+        source(DatasetConfig(path=write(tmp_path / "a.jsonl", each))).fingerprint for each in [rows, rows, *changed]
+    ]
+    assert prints[0] == prints[1] and len(set(prints)) == 5
+
+
+def test_columns_become_fields_without_the_prompt_and_the_id(tmp_path):
+    path = write(tmp_path / "a.jsonl", [{"id": 7, "question": "what?", "gold": {"value": "4"}, "level": 2}])
+    [prompt] = source(DatasetConfig(path=path, columns={"answer": "gold.value"})).head()
+    assert (prompt.id, prompt.text, prompt.environment, prompt.messages) == ("7", "what?", "digit_sort", None)
+    assert prompt.fields == {"gold": {"value": "4"}, "level": 2, "answer": "4"}
+    assert prompt.token_ids.dtype == np.int32 and len(prompt.token_ids) == 5
+
+
+def test_a_renamed_column_may_be_the_prompt(tmp_path):
+    path = write(tmp_path / "a.jsonl", [{"text": "what?"}])
+    assert source(DatasetConfig(path=path, columns={"prompt": "text"})).head()[0].text == "what?"
+    assert source(DatasetConfig(path=path, prompt_key="text")).head()[0].text == "what?"
+
+
+def test_parquet_json_and_saved_datasets_give_the_same_prompts_as_jsonl(tmp_path):
+    import datasets
+
+    rows = [{"messages": [{"role": "user", "content": f"q{i}"}], "answer": i} for i in range(5)]
+    table = datasets.Dataset.from_list(rows)
+    table.to_parquet(tmp_path / "a.parquet")
+    table.save_to_disk(tmp_path / "saved")
+    (tmp_path / "a.json").write_text(json.dumps(rows))
+    paths = [write(tmp_path / "a.jsonl", rows), *(str(tmp_path / name) for name in ("a.parquet", "a.json", "saved"))]
+    prints = {source(DatasetConfig(path=path), tokenizer=character_tokenizer(chat=True)).fingerprint for path in paths}
+    assert len(prints) == 1
+
+
+def test_prompts_that_are_too_long_are_refused_one_by_one(tmp_path):
+    path = write(tmp_path / "a.jsonl", [{"prompt": "x" * length} for length in (5, 20, 10, 11)])
+    prompts = source(DatasetConfig(path=path), limit=10)
+    assert len(prompts) == 2 and set(ids(prompts.batch(0, 2))) == {"train/0", "train/2"}
+    assert [(refused.id, refused.tokens) for refused in prompts.refused] == [("train/1", 20), ("train/3", 11)]
+    with pytest.raises(ConfigError, match="all 4 prompts are longer than 4 tokens .the shortest has 5."):
+        source(DatasetConfig(path=path), limit=4)
+
+
+CHAT_ROW = {"messages": [{"role": "user", "content": "hi"}]}
+OWN_SYSTEM = {"messages": [{"role": "system", "content": "Own."}, {"role": "user", "content": "hi"}]}
+
+
+@pytest.mark.parametrize(
+    "row, chat, system, rendered",
+    [
+        ({"prompt": "hi"}, False, None, "Be polite.\n\nhi"),
+        ({"prompt": "hi"}, False, "", "hi"),
+        ({"prompt": "hi"}, False, "Be brief.", "Be brief.\n\nhi"),
+        ({"prompt": "hi"}, True, None, "[system]Be polite.[user]hi[assistant]"),
+        (CHAT_ROW, True, None, "[system]Be polite.[user]hi[assistant]"),
+        (CHAT_ROW, True, "", "[user]hi[assistant]"),
+        (OWN_SYSTEM, True, None, "[system]Own.[user]hi[assistant]"),
+        (OWN_SYSTEM, True, "Be brief.", "[system]Be brief.[user]hi[assistant]"),
+        (OWN_SYSTEM, True, "", "[user]hi[assistant]"),
+    ],
+)
+def test_the_system_prompt_is_the_configs_else_the_rows_else_the_environments(tmp_path, row, chat, system, rendered):
+    dataset = DatasetConfig(path=write(tmp_path / "a.jsonl", [row]), system_prompt=system)
+    [prompt] = source(dataset, POLITE, character_tokenizer(chat=chat)).head()
+    assert prompt.text == rendered
+    assert (prompt.messages is not None) == ("messages" in row)
+
+
+def test_special_tokens_come_from_the_tokenizer_or_from_the_template_and_never_twice(tmp_path):
+    path = write(tmp_path / "a.jsonl", [{"prompt": "hi"}])
+    [plain] = source(DatasetConfig(path=path), tokenizer=character_tokenizer(bos=True)).head()
+    [chat] = source(DatasetConfig(path=path), tokenizer=character_tokenizer(chat=True, bos=True)).head()
+    [off] = source(DatasetConfig(path=path, chat=False), tokenizer=character_tokenizer(chat=True, bos=True)).head()
+    assert plain.token_ids[0] == off.token_ids[0] == 1 and len(plain.token_ids) == len(off.token_ids) == 3
+    assert 1 not in chat.token_ids and len(chat.token_ids) == len(chat.text)
+
+
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        (b'{"prompt": "a"}\n\n{"prompt": \n', r"bad.jsonl:3: not valid JSON: "),
+        (b'{"prompt": "a"}\n[1]\n', r"bad.jsonl:2: a row must be a JSON object, not list"),
+        (b'{"prompt": "\xff"}\n', r"bad.jsonl:1: not valid JSON: "),
+        (b"[" * 100000 + b"\n", r"bad.jsonl:1: not valid JSON: "),
+        (b"\n", "has no rows"),
+        (b'{"id": 1, "prompt": "a"}\n{"id": "1", "prompt": "b"}\n', "rows 0 and 1 have the same id '1'"),
+        (b'{"promt": "a"}\n', "prompt_key: none of messages, prompt, question, problem in the columns promt"),
+        (b'{"prompt": "a"}\n{"promt": "a"}\n', "row 1: no column 'prompt'; did you mean 'promt'"),
+        (b'{"prompt": ""}\n', "row 0: the column 'prompt' is empty"),
+        (b'{"prompt": 3}\n', "row 0: 'prompt' must be text or a list of messages, not int"),
+        (b'{"messages": [{"role": "user"}]}\n', "row 0: a message in 'messages' lacks its role or its content"),
+        (
+            b'{"messages": [{"role": "assistant", "content": "x"}]}\n',
+            "row 0: 'messages' ends with the assistant's turn",
+        ),
+        (b'{"messages": [{"role": "tool", "content": "x"}]}\n', "row 0: the chat template refuses it: .*no tools here"),
+    ],
+)
+def test_malformed_data_is_refused_in_one_line_that_says_where(tmp_path, content, message):
+    path = tmp_path / "bad.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match=message) as error:
+        source(DatasetConfig(path=str(path)), tokenizer=character_tokenizer(chat=True))
+    assert "\n" not in str(error.value)
+
+
+def test_messages_without_a_chat_template_are_refused(tmp_path):
+    path = write(tmp_path / "a.jsonl", [CHAT_ROW])
+    with pytest.raises(ConfigError, match="need a chat template"):
+        source(DatasetConfig(path=path))
+    with pytest.raises(ConfigError, match="data.train.chat: the tokenizer has no chat template"):
+        source(DatasetConfig(path=path, chat=True))
+
+
+@pytest.mark.parametrize(
+    "dataset, environments, message",
+    [
+        (DatasetConfig(path="missing.jsonl"), DIGITS, "data.train.path: no such file: missing.jsonl"),
+        (DatasetConfig(path="./missing"), DIGITS, "data.train.path: no such file: missing"),
+        (DatasetConfig(path=__file__), DIGITS, "must end with one of .jsonl, .json, .parquet"),
+        (DatasetConfig(), POLITE, "data.train.path: must be set, the environment 'polite' makes no prompts"),
+        (DatasetConfig(), {}, "data.train.environment: must be set unless env has exactly one"),
+        (DatasetConfig(), {**DIGITS, **POLITE}, "it has: digit_sort, polite"),
+        (DatasetConfig(environment="digitsort"), DIGITS, "env has no 'digitsort'; did you mean 'digit_sort'"),
+    ],
+)
+def test_a_split_that_cannot_be_had_is_refused(dataset, environments, message):
+    with pytest.raises(ConfigError, match=message):
+        source(dataset, environments)
+
+
+def test_a_broken_parquet_file_and_a_missing_column_are_refused(tmp_path):
+    (tmp_path / "a.parquet").write_bytes(b"PAR1 no")
+    with pytest.raises(ConfigError, match="a.parquet: not a readable Parquet file"):
+        source(DatasetConfig(path=str(tmp_path / "a.parquet")))
+    with pytest.raises(ConfigError, match="data.train.columns: row 0 has no column 'anwser'; did you mean 'answer'"):
+        source(
+            DatasetConfig(path=write(tmp_path / "a.jsonl", [{"prompt": "a", "answer": 1}]), columns={"gold": "anwser"})
+        )
+
+
+def test_training_and_validation_rows_of_an_environment_do_not_meet():
+    train, held_out = (source(DatasetConfig(), split=split) for split in ("train", "validation"))
+    assert (len(train), len(held_out)) == (90_000, 10_000)
+    assert not {prompt.text for prompt in train.head()} & {prompt.text for prompt in held_out.head()}
+
+
+def test_data_does_not_import_the_environments_above_it():
+    code = "import sys, gdpo_nemo.data.prompts; sys.exit(any(name.startswith('gdpo_nemo.env') for name in sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,226 @@
+import re
+from importlib.metadata import EntryPoint
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from environment_samples import HOSTILE, trajectory
+from gdpo_nemo.environments import registry
+from gdpo_nemo.environments.digit_sort import DigitSort, is_held_out
+from gdpo_nemo.environments.gsm8k import Gsm8k
+from gdpo_nemo.environments.math import Math
+from gdpo_nemo.environments.pool import EnvironmentPool
+from gdpo_nemo.environments.reasoning_gym import ReasoningGym
+from gdpo_nemo.environments.registry import environment_names, environment_reward_names, load_environment
+from gdpo_nemo.data.records import Outcome
+from gdpo_nemo.errors import ConfigError, RunError
+
+
+def rewards(environment, text, finish_reason="stop", tokens=None, **fields):
+    [verdict] = environment.verify([trajectory(text, finish_reason=finish_reason, tokens=tokens, **fields)])
+    return dict(verdict.rewards)
+
+
+def flags(text, **how):
+    found = rewards(DigitSort(how.pop("options", {})), text, digits="39172", **how)
+    return tuple(found[name] for name in ("correctness", "format", "length", "all"))
+
+
+@pytest.mark.parametrize(
+    "text, how, expected",
+    [
+        ("<t>..</t><a>12379</a>", {"tokens": 22}, (1, 1, 1, 1)),
+        ("<t></t><a>12379</a>", {"tokens": 24}, (1, 1, 1, 1)),
+        ("<t></t><a>12379</a>", {"tokens": 25}, (1, 1, 0, 0)),
+        ("<t></t><a>12379</a>", {"tokens": 20, "finish_reason": "length"}, (0, 0, 0, 0)),
+        ("<t></t><a>39172</a>", {"tokens": 20}, (0, 1, 1, 0)),
+        ("<t></t>12379", {"tokens": 13}, (1, 0, 1, 0)),
+        ("<t>12379</t><a>..</a>", {"tokens": 20}, (1, 1, 1, 1)),
+        ("<t>12379</t><a>1</a>", {"tokens": 20}, (0, 1, 1, 0)),
+        ("<t></t><a>12379</a>..", {"tokens": 22}, (1, 0, 1, 0)),
+        ("<t><a></t><a>12379</a>", {"tokens": 22}, (1, 0, 1, 0)),
+        ("", {"tokens": 1}, (0, 0, 1, 0)),
+        ("<t></t><a>12379</a>", {"tokens": 20, "options": {"length_limit": 19}}, (1, 1, 0, 0)),
+        ("<t></t><a>12379</a>", {"tokens": 20, "options": {"correctness_values": [-3, 3]}}, (3, 1, 1, 1)),
+        ("<t></t><a>1</a>", {"tokens": 16, "options": {"correctness_values": [-3, 3]}}, (-3, 1, 1, 0)),
+        ("<t></t><a>1</a>", {"tokens": 16, "options": {"length_if_correct": True}}, (0, 1, 0, 0)),
+        ("<t></t><a>12379</a>", {"tokens": 20, "options": {"length_if_correct": True}}, (1, 1, 1, 1)),
+    ],
+)
+def test_digit_sort_pays_what_the_task_says(text, how, expected):
+    assert flags(text, **how) == expected
+
+
+def test_digit_sort_keeps_the_raw_length_flag_beside_a_conditioned_one():
+    env = DigitSort({"length_if_correct": True})
+    assert rewards(env, "1", digits="39172")["length_flag"] == 1.0 and "length_flag" in env.reward_names
+
+
+def test_digit_sort_holds_out_one_prompt_in_ten_and_repeats_its_rows():
+    env = DigitSort()
+    train, held_out = env.rows("train", None, 3), env.rows("validation", 50, 3)
+    assert len(train) == len({row["id"] for row in train}) == 90_000 and len(held_out) == 50
+    assert all(is_held_out(row["digits"]) for row in held_out) and not any(is_held_out(row["digits"]) for row in train)
+    assert env.rows("train", 7, 3) == train[:7] != env.rows("train", 7, 4)
+    assert env.rows("test", 50, 3) == held_out and train[0]["prompt"] == train[0]["digits"] + "="
+
+
+GOLD = "He pays 18 * 60 = <<18*60=1080>>1080.\n#### 1,080"
+
+
+def gsm8k(text, gold=GOLD, **options):
+    found = rewards(Gsm8k(options), text, answer=gold)
+    return found["correctness"], found["integer"], found["format"]
+
+
+@pytest.mark.parametrize(
+    "text, lenient, strict",
+    [
+        ("<think>x</think>\n<answer>1080</answer>", (1, 1, 1), (0, 1, 1)),
+        ("<think>x</think>\n<answer>1,080</answer>", (1, 0, 1), (1, 0, 1)),
+        ("<think>x</think> <answer> 1080 </answer>\n", (1, 1, 1), (0, 1, 0)),
+        ("<think>x</think>\n<answer>1080.0</answer>", (1, 0, 1), (0, 0, 1)),
+        ("<think>x</think>\n<answer>$1080</answer>", (1, 0, 1), (0, 0, 1)),
+        ("<think>x</think>\n<answer>1081</answer>", (0, 1, 1), (0, 1, 1)),
+        ("<answer>5</answer> no, <answer>1080</answer>", (1, 1, 0), (0, 1, 0)),
+        ("<think>x</think>\n<answer>1080</answer> done", (1, 1, 0), (0, 1, 0)),
+        ("<think>x</think>\n<answer></answer>", (0, 0, 1), (0, 0, 1)),
+        ("1080", (1, 1, 0), (0, 1, 0)),
+        ("<think>x</think>\n<answer>١٠٨٠</answer>", (None, 0, 1), (0, 1, 1)),
+        ("", (0, 0, 0), (0, 0, 0)),
+    ],
+)
+def test_gsm8k_pays_each_of_its_three_rewards_for_itself(text, lenient, strict):
+    assert gsm8k(text, strict=True) == strict
+    correct, integer, formatted = gsm8k(text)
+    assert (integer, formatted) == lenient[1:] and lenient[0] in (None, correct)
+
+
+def test_gsm8k_published_behaviour_on_a_bare_answer_and_on_what_is_no_integer():
+    assert gsm8k("42", gold="#### 42", strict=True) == (1, 1, 0)
+    for text in ("", "-5", "1,080", "5.0"):
+        assert gsm8k(text, gold=f"#### {text}", strict=True)[1] == 0
+    assert gsm8k("-5", gold="#### -5") == (1, 1, 0)
+
+
+@pytest.mark.parametrize(
+    "text", ["$9^{9^{9^{9}}}$", "9**9**9**9", "(" * 5000, "x" * 300_000, "$100000000!$", "__import__('os').abort()"]
+)
+def test_a_hostile_answer_is_a_wrong_answer_within_the_time_limit(text):
+    assert gsm8k(f"<answer>{text}</answer>", time_limit_s=1)[0] == 0
+
+
+def test_a_row_without_the_gold_column_is_an_error_that_names_it():
+    with pytest.raises(RunError, match="prompt p has no column 'answer'; did you mean 'anwser'"):
+        Gsm8k().verify([trajectory("1", anwser="#### 1")])
+
+
+@pytest.mark.parametrize(
+    "gold, text, expected",
+    [
+        (r"\frac{1}{2}", r"so it is \boxed{0.5}", (1, 1)),
+        (r"$\frac{1}{2}$", r"\boxed{\frac{2}{4}}", (1, 1)),
+        ("(0, 1]", r"$\boxed{(0,1]}$", (1, 1)),
+        ("3, 4", r"\boxed{4, 3}", (None, 1)),
+        ("3, 4", r"\boxed{4}", (0, 1)),
+        ("Monday", r"\boxed{Monday}", (1, 1)),
+        ("Monday", r"\boxed{Sunday}", (0, 1)),
+        ("7", "The answer is 7.", (1, 0)),
+        ("7", r"\boxed{8} and \boxed{7}", (None, 0)),
+        ("7", r"\boxed{ }", (0, 0)),
+        ("7", "", (0, 0)),
+    ],
+)
+def test_math_compares_values_and_not_spellings(gold, text, expected):
+    found = rewards(Math(), text, answer=gold)
+    assert expected[0] in (None, found["correctness"]) and found["format"] == expected[1]
+
+
+def test_reasoning_gym_makes_the_prompts_that_it_scores():
+    env = ReasoningGym({"task": "chain_sum", "task_options": {"max_terms": 3}})
+    rows = env.rows("train", 5, 1)
+    assert rows == env.rows("train", 5, 1) and rows != env.rows("validation", 5, 1) and len(rows) == 5
+    fields = {name: value for name, value in rows[0].items() if name != "prompt"}
+    text = f"<think>x</think>\n<answer>{rows[0]['answer']}</answer>"
+    assert rewards(env, text, **fields) == {"correctness": 1.0, "format": 1.0}
+    assert rewards(env, "<answer>no</answer>", **fields) == {"correctness": 0.0, "format": 0.0}
+
+
+def test_reasoning_gym_refuses_what_the_library_does_not_know():
+    with pytest.raises(ConfigError, match="has no task 'chain_sun'; did you mean 'chain_sum'"):
+        ReasoningGym({"task": "chain_sun"}).rows("train", 1, 0)
+    with pytest.raises(ConfigError, match="chain_sum refuses its options: TypeError: .*'term'"):
+        ReasoningGym({"task": "chain_sum", "task_options": {"term": 1}}).rows("train", 1, 0)
+
+
+def test_a_scorer_that_stumbles_over_an_answer_is_a_failure_and_no_reward():
+    env = ReasoningGym({"task": "chain_sum"})
+    env.prepare()
+    env._scorer = None.__class__  # has no score_answer
+    [verdict] = env.verify([trajectory("1", answer="1", metadata={})])
+    assert verdict.outcome is Outcome.ENV_FAILED and "the scorer of chain_sum failed" in verdict.detail
+
+
+@pytest.mark.parametrize(
+    "name, options, message",
+    [
+        ("gsm8", {}, "env.gsm8: no environment is called 'gsm8'; did you mean 'gsm8k'"),
+        ("mine", {"plugin": "digitsort"}, "env.mine: no environment is called 'digitsort'; did you mean 'digit_sort'"),
+        ("mine", {"plugin": 3}, "env.mine.plugin: must be a name or a place"),
+        ("gsm8k", {"strikt": True}, "env.gsm8k: environment gsm8k: unknown option 'strikt'; did you mean 'strict'"),
+        ("gsm8k", {"strict": "yes"}, "option strict must be of type bool, not 'yes'"),
+        ("digit_sort", {"length_limit": 2.5}, "option length_limit must be of type int, not 2.5"),
+        ("digit_sort", {"correctness_values": [1]}, "correctness_values must be two numbers"),
+        ("reasoning_gym", {}, "env.reasoning_gym: task: must be set"),
+        ("mine", {"plugin": f"{HOSTILE}:Hostil"}, "has no 'Hostil'; did you mean 'Hostile'"),
+        ("mine", {"plugin": f"{HOSTILE}:FailsToBuild"}, "could not be built: KeyError: 'model_url'"),
+        ("mine", {"plugin": "collections.Counter"}, "is no environment: it has no method verify"),
+        ("mine", {"plugin": "missing_file.py:Class"}, "env.mine.plugin: no such file: missing_file.py"),
+        (
+            "mine",
+            {"plugin": "missing_package.module.Class"},
+            "cannot import missing_package.module: ModuleNotFoundError",
+        ),
+    ],
+)
+def test_an_environment_that_cannot_be_had_is_refused_in_one_line(name, options, message):
+    with pytest.raises(ConfigError, match=re.escape(message)) as error:
+        load_environment(name, options)
+    assert "\n" not in str(error.value)
+
+
+def test_every_built_in_environment_loads_and_names_its_rewards():
+    options = {
+        "reasoning_gym": {"task": "chain_sum"},
+        "functions": {"functions": {"brevity": {"function": "length", "max_tokens": 3}}},
+    }
+    for name in registry.BUILT_IN:
+        assert name in environment_names()
+        assert environment_reward_names(name, options.get(name)) == tuple(
+            load_environment(name, options.get(name)).reward_names
+        )
+    assert environment_reward_names("mine", {"plugin": "gsm8k"}) == ("correctness", "integer", "format")
+
+
+def test_an_installed_plugin_is_found_by_its_entry_point(monkeypatch):
+    point = EntryPoint("sorting", "gdpo_nemo.environments.digit_sort:DigitSort", registry.ENTRY_POINT_GROUP)
+    monkeypatch.setattr(registry, "entry_points", lambda group, name=None: [point] if name in (None, "sorting") else [])
+    assert isinstance(load_environment("sorting", {"length_limit": 30}), DigitSort)
+    assert "sorting" in environment_names()
+
+
+@settings(max_examples=60, deadline=None)
+@given(text=st.text(alphabet='<>/tainkswer_clospd{}\\\n "0', max_size=80))
+def test_every_environment_gives_each_text_finite_rewards_or_none(text):
+    gold = '<think>t</think>\n<tool_call>\n{"name": "a", "parameters": {"b": 1}}\n</tool_call>'
+    for name in ("digit_sort", "gsm8k", "math", "tool_calling"):
+        env = load_environment(name)
+        found = rewards(env, text, digits="12345", answer="#### 7", ground_truth=gold)
+        assert set(found) == set(env.reward_names) and all(-3.0 <= value <= 3.0 for value in found.values())
+
+
+def test_math_in_the_pool_gives_what_it_gives_alone():
+    samples = [trajectory(f"<think>x</think><answer>{i}</answer>", "gsm8k", f"p{i}", answer="#### 3") for i in range(6)]
+    with EnvironmentPool({"gsm8k": {}}, timeout_s=10.0) as pool:
+        assert pool.verify(samples) == Gsm8k().verify(samples)

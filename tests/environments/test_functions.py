@@ -1,0 +1,161 @@
+import re
+import time
+from pathlib import Path
+
+import pytest
+
+from environment_samples import trajectory
+from gdpo_nemo.environments.functions import Functions
+from gdpo_nemo.environments.pool import EnvironmentPool
+from gdpo_nemo.environments.registry import load_environment
+from gdpo_nemo.errors import ConfigError, RunError
+
+PLACE = str(Path(__file__).with_name("hostile_functions.py"))
+EXAMPLE = str(Path(__file__).parents[2] / "examples" / "custom_reward.py")
+
+
+def environment(**functions):
+    return Functions(
+        {"functions": {name: f"{PLACE}:{name}" if entry is None else entry for name, entry in functions.items()}}
+    )
+
+
+def rewards(environment, samples):
+    return [dict(verdict.rewards) for verdict in environment.verify(samples)]
+
+
+def test_functions_are_called_as_trl_calls_them_and_named_by_the_config():
+    env = Functions({"functions": {"size": f"{PLACE}:lengths", "hit": f"{PLACE}:matches"}})
+    assert env.reward_names == ("size", "hit")
+    samples = [trajectory("a", answer="a"), trajectory("bb", answer="x", extra=1)]
+    assert rewards(env, samples) == [{"size": 1.0, "hit": 1.0}, {"size": 2.0, "hit": 0.0}]
+
+
+def test_chat_rows_give_message_lists():
+    messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
+    assert rewards(environment(content=None), [trajectory("hello", messages=messages)]) == [{"content": 2.0}]
+
+
+def test_none_and_nan_are_not_applicable_and_a_missing_column_is_none():
+    samples = [trajectory("a", answer="x"), trajectory("a", answer="nan"), trajectory("a", other=1)]
+    assert rewards(environment(sometimes=None), samples) == [
+        {"sometimes": 1.0},
+        {"sometimes": None},
+        {"sometimes": None},
+    ]
+
+
+def test_async_functions_run_concurrently():
+    env = environment(one=f"{PLACE}:slowly", two=f"{PLACE}:slowly", three=f"{PLACE}:slowly", four=f"{PLACE}:instance")
+    begin = time.monotonic()
+    assert rewards(env, [trajectory("a")]) == [{"one": 2.0, "two": 2.0, "three": 2.0, "four": 3.0}]
+    assert time.monotonic() - begin < 0.5
+
+
+def test_a_function_cannot_alter_what_the_next_one_sees():
+    samples = [trajectory("a", answer="a"), trajectory("b", answer="c")]
+    assert rewards(environment(greedy=None, matches=None), samples) == rewards(
+        environment(greedy=None, matches=None), samples
+    )
+    assert rewards(environment(greedy=None, matches=None), samples)[0]["matches"] == 1.0
+    assert samples[0].prompt.fields == {"answer": "a"}
+
+
+def test_arguments_can_be_fixed_in_the_config():
+    env = environment(
+        half={"function": f"{PLACE}:scaled", "factor": 0.5}, double={"function": f"{PLACE}:scaled", "factor": 2}
+    )
+    assert rewards(env, [trajectory("a", factor=9)]) == [{"half": 0.5, "double": 2.0}]
+
+
+@pytest.mark.parametrize(
+    "function, message",
+    [
+        ("short", "reward function 'short' (PLACE:short) returned 1 rewards for 2 completions"),
+        ("raising", "reward function 'raising' (PLACE:raising) raised LookupError: no"),
+        ("raising_slowly", "reward function 'raising_slowly' (PLACE:raising_slowly) raised LookupError: not now"),
+        ("quitting", "reward function 'quitting' (PLACE:quitting) raised SystemExit: 3"),
+        (
+            "infinite",
+            "the value of reward function 'infinite' (PLACE:infinite) for sample 1 of prompt p is infinite (-inf)",
+        ),
+        (
+            "words",
+            "the value of reward function 'words' (PLACE:words) for sample 0 of prompt p is 'good', which is no number",
+        ),
+        ("nothing", "reward function 'nothing' (PLACE:nothing) must return a list of rewards, not NoneType"),
+        (
+            "scaled",
+            "reward function 'scaled' (PLACE:scaled) raised TypeError: "
+            "scaled() missing 1 required positional argument: 'factor'",
+        ),
+    ],
+)
+def test_a_wrong_function_is_an_error_that_names_it(function, message):
+    with pytest.raises(RunError) as error:
+        environment(lengths=None, **{function: None}).verify([trajectory("a"), trajectory("b", index=1)])
+    assert str(error.value) == message.replace("PLACE", PLACE)
+
+
+def test_the_pool_names_the_environment_too():
+    section = {"mine": {"plugin": "functions", "functions": {"short": f"{PLACE}:short"}}}
+    with (
+        EnvironmentPool(section) as pool,
+        pytest.raises(RunError, match="^environment 'mine': reward function 'short' "),
+    ):
+        pool.verify([trajectory("a", "mine"), trajectory("b", "mine", index=1)])
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({}, "names no reward function"),
+        ({"function": {}}, "unknown option 'function'; did you mean 'functions'"),
+        ({"functions": {"a": "lenght"}}, "functions.a: no reward function is called 'lenght'; did you mean 'length'"),
+        ({"functions": {"a": {"max_tokens": 3}}}, "functions.a: must name a function"),
+        ({"functions": {"a": f"{PLACE}:lenghts"}}, "has no 'lenghts'; did you mean 'lengths'"),
+        ({"functions": {"a": f"{PLACE}:np"}}, "is not callable"),
+        ({"functions": {"a": "missing_rewards.py:f"}}, "no such file: missing_rewards.py"),
+        ({"functions": {"a": "no_such_package.f"}}, "cannot import no_such_package: ModuleNotFoundError"),
+        (
+            {"functions": {"a": {"function": f"{PLACE}:matches", "anwser": 1}}},
+            "takes no argument 'anwser'; did you mean 'answer'",
+        ),
+    ],
+)
+def test_a_function_that_cannot_be_had_is_refused_before_the_run(options, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        load_environment("mine", {"plugin": "functions", **options})
+
+
+def test_the_example_of_the_documentation_works():
+    env = Functions({"functions": {"correctness": f"{EXAMPLE}:correctness", "brevity": f"{EXAMPLE}:brevity"}})
+    samples = [
+        trajectory("it is 42.", tokens=50, answer=42),
+        trajectory("41", tokens=300, answer=42),
+        trajectory("?", tokens=0),
+    ]
+    expected = [(1.0, 0.75), (0.0, 0.0), (None, 1.0)]
+    assert rewards(env, samples) == [{"correctness": c, "brevity": b} for c, b in expected]
+
+
+def form(function, completions, tokens=(), **arguments):
+    env = Functions({"functions": {"form": {"function": function, **arguments}}})
+    tokens = tokens or [len(completion) for completion in completions]
+    return [v.rewards["form"] for v in env.verify([trajectory(c, tokens=n) for c, n in zip(completions, tokens)])]
+
+
+def test_a_regular_expression_must_match_the_whole_completion():
+    assert form("regex", ["ab", " a\nb\n", "xab", "ab x", ""], pattern="a.?b") == [1.0, 1.0, 0.0, 0.0, 0.0]
+
+
+def test_json_is_checked_against_the_schema():
+    texts = ['{"a": 1}', '{"a": "1"}', "{}", "{", "", "[" * 100_000, '{"a": 1} and more']
+    schema = {"type": "object", "required": ["a"], "properties": {"a": {"type": "integer"}}}
+    assert form("json_schema", texts, schema=schema) == [1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0]
+    assert form("json_schema", texts) == [1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0]
+
+
+def test_length_pays_in_full_up_to_the_limit_and_then_nothing_or_less_and_less():
+    assert form("length", ["x"] * 3, tokens=[9, 10, 11], max_tokens=10) == [1.0, 1.0, 0.0]
+    assert form("length", ["x"] * 4, tokens=[10, 15, 20, 25], max_tokens=10, cut_off=20) == [1.0, 0.5, 0.0, 0.0]
