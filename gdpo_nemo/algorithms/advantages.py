@@ -9,12 +9,14 @@ rank or per micro-batch would be others.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 import torch
 
+from gdpo_nemo.algorithms.diagnostics import Diagnostics, diagnose
 from gdpo_nemo.algorithms.estimators import ESTIMATORS, Estimator, Terms
 from gdpo_nemo.algorithms.settings import PRESETS, SETTING_NAMES, Settings
 from gdpo_nemo.algorithms.table import RewardTable, build_table, nearest
@@ -34,6 +36,14 @@ class Advantages:
     """Component names, in column order."""
     live: torch.Tensor
     """bool [sequences]; rows with a weighted component that is present and varies within the group."""
+    _table: RewardTable = field(repr=False, compare=False)
+
+    @cached_property
+    def diagnostics(self) -> Diagnostics:
+        """What the rewards did to the advantages; measured when first asked for."""
+        take = self._table.groups.take
+        terms = np.ascontiguousarray(take(self.components.numpy()).T)
+        return diagnose(self._table, terms, take(self.live.numpy()), take(self.values.numpy()))
 
 
 def compute_advantages(
@@ -83,6 +93,7 @@ def compute_advantages(
         components=torch.from_numpy(put(terms.components).T),
         names=table.names,
         live=torch.from_numpy(put(terms.live)),
+        _table=table,
     )
 
 
