@@ -6,6 +6,7 @@ from gdpo_nemo.algorithms.estimators import ESTIMATORS
 from gdpo_nemo.algorithms.losses import token_weights
 from gdpo_nemo.algorithms.offpolicy import OffPolicySettings
 from gdpo_nemo.algorithms.policy_loss import LossMetrics, LossSettings, TokenFields, policy_loss
+from gdpo_nemo.algorithms.rewards import apply_shaping, check_shaping
 from gdpo_nemo.algorithms.settings import PRESETS, Settings
 from gdpo_nemo.algorithms.target_po import target_po_coefficients
 
@@ -20,6 +21,8 @@ __all__ = [
     "OffPolicySettings",
     "Settings",
     "TokenFields",
+    "apply_shaping",
+    "check_shaping",
     "compute_advantages",
     "groups_with_signal",
     "policy_loss",

@@ -51,11 +51,14 @@ def dead_groups(table: RewardTable) -> np.ndarray:
 
 
 def count_distinct(values: np.ndarray) -> int:
-    """Number of different values, equal up to 9 digits of the largest."""
+    """Number of different values, counting as equal what differs by less than 1e-5 of the largest.
+
+    The epsilon of the normalisation sets values apart by 1e-6 that the formula without it would make equal.
+    """
     if not len(values):
         return 0
-    scaled = np.sort(np.rint(values * (1e9 / max(np.abs(values).max(), 1e-300))))
-    return 1 + int((np.diff(scaled) > 1).sum())
+    ordered = np.sort(values)
+    return 1 + int((np.diff(ordered) > 1e-5 * np.abs(ordered[[0, -1]]).max()).sum())
 
 
 @dataclass(frozen=True)
