@@ -164,9 +164,9 @@ def apply_shaping(
         ValueError: an unknown component, transformation or option (with the nearest name), a circle of conditions, a
             bad argument; the message names the rule.
     """
-    order = check_shaping(rules, list(columns))
+    order = _order(rules, list(columns))
     given = {name: np.asarray(column, dtype=np.float64) for name, column in columns.items()}
-    count = len(next(iter(given.values())))
+    count = len(next(iter(given.values()), lengths if lengths is not None else ()))
     done: dict[str, np.ndarray] = {}
     context = Context(done, _array(lengths, float), max_length, _array(truncated, bool), _array(kl, float))
     for name in order:
@@ -183,14 +183,20 @@ def _array(values: Any, dtype: type) -> np.ndarray | None:
 
 
 def check_shaping(rules: Sequence[Mapping[str, Any]], components: Sequence[str]) -> list[str]:
-    """Validate the rules against the names the environments give, without any reward at hand.
+    """Validate the rules against the names the environments give, before there is any reward.
 
     Returns:
-        All component names after shaping, in the order in which they can be computed.
+        All component names after shaping.
 
     Raises:
         ValueError: as `apply_shaping`.
     """
+    probe = {name: np.zeros(1) for name in components}
+    return list(apply_shaping(probe, rules, lengths=[1], max_length=1, truncated=[False], kl=[0.0]))
+
+
+def _order(rules: Sequence[Mapping[str, Any]], components: Sequence[str]) -> list[str]:
+    """Component names after shaping, every one behind those its conditions look at."""
     created = {rule.get("component") for rule in rules if transformation_of(rule) in CREATING}
     known = [*components, *sorted(created - set(components))]
     graph: dict[str, set[str]] = {name: set() for name in known}
