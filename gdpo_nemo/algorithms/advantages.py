@@ -142,12 +142,23 @@ def _batch_scale(table: RewardTable, terms: Terms, settings: Settings) -> np.nda
     mean = np.average(counted, weights=unit)
     deviation = counted - mean
     variance = (unit * deviation**2).sum() / (unit.sum() - settings.ddof)
-    if np.sqrt(variance) <= settings.residue * np.linalg.norm(table.weights):
+    if variance == 0 or np.sqrt(variance) <= settings.residue * _term_size(terms):
         return scaled
     eps = settings.batch_eps
     divisor = np.sqrt(variance + eps) if settings.batch_epsilon_inside else np.sqrt(variance) + eps
-    scaled[rows] = deviation / (divisor or 1.0)
+    scaled[rows] = deviation / divisor
     return scaled
+
+
+def _term_size(terms: Terms) -> float:
+    """Root mean square, over live rows, of the length of a row's vector of terms; what cancellation is measured by.
+
+    0 where the sum was normalised as a whole: no term of its own can leave a residue there.
+    """
+    if terms.total is not None:
+        return 0.0
+    flat = terms.components.ravel()
+    return float(np.sqrt(flat @ flat / max(terms.live.sum(), 1)))
 
 
 def _units(table: RewardTable, settings: Settings) -> np.ndarray:

@@ -91,3 +91,13 @@ def test_opposed_rewards_leave_a_trace_of_epsilon_that_is_not_lifted_to_an_advan
     assert advantages(rewards, ids, batch_norm=False).abs().max() > 0
     assert advantages(rewards, ids).abs().max() == 0
     assert advantages(rewards, ids, preset="paper", batch_epsilon=1e-12).abs().max() > 0.5
+
+
+def test_small_rewards_and_large_weights_are_no_residue():
+    rewards, ids = np.array([[0, 1], [1, 1], [0, 0], [1, 0], [1, 1], [0, 1], [1, 0], [0, 0]]), np.repeat([0, 1], 4)
+    for estimator in ("gdpo", "grpo", "dr_grpo", "dvao"):
+        for rewards_scale, weight in ((1e-5, 1.0), (1.0, 1e4), (1.0, 1e-4)):
+            values = advantages(
+                rewards * rewards_scale, ids, weights=[weight, 2 * weight], estimator=estimator, batch_norm=True, epsilon=1e-12
+            )
+            torch.testing.assert_close(values.std(), torch.tensor(1.0).double(), rtol=0, atol=1e-3)
