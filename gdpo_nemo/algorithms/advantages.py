@@ -9,12 +9,14 @@ rank or per micro-batch would be others.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 import torch
 
+from gdpo_nemo.algorithms.diagnostics import Diagnostics, diagnose
 from gdpo_nemo.algorithms.estimators import ESTIMATORS, Estimator, Terms
 from gdpo_nemo.algorithms.settings import PRESETS, SETTING_NAMES, Settings
 from gdpo_nemo.algorithms.table import RewardTable, build_table, nearest
@@ -34,6 +36,14 @@ class Advantages:
     """Component names, in column order."""
     live: torch.Tensor
     """bool [sequences]; rows with a weighted component that is present and varies within the group."""
+    _table: RewardTable = field(repr=False, compare=False)
+
+    @cached_property
+    def diagnostics(self) -> Diagnostics:
+        """What the rewards did to the advantages; measured when first asked for."""
+        take = self._table.groups.take
+        terms = np.ascontiguousarray(take(self.components.numpy()).T)
+        return diagnose(self._table, terms, take(self.live.numpy()), take(self.values.numpy()))
 
 
 def compute_advantages(
@@ -83,6 +93,7 @@ def compute_advantages(
         components=torch.from_numpy(put(terms.components).T),
         names=table.names,
         live=torch.from_numpy(put(terms.live)),
+        _table=table,
     )
 
 
@@ -131,12 +142,23 @@ def _batch_scale(table: RewardTable, terms: Terms, settings: Settings) -> np.nda
     mean = np.average(counted, weights=unit)
     deviation = counted - mean
     variance = (unit * deviation**2).sum() / (unit.sum() - settings.ddof)
-    if np.sqrt(variance) <= settings.residue * np.linalg.norm(table.weights):
+    if variance == 0 or np.sqrt(variance) <= settings.residue * _term_size(terms):
         return scaled
     eps = settings.batch_eps
     divisor = np.sqrt(variance + eps) if settings.batch_epsilon_inside else np.sqrt(variance) + eps
-    scaled[rows] = deviation / (divisor or 1.0)
+    scaled[rows] = deviation / divisor
     return scaled
+
+
+def _term_size(terms: Terms) -> float:
+    """Root mean square, over live rows, of the length of a row's vector of terms; what cancellation is measured by.
+
+    0 where the sum was normalised as a whole: no term of its own can leave a residue there.
+    """
+    if terms.total is not None:
+        return 0.0
+    flat = terms.components.ravel()
+    return float(np.sqrt(flat @ flat / max(terms.live.sum(), 1)))
 
 
 def _units(table: RewardTable, settings: Settings) -> np.ndarray:

@@ -6,14 +6,14 @@ estimator covers the first three; `advantages.compute_advantages` does the last.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
 from gdpo_nemo.algorithms.groups import moments
 from gdpo_nemo.algorithms.settings import Settings
-from gdpo_nemo.algorithms.table import RewardTable
+from gdpo_nemo.algorithms.table import RewardTable, nearest
 
 
 @dataclass(frozen=True)
@@ -123,6 +123,118 @@ def rloo(table: RewardTable, settings: Settings) -> Terms:
     return _summed(table, settings, lambda stats, s: stats.count / np.maximum(stats.count - 1, 1))
 
 
+def mo_grpo(table: RewardTable, settings: Settings) -> Terms:
+    """A = sum_k w_k z_k without batch norm, so each reward has the same variance (MO-GRPO, arXiv 2509.22047)."""
+    return _weighted(*z_scores(table, settings), table.weights)
+
+
+def gd2po(table: RewardTable, settings: Settings, mode: str = "hard", tau: float = 0.2) -> Terms:
+    """GDPO without the rollouts whose rewards contradict each other (GD2PO, arXiv 2606.16771).
+
+    hard: a rollout is dropped when two of its terms w_k z_k have opposite signs. snr: only if moreover
+    |sum_k w_k z_k| < tau x sum_k |w_k z_k|. What is kept is multiplied by the kept share of its group. The original
+    whitens over kept tokens: `batch_unit="token"` with `lengths`.
+    """
+    if mode not in ("hard", "snr"):
+        raise ValueError(f"mode must be 'hard' or 'snr', got {mode!r}")
+    terms = gdpo(table, settings)
+    components = terms.components
+    conflict = (components > 0).any(axis=0) & (components < 0).any(axis=0)
+    if mode == "snr":
+        conflict &= np.abs(components.sum(axis=0)) < tau * np.abs(components).sum(axis=0)
+    scored, groups = table.scored, table.groups
+    share = groups.sum(scored & ~conflict) / np.maximum(groups.sum(scored), 1)
+    components *= np.where(conflict, 0.0, groups.rows(share))
+    return Terms(components, terms.live & ~conflict)
+
+
+def dvao(table: RewardTable, settings: Settings) -> Terms:
+    """A = sum_k v_k z_k with v_k = w_k std_k / sum_l |w_l| std_l per group: rewards count by how much they vary in the
+    group, and |A| stays below GRPO's (DVAO, arXiv 2605.25604)."""
+    z, live = z_scores(table, settings)
+    spread = table.weights[:, None] * _group_stds(table, settings)
+    share = spread / np.maximum(np.abs(spread).sum(axis=0), 1e-300)
+    for row, part in zip(z, share, strict=True):
+        row *= table.groups.rows(part)
+    return Terms(z, live.any(axis=0))
+
+
+def _group_stds(table: RewardTable, settings: Settings) -> np.ndarray:
+    """Standard deviation of every weighted component in every group, [components, groups]."""
+    stds = np.zeros((len(table.names), len(table.groups)))
+    for k in np.flatnonzero(table.weights):
+        stds[k] = moments(table.groups, table.columns[k], table.present[k], settings.ddof).std
+    return stds
+
+
+def sa_mrpo(
+    table: RewardTable,
+    settings: Settings,
+    gamma: float = 0.5,
+    bounds: Mapping[str, tuple[float, float]] | None = None,
+) -> Terms:
+    """GDPO with weights w_k (1 - s_k)^gamma, where s_k = (batch mean - min) / (max - min) is the saturation of a
+    bounded reward (SA-MRPO, arXiv 2608.16072). gamma 0 is GDPO; the paper uses ddof 0.
+
+    Args:
+        bounds: (min, max) of the reward by component name; (0, 1) where not given.
+
+    Raises:
+        ValueError: a reward outside its bounds, or bounds of an unknown component.
+    """
+    limits = {name: (0.0, 1.0) for name in table.names}
+    for name, limit in (bounds or {}).items():
+        if name not in limits:
+            raise ValueError(f"bounds of unknown component {name!r}; {nearest(name, table.names)}")
+        limits[name] = limit
+    weights = table.weights.copy()
+    for k in np.flatnonzero(weights):
+        low, high = limits[table.names[k]]
+        values = table.columns[k, table.present[k]]
+        if not len(values):
+            continue
+        if not low < high or values.min() < low or values.max() > high:
+            raise ValueError(
+                f"sa_mrpo: rewards of {table.names[k]!r} span [{values.min()}, {values.max()}], outside the bounds "
+                f"({low}, {high}); give `bounds`"
+            )
+        weights[k] *= (1.0 - (values.mean() - low) / (high - low)) ** gamma
+    return _weighted(*z_scores(table, settings), weights)
+
+
+def corr_grpo(table: RewardTable, settings: Settings) -> Terms:
+    """A = (r - mean) / sqrt(sum_lm rho_lm + epsilon), r the weighted sum and rho the Pearson correlations of the
+    components in the group, constant ones dropped (CorrGRPO, arXiv 2609.36820): GRPO's direction, another scale.
+
+    The sum of all correlations is the variance of the sum of the standardised components; missing entries deviate by 0.
+    """
+    groups = table.groups
+    summed = np.zeros(table.columns.shape[1])
+    for k in np.flatnonzero(table.weights):
+        stats = moments(groups, table.columns[k], table.present[k])
+        summed += stats.deviation * groups.rows(1.0 / np.where(stats.std > 0, stats.std, 1.0))
+    squares = groups.sum(summed**2)
+    return _summed(
+        table, settings, lambda stats, s: 1.0 / np.sqrt(squares / np.maximum(stats.count - 1, 1) + max(s.epsilon, 1e-300))
+    )
+
+
+def dara(table: RewardTable, settings: Settings, cap: float = 5.0, asymmetric: bool = False) -> Terms:
+    """GDPO with rare signals amplified: w_k times min(cap, sqrt(max_l pi_l / pi_k)), where pi_k is the share of groups
+    in which component k varies (DARA, arXiv 2610.00574). asymmetric: only positive terms are amplified.
+    """
+    z, live = z_scores(table, settings)
+    groups = table.groups
+    density = np.array([(groups.sum(row) > 0).mean() for row in live])
+    factor = np.minimum(cap, np.sqrt(density.max() / np.where(density > 0, density, 1.0)))
+    factor[density == 0] = 1.0
+    terms = _weighted(z, live, table.weights)
+    amplified = terms.components * factor[:, None]
+    if asymmetric:
+        amplified = np.where(terms.components > 0, amplified, terms.components)
+    return Terms(amplified, terms.live)
+
+
 @dataclass(frozen=True)
 class Estimator:
     """An entry of the registry."""
@@ -139,4 +251,10 @@ ESTIMATORS: dict[str, Estimator] = {
     "grpo": Estimator(grpo, batch_norm=False),
     "dr_grpo": Estimator(dr_grpo, batch_norm=False),
     "rloo": Estimator(rloo, batch_norm=False),
+    "mo_grpo": Estimator(mo_grpo, batch_norm=False),
+    "gd2po": Estimator(gd2po, batch_norm=True, options=("mode", "tau")),
+    "dvao": Estimator(dvao, batch_norm=False),
+    "sa_mrpo": Estimator(sa_mrpo, batch_norm=True, options=("gamma", "bounds")),
+    "corr_grpo": Estimator(corr_grpo, batch_norm=False),
+    "dara": Estimator(dara, batch_norm=True, options=("cap", "asymmetric")),
 }

@@ -26,8 +26,10 @@ class Groups:
         self.order: np.ndarray | None = None
         if (steps < 0).any():
             self.order = np.argsort(ids, kind="stable")
-            steps = np.diff(ids[self.order])
+            ids = ids[self.order]
+            steps = np.diff(ids)
         self.starts = np.concatenate(([0], np.flatnonzero(steps) + 1))
+        self.ids = ids[self.starts]
         self.sizes = np.diff(np.append(self.starts, len(ids)))
 
     def __len__(self) -> int:

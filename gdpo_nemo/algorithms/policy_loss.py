@@ -151,7 +151,7 @@ def policy_loss(
     if entropy is not None:
         loss = loss - settings.entropy_bonus * entropy if settings.entropy_bonus else loss
         per_token["entropy"] = entropy.detach()
-    per_token.update(_parity(logprobs, fields))
+    per_token.update(_parity(logprobs, fields, settings))
     return (fields.weights * loss).sum(), _collect(per_token, len(logprobs), logprobs)
 
 
@@ -202,13 +202,17 @@ def _correction(
     return factor, metrics
 
 
-def _parity(logprobs: Tensor, fields: TokenFields) -> dict[str, Tensor]:
-    """How far the sampler's log-probs are from the trainer's; the trainer's are those from before the update."""
+def _parity(logprobs: Tensor, fields: TokenFields, settings: LossSettings) -> dict[str, Tensor]:
+    """How far the sampler's log-probs are from the trainer's, d = sampler - trainer: |d| and k3 of KL(sampler || trainer).
+
+    The trainer's are those from before the update, or of this pass where the sampler's serve as the old ones.
+    """
     if fields.sampler_logprobs is None:
         return {}
-    believed = logprobs.detach() if fields.old_logprobs is None else fields.old_logprobs
+    own = fields.old_logprobs is None or settings.old_logprobs == "sampler"
+    believed = logprobs.detach() if own else fields.old_logprobs
     gap = torch.nan_to_num(fields.sampler_logprobs - believed, nan=0.0)
-    return {"parity_abs": gap.abs(), "parity_kl": kl_penalty(fields.sampler_logprobs.nan_to_num(nan=0.0), believed, "k3")}
+    return {"parity_abs": gap.abs(), "parity_kl": kl_penalty(gap, torch.zeros_like(gap), "k3")}
 
 
 def _collect(per_token: dict[str, Tensor], tokens: int, like: Tensor) -> LossMetrics:

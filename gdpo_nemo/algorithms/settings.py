@@ -31,7 +31,7 @@ class Settings:
     group), or all that have a reward. With "scored", dead groups shrink the batch's standard deviation and so enlarge
     everybody else's advantage."""
     residue: float = 1e-3
-    """A batch whose standard deviation is below residue x the norm of the weights is set to 0: what is left there is
+    """A batch whose standard deviation is below this share of its terms' own size is set to 0: what is left there is
     the epsilon's trace after opposed rewards cancelled, and batch norm would lift it to full size."""
     ddof: int = 1
     """1: sample standard deviation; 0: population."""

@@ -1,0 +1,261 @@
+"""Reward shaping: named components in, named components out, before any normalisation.
+
+Each rule of `gdpo.shaping` names one component and one transformation:
+
+    shaping:
+      - {component: correctness, clip: [-1, 1]}
+      - {component: correctness, scale: {by: 2.0, offset: 1.0}}
+      - {component: correctness, linear: {from: [-3, 3], to: [0, 1]}}
+      - {component: length, length: {full: 200, zero: 400}}
+      - {component: length, condition: {on: correctness, ge: 1.0, else: 0.0}}
+      - {component: overlong, overlong: {buffer: 64, penalty: 1.0}}
+      - {component: correctness, truncated: {value: 0.0}}
+      - {component: kl, kl: {coefficient: 0.001}}
+
+The rules of one component act in the order of the list. A condition sees the other component after all rules of that
+one, wherever they stand in the list; components that wait for each other in a circle are refused. `length`, `overlong`
+and `kl` create their component when no environment gives it; otherwise `overlong` and `kl` add to it and `length`
+replaces it. Missing rewards stay missing, also where the condition's reward is missing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
+from typing import Any
+
+import numpy as np
+
+from gdpo_nemo.algorithms.table import nearest
+
+COMPARISONS: dict[str, Callable[[np.ndarray, float], np.ndarray]] = {
+    "ge": np.greater_equal,
+    "gt": np.greater,
+    "le": np.less_equal,
+    "lt": np.less,
+    "eq": np.equal,
+}
+
+
+@dataclass(frozen=True)
+class Context:
+    """What the rules may look at besides the component they change."""
+
+    columns: Mapping[str, np.ndarray]
+    """Components that are finished, float64 [sequences]."""
+    lengths: np.ndarray | None
+    """float64 [sequences], completion tokens."""
+    max_length: int | None
+    """Longest completion allowed, in tokens."""
+    truncated: np.ndarray | None
+    """bool [sequences], samples that hit the length limit."""
+    kl: np.ndarray | None
+    """float64 [sequences], summed log-ratio to the reference model."""
+
+    def need(self, name: str) -> Any:
+        """An optional field that a rule depends on.
+
+        Raises:
+            ValueError: it was not given.
+        """
+        value = getattr(self, name)
+        if value is None:
+            raise ValueError(f"needs {name}, which was not given")
+        return value
+
+
+def _clip(values: np.ndarray, limits: Sequence[float], context: Context) -> np.ndarray:
+    low, high = limits
+    if not low < high:
+        raise ValueError(f"limits must ascend, got {list(limits)}")
+    return np.clip(values, low, high)
+
+
+def _scale(values: np.ndarray, by: float | Mapping[str, float], context: Context) -> np.ndarray:
+    """values x by + offset."""
+    options = _options({"by": by} if isinstance(by, (int, float)) else by, {"by": 1.0, "offset": 0.0})
+    return values * options["by"] + options["offset"]
+
+
+def _linear(values: np.ndarray, ranges: Mapping[str, Sequence[float]], context: Context) -> np.ndarray:
+    """Clip to the range `from`, then map it onto `to`."""
+    options = _options(ranges, {"from": (0.0, 1.0), "to": (0.0, 1.0)})
+    (low, high), (start, end) = options["from"], options["to"]
+    if not low < high:
+        raise ValueError(f"`from` must ascend, got {list(options['from'])}")
+    return start + (np.clip(values, low, high) - low) * (end - start) / (high - low)
+
+
+def _condition(values: np.ndarray, rule: Mapping[str, Any], context: Context) -> np.ndarray:
+    """The reward counts only where another one passes a threshold (GDPO paper eq. 8); elsewhere it is `else`."""
+    other, operator, threshold = _parse_condition(rule)
+    gate = context.columns[other]
+    result = np.where(COMPARISONS[operator](gate, threshold), values, rule.get("else", 0.0))
+    return np.where(np.isnan(gate) | np.isnan(values), np.nan, result)
+
+
+def _length(values: np.ndarray, rule: Mapping[str, float], context: Context) -> np.ndarray:
+    """1 up to `full` tokens, 0 from `zero` tokens on, linear between; without `zero` a step at `full`."""
+    options = _options(rule, {"full": None, "zero": None})
+    full, zero, lengths = options["full"], options["zero"], context.need("lengths")
+    if full is None or (zero is not None and zero <= full):
+        raise ValueError("needs `full`, and `zero` above it")
+    if zero is None:
+        return (lengths <= full).astype(np.float64)
+    return np.clip((zero - lengths) / (zero - full), 0.0, 1.0)
+
+
+def _overlong(values: np.ndarray, rule: Mapping[str, float], context: Context) -> np.ndarray:
+    """Soft overlong punishment (DAPO, arXiv 2503.14476 eq. 13): from 0 at max_length - buffer down to -penalty."""
+    options = _options(rule, {"buffer": None, "penalty": 1.0, "max_length": context.max_length})
+    if not options["buffer"] or options["buffer"] <= 0:
+        raise ValueError("needs a positive `buffer` in tokens")
+    if options["max_length"] is None:
+        raise ValueError("needs max_length, which was not given")
+    excess = context.need("lengths") - (options["max_length"] - options["buffer"])
+    return values - options["penalty"] * np.clip(excess / options["buffer"], 0.0, 1.0)
+
+
+def _truncated(values: np.ndarray, rule: Mapping[str, float], context: Context) -> np.ndarray:
+    """The reward of samples that hit the length limit is `value`."""
+    value = _options(rule, {"value": 0.0})["value"]
+    return np.where(context.need("truncated") & ~np.isnan(values), value, values)
+
+
+def _kl(values: np.ndarray, rule: Mapping[str, float], context: Context) -> np.ndarray:
+    """Minus `coefficient` times the sequence's summed log-ratio to the reference model."""
+    return values - _options(rule, {"coefficient": 1.0})["coefficient"] * context.need("kl")
+
+
+TRANSFORMATIONS: dict[str, Callable[[np.ndarray, Any, Context], np.ndarray]] = {
+    "clip": _clip,
+    "scale": _scale,
+    "linear": _linear,
+    "condition": _condition,
+    "length": _length,
+    "overlong": _overlong,
+    "truncated": _truncated,
+    "kl": _kl,
+}
+CREATING = ("length", "overlong", "kl")
+
+
+def apply_shaping(
+    columns: Mapping[str, Any],
+    rules: Sequence[Mapping[str, Any]],
+    *,
+    lengths: Any = None,
+    max_length: int | None = None,
+    truncated: Any = None,
+    kl: Any = None,
+) -> dict[str, np.ndarray]:
+    """Components after shaping, in the order given, created ones last.
+
+    Args:
+        columns: name to float [sequences], NaN for "not applicable".
+        rules: see the head of this file.
+        lengths: completion tokens [sequences].
+        max_length: longest completion in tokens, for `overlong`.
+        truncated: bool [sequences].
+        kl: summed log-ratio of policy to reference per sequence [sequences], for KL in the reward.
+
+    Raises:
+        ValueError: an unknown component, transformation or option (with the nearest name), a circle of conditions, a
+            bad argument; the message names the rule.
+    """
+    order = _order(rules, list(columns))
+    given = {name: np.asarray(column, dtype=np.float64) for name, column in columns.items()}
+    count = len(next(iter(given.values()), lengths if lengths is not None else ()))
+    done: dict[str, np.ndarray] = {}
+    context = Context(done, _array(lengths, float), max_length, _array(truncated, bool), _array(kl, float))
+    for name in order:
+        column = given.get(name, np.zeros(count))
+        for rule in rules:
+            if rule["component"] == name:
+                column = _apply(column, rule, context)
+        done[name] = column
+    return {name: done[name] for name in (*given, *(name for name in order if name not in given))}
+
+
+def _array(values: Any, dtype: type) -> np.ndarray | None:
+    return None if values is None else np.asarray(values, dtype=dtype)
+
+
+def check_shaping(rules: Sequence[Mapping[str, Any]], components: Sequence[str]) -> list[str]:
+    """Validate the rules against the names the environments give, before there is any reward.
+
+    Returns:
+        All component names after shaping.
+
+    Raises:
+        ValueError: as `apply_shaping`.
+    """
+    probe = {name: np.zeros(1) for name in components}
+    return list(apply_shaping(probe, rules, lengths=[1], max_length=1, truncated=[False], kl=[0.0]))
+
+
+def _order(rules: Sequence[Mapping[str, Any]], components: Sequence[str]) -> list[str]:
+    """Component names after shaping, every one behind those its conditions look at."""
+    created = {rule.get("component") for rule in rules if transformation_of(rule) in CREATING}
+    known = [*components, *sorted(created - set(components))]
+    graph: dict[str, set[str]] = {name: set() for name in known}
+    for rule in rules:
+        name = rule["component"]
+        if name not in graph:
+            raise ValueError(f"shaping rule {dict(rule)}: unknown component {name!r}; {nearest(name, known)}")
+        if "condition" in rule:
+            other = _labelled(rule, lambda rule=rule: _parse_condition(rule["condition"]))[0]
+            if other not in graph:
+                raise ValueError(f"shaping rule {dict(rule)}: unknown component {other!r}; {nearest(other, known)}")
+            graph[name].add(other)
+    try:
+        return list(TopologicalSorter(graph).static_order())
+    except CycleError as error:
+        raise ValueError(f"shaping: conditions form a circle: {' -> '.join(error.args[1])}") from None
+
+
+def transformation_of(rule: Mapping[str, Any]) -> str:
+    """The one transformation a rule names.
+
+    Raises:
+        ValueError: no component, no transformation, several, or an unknown one.
+    """
+    keys = [key for key in rule if key != "component"]
+    if "component" not in rule or len(keys) != 1:
+        raise ValueError(f"shaping rule {dict(rule)}: write `component: name` and exactly one transformation")
+    if keys[0] not in TRANSFORMATIONS:
+        raise ValueError(f"shaping rule {dict(rule)}: unknown key {keys[0]!r}; {nearest(keys[0], tuple(TRANSFORMATIONS))}")
+    return keys[0]
+
+
+def _apply(column: np.ndarray, rule: Mapping[str, Any], context: Context) -> np.ndarray:
+    name = transformation_of(rule)
+    return _labelled(rule, lambda: TRANSFORMATIONS[name](column, rule[name], context))
+
+
+def _labelled(rule: Mapping[str, Any], action: Callable[[], Any]) -> Any:
+    """Run the action; what goes wrong is reported with the rule it happened in."""
+    try:
+        return action()
+    except (TypeError, ValueError, AttributeError) as error:
+        raise ValueError(f"shaping rule {dict(rule)}: {error}") from None
+
+
+def _options(given: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Defaults overridden by what the rule gives; unknown keys are refused."""
+    for key in given:
+        if key not in defaults:
+            raise ValueError(f"unknown option {key!r}; {nearest(key, tuple(defaults))}")
+    return {**defaults, **given}
+
+
+def _parse_condition(rule: Mapping[str, Any]) -> tuple[str, str, float]:
+    """Other component, comparison, threshold."""
+    operators = [key for key in rule if key in COMPARISONS]
+    unknown = [key for key in rule if key not in (*COMPARISONS, "on", "else")]
+    if unknown:
+        raise ValueError(f"unknown option {unknown[0]!r}; {nearest(unknown[0], ('on', 'else', *COMPARISONS))}")
+    if "on" not in rule or len(operators) != 1:
+        raise ValueError(f"a condition needs `on` and one of {', '.join(COMPARISONS)}")
+    return rule["on"], operators[0], rule[operators[0]]

@@ -1,0 +1,99 @@
+"""What the diagnosis of a batch measures, and when it raises its voice."""
+
+import numpy as np
+import torch
+from gdpo_nemo.algorithms import compute_advantages, groups_with_signal
+
+IDS = np.repeat([0, 1], 4)
+
+
+def diagnose(columns, ids=IDS, **options):
+    return compute_advantages(columns, ids, **options).diagnostics
+
+
+def test_statistics_per_component():
+    columns = {"a": [1, 0, 1, 0, 1, 1, 1, 1], "b": [4, 2, 1, None, None, None, None, None], "c": [None] * 8}
+    result = diagnose(columns)
+    metrics = result.metrics()
+    assert metrics["reward/a/mean"] == 0.75 and metrics["reward/a/dead_groups"] == 0.5
+    assert np.isclose(metrics["reward/b/std"], np.std([4, 2, 1], ddof=1))
+    assert metrics["reward/b/missing"] == 0.625 and metrics["reward/b/dead_groups"] == 0
+    assert metrics["advantage/dead_groups"] == 0.5
+    np.testing.assert_allclose(result.saturation, [0.75, 4 / 9, np.nan])
+    assert [key for key in metrics if key.startswith("reward/c/")] == ["reward/c/missing"]
+
+
+def test_what_is_not_measurable_is_absent():
+    metrics = diagnose({"a": [1.0, 2.0]}, [0, 0], valid=np.array([False, False])).metrics()
+    assert set(metrics) == {"advantage/distinct", "advantage/distinct_if_summed"}
+
+
+def test_masked_rows_enter_no_statistic():
+    columns = {"a": [1, 0, 1, 0, 1, 1, 0, 0], "b": [0, 0, 1, 1, 1, 0, 1, 0]}
+    valid = np.array([True] * 4 + [False] * 4)
+    short = {name: column[:4] for name, column in columns.items()}
+    assert diagnose(columns, valid=valid).metrics() == diagnose(short, IDS[:4]).metrics()
+
+
+def test_distinct_advantages_show_what_summing_would_merge():
+    """The totals are 1, 1, 1, 0: two levels, though the first rollout earned its 1 with the rarer reward."""
+    result = diagnose({"a": [1, 0, 0, 0], "b": [0, 1, 1, 0]}, [0] * 4)
+    assert (result.distinct, result.distinct_if_summed) == (3, 2)
+    same = diagnose({"a": [1, 0, 0, 0], "b": [0, 1, 1, 0]}, [0] * 4, estimator="grpo")
+    assert (same.distinct, same.distinct_if_summed) == (2, 2)
+
+
+def test_effective_weights_are_shares_of_the_advantages_variance():
+    rng = np.random.default_rng(0)
+    columns = {"a": rng.random(4000), "b": rng.random(4000), "c": rng.random(4000)}
+    ids = np.repeat(np.arange(500), 8)
+    result = diagnose(columns, ids, weights={"a": 2, "b": 1, "c": 0})
+    np.testing.assert_allclose(result.effective_weight, [0.8, 0.2, 0], atol=0.02)
+    np.testing.assert_allclose(result.nominal_weight, [2 / 3, 1 / 3, 0])
+    assert np.isclose(result.effective_weight.sum(), 1)
+
+
+def test_raw_scales_decide_under_grpo_and_not_under_gdpo():
+    """A correctness in {-3, 3} beside a format in {0, 1}: the sum hardly sees the format."""
+    rng = np.random.default_rng(1)
+    columns = {"correct": rng.choice([-3, 3], 800), "format": rng.choice([0, 1], 800)}
+    ids = np.repeat(np.arange(100), 8)
+    grpo, gdpo = (diagnose(columns, ids, estimator=name) for name in ("grpo", "gdpo"))
+    assert grpo.effective_weight[1] < 0.06 and abs(gdpo.effective_weight[1] - 0.5) < 0.05
+    assert grpo.alerts[0].startswith("component 'format' is being ignored") and not gdpo.alerts
+
+
+def test_pairs_of_components():
+    opposed = diagnose({"a": [1, 0, 1, 0], "b": [0, 1, 0, 1], "c": [1, 0, 1, 0]}, [0] * 4, weights=[1, 1, 3])
+    np.testing.assert_allclose(opposed.sign_conflicts, [[0, 1, 0], [1, 0, 1], [0, 1, 0]])
+    np.testing.assert_allclose(opposed.correlation, [[1, -1, 1], [-1, 1, -1], [1, -1, 1]])
+
+
+def test_alerts_name_components_that_train_nothing():
+    columns = {"a": [1, 0, 1, 0] * 2, "dead": [1] * 4 + [0] * 4, "absent": [None] * 8, "logged": [1] * 8}
+    alerts = diagnose(columns, weights={"a": 1, "dead": 1, "absent": 1, "logged": 0}).alerts
+    assert alerts == [
+        "component 'dead' is constant in every group (mean 0.5): it trains nothing",
+        "component 'absent' is missing in every row: it trains nothing",
+    ]
+
+
+def test_a_group_is_dead_only_if_every_weighted_component_is_constant():
+    """Totals of group 3 tie, so filters that look at the sum would drop it; it has signal with three components."""
+    rewards = np.array(
+        [[1, 1, 1]] * 4 + [[1, 0, 0], [0, 0, 0], [0, 0, 0], [0, 0, 0]] + [[1, 1, 0], [1, 0, 1], [0, 1, 1], [1, 1, 0]]
+    )
+    signal = groups_with_signal(rewards, [1] * 4 + [2] * 4 + [3] * 4)
+    assert signal.ids.tolist() == [1, 2, 3] and signal.alive.tolist() == [False, True, True]
+    assert signal.dead.tolist() == [[True] * 3, [False, True, True], [False] * 3]
+    unweighted = groups_with_signal(rewards, [1] * 4 + [2] * 4 + [3] * 4, weights=[0, 1, 1])
+    assert unweighted.alive.tolist() == [False, False, True]
+
+
+def test_diagnosis_is_in_no_particular_row_order():
+    rng = np.random.default_rng(2)
+    rewards, ids = rng.integers(0, 2, (64, 3)).astype(float), np.repeat(np.arange(8), 8)
+    order = rng.permutation(64)
+    first, second = diagnose(rewards, ids).metrics(), diagnose(rewards[order], ids[order]).metrics()
+    assert first.keys() == second.keys()
+    torch.testing.assert_close(list(first.values()), list(second.values()))

@@ -1,0 +1,271 @@
+"""Losses of tokens: their values, and that no way of cutting a batch changes the gradient."""
+
+import numpy as np
+import pytest
+import torch
+from gdpo_nemo.algorithms import LossSettings, OffPolicySettings, TokenFields, policy_loss, token_weights
+from gdpo_nemo.algorithms.losses import cispo_loss, clipped_policy_loss, gspo_loss, kl_penalty
+from gdpo_nemo.algorithms.policy_loss import LOSS_TYPES
+
+LENGTHS = [5, 0, 9, 3, 1, 7]
+
+
+class Batch:
+    """Six sequences (one without trained tokens) whose log-probs come from a small shared parameter."""
+
+    def __init__(self, aggregation: str = "token_mean", seed: int = 0) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        normal = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64)  # noqa: E731
+        self.ids = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS))
+        tokens = len(self.ids)
+        weights = torch.from_numpy(token_weights(LENGTHS, aggregation, constant_length=10))
+        self.features, self.parameter = normal(tokens, 4), (0.3 * normal(4)).requires_grad_()
+        self.entropy_features = normal(tokens, 4)
+        old = (self.features @ self.parameter).detach() - 1
+        self.fields = TokenFields(
+            advantages=normal(len(LENGTHS))[self.ids],
+            weights=weights[self.ids],
+            sequence_ids=self.ids,
+            num_sequences=len(LENGTHS),
+            old_logprobs=old + 0.2 * normal(tokens),
+            sampler_logprobs=old + 0.3 * normal(tokens),
+            reference_logprobs=old + 0.3 * normal(tokens),
+        )
+
+    def loss(self, settings: LossSettings, keep: torch.Tensor | None = None, reduce=None):
+        """Loss of the tokens in `keep` (bool [tokens]), renumbered as a micro-batch of its own unless ranks share it."""
+        keep = torch.ones(len(self.ids), dtype=torch.bool) if keep is None else keep
+        fields = self.fields.select(keep)
+        logprobs = (self.features @ self.parameter - 1)[keep]
+        entropy = (self.entropy_features @ self.parameter)[keep]
+        return policy_loss(logprobs, entropy, fields, settings, reduce)
+
+    def gradient(self, losses) -> torch.Tensor:
+        return torch.autograd.grad(sum(losses), self.parameter)[0]
+
+
+def full_settings(kind: str, aggregation: str, mode: str = "truncate", level: str = "geometric") -> LossSettings:
+    return LossSettings(
+        type=kind,
+        aggregation=aggregation,
+        constant_length=10,
+        ratio_clip_c=3.0,
+        reference_policy_kl_penalty=0.1,
+        entropy_bonus=0.01,
+        off_policy=OffPolicySettings(mode=mode, level=level, ratio_max=1.2, ratio_min=0.8, sequence_mask_threshold=0.05),
+    )
+
+
+@pytest.mark.parametrize("kind", LOSS_TYPES)
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "constant"])
+@pytest.mark.parametrize("size", [1, 4])
+def test_loss_and_gradient_are_invariant_to_micro_batch_size(kind, aggregation, size):
+    batch, settings = Batch(aggregation), full_settings(kind, aggregation)
+    whole, metrics = batch.loss(settings)
+    parts = [batch.loss(settings, batch.ids // size == m) for m in range(6)]
+    torch.testing.assert_close(sum(loss for loss, _ in parts), whole)
+    torch.testing.assert_close(batch.gradient([loss for loss, _ in parts]), batch.gradient([whole]))
+    for name, value in metrics.sums.items():
+        torch.testing.assert_close(sum(part.sums[name] for _, part in parts), value)
+    for name, value in metrics.maxima.items():
+        assert max(part.maxima[name] for _, part in parts if name in part.maxima) == value
+
+
+@pytest.mark.parametrize("kind", LOSS_TYPES)
+@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
+def test_gradient_is_invariant_to_context_parallelism(kind, level):
+    """Two ranks hold alternating tokens of every sequence; the sums they exchange are replayed from the other rank."""
+    batch, settings = Batch("sequence_mean"), full_settings(kind, "sequence_mean", "icepop", level)
+    half = torch.arange(len(batch.ids)) % 2 == 0
+    calls: list[list[torch.Tensor]] = [[], []]
+    for rank, keep in enumerate((half, ~half)):
+        batch.loss(settings, keep, reduce=lambda partial, rank=rank: calls[rank].append(partial) or partial)
+    assert len(calls[0]) == len(calls[1])
+
+    def summed_over_ranks(others):
+        queue = iter(others)
+        return lambda partial: partial + next(queue)
+
+    # The first pass saw partial sums, so only the sums of inputs that do not depend on other sums may be replayed.
+    parts = [batch.loss(settings, keep, summed_over_ranks(calls[1 - rank]))[0] for rank, keep in enumerate((half, ~half))]
+    whole, _ = batch.loss(settings)
+    torch.testing.assert_close(sum(parts), whole, rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(batch.gradient(parts), batch.gradient([whole]), rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("kind", LOSS_TYPES)
+def test_padding_and_order_of_tokens_do_not_matter(kind):
+    batch, settings = Batch(), full_settings(kind, "token_mean")
+    whole, _ = batch.loss(settings)
+    shuffle = torch.randperm(len(batch.ids) + 5, generator=torch.Generator().manual_seed(1))
+    padded = {
+        name: torch.cat([value, torch.full((5,), float("nan") if value.is_floating_point() else 0)]).to(value.dtype)[shuffle]
+        for name, value in vars(batch.fields).items()
+        if isinstance(value, torch.Tensor)
+    }
+    padded["weights"] = padded["weights"].nan_to_num(0.0)
+    nan = torch.full((5,), float("nan"), dtype=torch.float64)
+    logprobs = torch.cat([batch.features @ batch.parameter - 1, nan])[shuffle]
+    entropy = torch.cat([batch.entropy_features @ batch.parameter, nan])[shuffle]
+    loss, metrics = policy_loss(logprobs, entropy, TokenFields(**padded, num_sequences=len(LENGTHS)), settings)
+    torch.testing.assert_close(loss, whole)
+    torch.testing.assert_close(batch.gradient([loss]), batch.gradient([whole]))
+    assert metrics.sums["tokens"] == sum(LENGTHS)
+
+
+def test_token_weights_make_the_three_means():
+    losses = [np.arange(length) + 1.0 for length in LENGTHS]
+    total = lambda weights: sum(w * loss.sum() for w, loss in zip(weights, losses, strict=True))  # noqa: E731
+    trained = [loss for loss in losses if len(loss)]
+    assert np.isclose(total(token_weights(LENGTHS, "token_mean")), np.concatenate(losses).mean())
+    assert np.isclose(total(token_weights(LENGTHS, "sequence_mean")), np.mean([loss.mean() for loss in trained]))
+    assert np.isclose(total(token_weights(LENGTHS, "constant", constant_length=8)), sum(x.sum() for x in losses) / (5 * 8))
+    for aggregation in ("token_mean", "sequence_mean", "constant"):
+        assert token_weights(LENGTHS, aggregation, constant_length=8)[1] == 0
+        assert (token_weights([0, 0], aggregation, constant_length=8) == 0).all()
+
+
+def test_a_micro_batch_without_trained_tokens_has_loss_zero_and_a_backward_pass():
+    batch = Batch()
+    loss, metrics = batch.loss(full_settings("gspo", "token_mean"), torch.zeros(len(batch.ids), dtype=torch.bool))
+    assert loss == 0 and metrics.sums["tokens"] == 0 and not metrics.maxima
+    assert (batch.gradient([loss]) == 0).all()
+
+
+def gradient_of(function, *values):
+    logprobs = torch.tensor(values[0], requires_grad=True)
+    loss, metrics = function(logprobs, *(torch.tensor(v) for v in values[1:]))
+    return loss, torch.autograd.grad(loss.sum(), logprobs)[0], metrics
+
+
+def test_clip_stops_the_gradient_where_the_ratio_has_gone_far_enough():
+    ratios, advantages = [0.5, 1.0, 1.25, 1.5, 0.5, 1.5], [1.0, 1.0, 1.0, 1.0, -1.0, -1.0]
+    loss, gradient, metrics = gradient_of(
+        lambda *x: clipped_policy_loss(*x, clip_min=0.2, clip_max=0.28), np.log(ratios), [0.0] * 6, advantages
+    )
+    expected = torch.tensor([-0.5, -1.0, -1.25, -1.28, 0.8, 1.5]).double()
+    torch.testing.assert_close(loss.double(), expected)
+    assert metrics["clipped"].tolist() == [0, 0, 0, 1, 1, 0]
+    torch.testing.assert_close(gradient.double(), torch.tensor([-0.5, -1.0, -1.25, 0, 0, 1.5]).double())
+
+
+def test_dual_clip_bounds_the_loss_of_bad_samples():
+    loss, gradient, metrics = gradient_of(
+        lambda *x: clipped_policy_loss(*x, clip_min=0.2, clip_max=0.28, dual_clip=3.0),
+        np.log([10.0, 2.0, 10.0]), [0.0] * 3, [-1.0, -1.0, 1.0],
+    )  # fmt: skip
+    torch.testing.assert_close(loss.double(), torch.tensor([3.0, 2.0, -1.28]).double())
+    assert gradient[0] == 0 and metrics["clipped"].tolist() == [1, 0, 1]
+
+
+def test_on_policy_gradient_is_that_of_reinforce_for_every_ratio_loss():
+    logprobs, advantages, ids = [-1.0, -2.0, -0.5], [1.0, 1.0, -2.0], torch.tensor([0, 0, 1])
+    clip = {"clip_min": 0.2, "clip_max": 0.28}
+    for function in (
+        lambda *x: clipped_policy_loss(*x, **clip),
+        lambda *x: cispo_loss(*x, **clip),
+        lambda *x: gspo_loss(*x, ids, 2, **clip),
+    ):
+        _, gradient, _ = gradient_of(function, logprobs, logprobs, advantages)
+        torch.testing.assert_close(gradient, -torch.tensor(advantages))
+
+
+def test_gspo_is_the_clipped_loss_of_the_sequence_ratio():
+    generator = torch.Generator().manual_seed(0)
+    ids, lengths = torch.tensor([0, 0, 0, 1, 1, 2]), torch.tensor([3.0, 2.0, 1.0])
+    old = -torch.rand(6, generator=generator)
+    logprobs = (old + 0.1 * torch.randn(6, generator=generator)).requires_grad_()
+    advantages = torch.tensor([1.0, -1.0, 0.5])
+    weights = (1 / (3 * lengths))[ids]
+    loss, _ = gspo_loss(logprobs, old, advantages[ids], ids, 3, clip_min=0.05, clip_max=0.05)
+    ratio = torch.stack([(logprobs - old)[ids == i].mean() for i in range(3)]).exp()
+    literal = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(0.95, 1.05)).mean()
+    torch.testing.assert_close((weights * loss).sum(), literal)
+    ours, theirs = (torch.autograd.grad(x, logprobs, retain_graph=True)[0] for x in ((weights * loss).sum(), literal))
+    torch.testing.assert_close(ours, theirs)
+
+
+def test_cispo_keeps_a_bounded_gradient_where_the_clipped_loss_has_none():
+    arguments = (np.log([5.0, 0.1]), [0.0, 0.0], [1.0, -1.0])
+    _, clipped, _ = gradient_of(lambda *x: clipped_policy_loss(*x, clip_min=0.2, clip_max=0.28), *arguments)
+    _, kept, metrics = gradient_of(lambda *x: cispo_loss(*x, clip_min=0.2, clip_max=0.28), *arguments)
+    assert (clipped == 0).all()
+    torch.testing.assert_close(kept.double(), torch.tensor([-1.28, 0.8]).double())
+    assert metrics["clipped"].tolist() == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "slope"),
+    [("k1", 0.5, 1.0), ("k2", 0.125, 0.5), ("mse", 0.125, 0.5), ("abs", 0.5, 1.0), ("k3", np.exp(-0.5) - 0.5, 1 - np.exp(-0.5))],
+)
+def test_kl_estimators_have_their_values_and_gradients(kind, value, slope):
+    logprobs = torch.tensor([-1.0, -1.0], dtype=torch.float64, requires_grad=True)
+    kl = kl_penalty(logprobs, torch.tensor([-1.5, -1.0]).double(), kind)
+    gradient = torch.autograd.grad(kl[0], logprobs)[0]
+    assert np.isclose(kl[0].item(), value) and np.isclose(gradient[0].item(), slope) and kl[1] == 0
+
+
+@pytest.mark.parametrize("kind", ["k1", "k3"])
+def test_kl_estimators_agree_with_the_exact_divergence_on_average(kind):
+    logits, reference = torch.tensor([0.1, 1.0, -0.5]).double(), torch.tensor([0.5, 0.0, 0.2]).double()
+    p, q = logits.log_softmax(0), reference.log_softmax(0)
+    exact = (p.exp() * (p - q)).sum()
+    torch.testing.assert_close((p.exp() * kl_penalty(p, q, kind)).sum(), exact)
+
+
+@pytest.mark.parametrize("kind", ["k1", "k2", "k3", "abs", "mse"])
+def test_extreme_log_ratios_stay_finite(kind):
+    logprobs = torch.tensor([-200.0, 0.0], requires_grad=True)
+    kl = kl_penalty(logprobs, torch.tensor([0.0, -200.0]), kind)
+    loss, _ = clipped_policy_loss(logprobs, torch.tensor([0.0, -200.0]), torch.tensor([-1.0, -1.0]), clip_min=0.2, clip_max=0.2)
+    total = (kl + loss).sum()
+    assert total.isfinite() and torch.autograd.grad(total, logprobs)[0].isfinite().all()
+
+
+def test_parity_is_measured_against_the_trainer_even_when_the_sampler_serves_as_old_policy():
+    logprobs, sampler = torch.tensor([-1.0, -2.0]), torch.tensor([-1.5, float("nan")])
+    ids = torch.tensor([0, 0])
+    fields = TokenFields(torch.ones(2), torch.ones(2) / 2, ids, 1, old_logprobs=sampler.nan_to_num(-2.0), sampler_logprobs=sampler)
+    _, metrics = policy_loss(logprobs, None, fields, LossSettings(old_logprobs="sampler"))
+    assert metrics.sums["parity_abs"] == 0.5 and metrics.maxima["parity_abs"] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"reference_policy_kl_penalty": 0.1}, "needs reference_logprobs"),
+        ({"entropy_bonus": 0.1}, "needs the entropy"),
+        ({"off_policy": {"mode": "mask"}}, "need sampler_logprobs"),
+        ({"type": "ppo"}, "unknown type 'ppo'"),
+        ({"aggregation": "mean"}, "unknown aggregation 'mean'"),
+        ({"reference_policy_kl_type": "k4"}, "unknown reference_policy_kl_type 'k4'"),
+        ({"ratio_clip_c": 0.5}, "ratio_clip_c must exceed 1"),
+        ({"target_temperature": 0.0}, "target_temperature must be positive"),
+        ({"off_policy": {"mode": "tis"}}, "unknown off_policy.mode 'tis'"),
+        ({"off_policy": {"level": "word"}}, "unknown off_policy.level 'word'"),
+        ({"off_policy": {"ratio_min": 3.0}}, "0 <= ratio_min < ratio_max"),
+    ],
+)
+def test_impossible_settings_are_refused(settings, message):
+    fields = TokenFields(torch.ones(2), torch.ones(2), torch.tensor([0, 0]), 1)
+    policy_loss(torch.zeros(2), None, fields, LossSettings.from_mapping({}))
+    with pytest.raises(ValueError, match=message):
+        policy_loss(torch.zeros(2), None, fields, LossSettings.from_mapping(settings))
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    ((LENGTHS, "mean"), "unknown aggregation"),
+    ((LENGTHS, "constant"), "positive constant_length"),
+    (([-1, 2], "token_mean"), "non-negative"),
+])  # fmt: skip
+def test_bad_weights_are_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        token_weights(*arguments)
+
+
+def test_settings_mirror_the_configuration_field_by_field():
+    from dataclasses import asdict
+
+    from gdpo_nemo.config.schema import LossConfig
+
+    assert asdict(LossSettings.from_mapping(asdict(LossConfig()))) == asdict(LossConfig())
