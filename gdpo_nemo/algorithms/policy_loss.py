@@ -61,6 +61,8 @@ class LossSettings:
                 raise ValueError(f"unknown {name} {getattr(self, name)!r}; known: {', '.join(map(str, known))}")
         if self.ratio_clip_c is not None and self.ratio_clip_c <= 1:
             raise ValueError(f"ratio_clip_c must exceed 1, got {self.ratio_clip_c}")
+        if self.old_logprobs == "sampler" and self.off_policy.mode != "none":
+            raise ValueError("off_policy.mode has no effect with old_logprobs: sampler, whose ratio is that very correction")
         if self.target_temperature <= 0:
             raise ValueError(f"target_temperature must be positive, got {self.target_temperature}")
 

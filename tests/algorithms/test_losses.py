@@ -243,6 +243,7 @@ def test_parity_is_measured_against_the_trainer_even_when_the_sampler_serves_as_
         ({"target_temperature": 0.0}, "target_temperature must be positive"),
         ({"off_policy": {"mode": "tis"}}, "unknown off_policy.mode 'tis'"),
         ({"off_policy": {"level": "word"}}, "unknown off_policy.level 'word'"),
+        ({"old_logprobs": "sampler", "off_policy": {"mode": "mask"}}, "off_policy.mode has no effect"),
         ({"off_policy": {"ratio_min": 3.0}}, "0 <= ratio_min < ratio_max"),
     ],
 )
