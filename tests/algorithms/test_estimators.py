@@ -154,3 +154,18 @@ def test_corr_grpo_drops_components_that_are_constant_up_to_rounding():
     with_noise = compute_advantages(np.column_stack([rewards, noisy]), ids, estimator="corr_grpo").values
     without = compute_advantages(rewards, ids, estimator="corr_grpo").values
     np.testing.assert_allclose(with_noise, without, rtol=0, atol=1e-9)
+
+
+def test_gd2po_standardises_over_the_kept_rollouts_only():
+    rewards, ids = table()
+    before = values(rewards, ids, "gd2po", batch_norm=False)
+    kept = compute_advantages(rewards, ids, weights=WEIGHTS, estimator="gd2po").live.numpy()
+    after = values(rewards, ids, "gd2po")
+    assert 0 < kept.sum() < len(ids) and (after[~kept] == 0).all()
+    np.testing.assert_allclose(after[kept], normed(before[kept]), rtol=0, atol=1e-9)
+
+
+def test_dvao_shares_stay_bounded_with_a_penalty_of_negative_weight():
+    rewards, ids = table(sizes=(8, 8))
+    result = compute_advantages(rewards, ids, weights=[1, -1, 1], estimator="dvao", batch_norm=False)
+    assert result.components.abs().max() < np.sqrt(7)

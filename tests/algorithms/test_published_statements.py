@@ -101,3 +101,9 @@ def test_small_rewards_and_large_weights_are_no_residue():
                 rewards * rewards_scale, ids, weights=[weight, 2 * weight], estimator=estimator, batch_norm=True, epsilon=1e-12
             )
             torch.testing.assert_close(values.std(), torch.tensor(1.0).double(), rtol=0, atol=1e-3)
+
+
+def test_a_small_bonus_beside_large_opposed_rewards_survives_in_the_normalised_sum():
+    rewards = [[0, 3000, 1], [3000, 0, 0], [0, 3000, 0], [3000, 0, 1]] * 2
+    values = advantages(rewards, np.repeat([0, 1], 4), estimator="grpo", batch_norm=True)
+    assert (values.sign() == torch.tensor([1, -1, -1, 1] * 2)).all()
