@@ -141,7 +141,9 @@ class Diagnostics:
         if share < 0:
             return f"component {name!r} is outvoted: the advantage moves against it (weight {nominal:.0%})"
         if share < IGNORED_SHARE * nominal:
-            return f"component {name!r} is being ignored: {share:.1%} of the advantage's variance at weight {nominal:.0%}"
+            return (
+                f"component {name!r} is being ignored: {share:.1%} of the advantage variance at weight {nominal:.0%}"
+            )
         return None
 
 

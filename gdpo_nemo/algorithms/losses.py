@@ -18,8 +18,8 @@ LOG_RATIO_LIMIT = 20.0
 """Log-ratios are clamped to +-20 before exp, which keeps float32 finite. Beyond it the gradient is 0."""
 
 Reduce = Callable[[Tensor], Tensor]
-"""Sums a float64 [sequences] tensor over the ranks that share the sequences (context parallelism). Values only: it is called
-on detached tensors, so no gradient has to pass through it."""
+"""Sums a float64 [sequences] tensor over the ranks that share the sequences (context parallelism). Values only: it is
+called on detached tensors, so no gradient has to pass through it."""
 
 AGGREGATIONS = ("token_mean", "sequence_mean", "constant")
 KL_KINDS = ("k1", "k2", "k3", "abs", "mse")

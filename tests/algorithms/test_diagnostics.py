@@ -2,6 +2,7 @@
 
 import numpy as np
 import torch
+
 from gdpo_nemo.algorithms import compute_advantages, groups_with_signal
 
 IDS = np.repeat([0, 1], 4)

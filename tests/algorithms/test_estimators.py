@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+
 from gdpo_nemo.algorithms import ESTIMATORS, compute_advantages
 
 WEIGHTS = np.array([1.0, 0.5, 2.0])
