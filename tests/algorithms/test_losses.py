@@ -34,7 +34,7 @@ class Batch:
         )
 
     def loss(self, settings: LossSettings, keep: torch.Tensor | None = None, reduce=None):
-        """Loss of the tokens in `keep` (bool [tokens]), renumbered as a micro-batch of its own."""
+        """Loss of the tokens in `keep` (bool [tokens]) as a micro-batch of its own."""
         keep = torch.ones(len(self.ids), dtype=torch.bool) if keep is None else keep
         fields = self.fields.select(keep)
         logprobs = (self.features @ self.parameter - 1)[keep]
