@@ -122,8 +122,8 @@ class Diagnostics:
         """Pairs of components whose terms oppose each other in a third of the rows or more."""
         pairs = zip(*np.nonzero(np.triu(np.nan_to_num(self.sign_conflicts) >= 1 / 3, 1)), strict=True)
         return [
-            f"{self.names[k]!r} and {self.names[m]!r} pull in opposite directions in {self.sign_conflicts[k, m]:.0%} of "
-            f"the rows where both act (correlation {self.correlation[k, m]:+.2f})"
+            f"{self.names[k]!r} and {self.names[m]!r} pull in opposite directions in {self.sign_conflicts[k, m]:.0%}"
+            f" of the rows where both act (correlation {self.correlation[k, m]:+.2f})"
             for k, m in pairs
         ]
 
