@@ -241,7 +241,7 @@ def _train(policy, seed: int, steps: int) -> None:
     for step in range(1, steps + 1):
         batch = _sequences([next(texts) for _ in range(ROWS_PER_STEP)])
         result = policy.train(batch, assign([len(s) for s in batch], 1, policy.config.micro_batch_tokens), settings)
-        if step == 1 or step % _PROGRESS_EVERY == 0:
+        if step in (1, steps) or step % _PROGRESS_EVERY == 0:
             spent = time.monotonic() - start
             print(f"warm-up step {step:3d}/{steps}  loss {result.loss:.3f}  {spent:.0f} s", flush=True)
 
