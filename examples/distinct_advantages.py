@@ -13,6 +13,7 @@ import argparse
 from itertools import chain, combinations_with_replacement
 
 import numpy as np
+
 from gdpo_nemo.algorithms import compute_advantages
 
 ESTIMATORS = {"grpo": "GRPO", "dr_grpo": "GRPO without std", "gdpo": "GDPO"}

@@ -75,7 +75,7 @@ def compute_advantages(
         estimator: a name of `ESTIMATORS`.
         preset: a name of `PRESETS`, a published variant of gdpo.
         batch_norm: standardise over the batch; None: as the estimator was published.
-        epsilon: added to every standard deviation. A preset brings its own, replaced only by a value unlike the default.
+        epsilon: added to every standard deviation; a preset brings its own, which only a value unlike 1e-6 replaces.
         options: fields of `Settings`, or the estimator's own options.
 
     Raises:

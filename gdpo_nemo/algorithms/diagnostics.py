@@ -104,6 +104,29 @@ class Diagnostics:
                 row[f"reward/{name}/{key}"] = float(getattr(self, key)[k])
         return {key: value for key, value in row.items() if np.isfinite(value)}
 
+    def describe(self) -> str:
+        """The diagnosis as plain text: a line per component, a line per pair that disagrees, the alerts."""
+        head = ("component", "weight", "effective", "dead groups", "missing", "saturation", "mean", "std")
+        arrays = (self.nominal_weight, self.effective_weight, self.dead_groups, self.missing, self.saturation)
+        lines = [f"{head[0]:<20}" + "".join(f"{title:>12}" for title in head[1:])]
+        for k, name in enumerate(self.names):
+            shares = "".join(f"{array[k]:>12.1%}" for array in arrays)
+            lines.append(f"{name:<20}{shares}{self.mean[k]:>12.4g}{self.std[k]:>12.4g}")
+        lines.append(
+            f"{self.distinct} distinct advantages, {self.distinct_if_summed} if the rewards were summed; "
+            f"{self.all_dead:.1%} of the groups carry no signal"
+        )
+        return "\n".join([*lines, *self._disagreements(), *self.alerts]).replace("nan%", "   -").replace("nan", "  -")
+
+    def _disagreements(self) -> list[str]:
+        """Pairs of components whose terms oppose each other in a third of the rows or more."""
+        pairs = zip(*np.nonzero(np.triu(np.nan_to_num(self.sign_conflicts) >= 1 / 3, 1)), strict=True)
+        return [
+            f"{self.names[k]!r} and {self.names[m]!r} pull in opposite directions in {self.sign_conflicts[k, m]:.0%}"
+            f" of the rows where both act (correlation {self.correlation[k, m]:+.2f})"
+            for k, m in pairs
+        ]
+
     @property
     def alerts(self) -> list[str]:
         """One sentence per component that trains nothing or is being ignored."""
@@ -115,8 +138,12 @@ class Diagnostics:
             return f"component {name!r} is missing in every row: it trains nothing"
         if self.dead_groups[k] == 1:
             return f"component {name!r} is constant in every group (mean {self.mean[k]:.4g}): it trains nothing"
+        if share < 0:
+            return f"component {name!r} is outvoted: the advantage moves against it (weight {nominal:.0%})"
         if share < IGNORED_SHARE * nominal:
-            return f"component {name!r} is being ignored: {share:.1%} of the advantage's variance at weight {nominal:.0%}"
+            return (
+                f"component {name!r} is being ignored: {share:.1%} of the advantage variance at weight {nominal:.0%}"
+            )
         return None
 
 

@@ -215,7 +215,9 @@ def corr_grpo(table: RewardTable, settings: Settings) -> Terms:
         summed += stats.deviation * groups.rows(1.0 / np.where(stats.std > 0, stats.std, 1.0))
     squares = groups.sum(summed**2)
     return _summed(
-        table, settings, lambda stats, s: 1.0 / np.sqrt(squares / np.maximum(stats.count - 1, 1) + max(s.epsilon, 1e-300))
+        table,
+        settings,
+        lambda stats, s: 1.0 / np.sqrt(squares / np.maximum(stats.count - 1, 1) + max(s.epsilon, 1e-300)),
     )
 
 

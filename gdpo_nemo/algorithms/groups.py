@@ -102,7 +102,9 @@ def moments(groups: Groups, values: np.ndarray, present: np.ndarray, ddof: int =
     spread = groups.max(deviation)
     constant = count < 2
     if exact:
-        constant = constant | (spread <= CONSTANT_RANGE * np.maximum(1.0, np.maximum(np.abs(low), np.abs(low + spread))))
+        constant = constant | (
+            spread <= CONSTANT_RANGE * np.maximum(1.0, np.maximum(np.abs(low), np.abs(low + spread)))
+        )
     mean = groups.sum(deviation) / np.maximum(count, 1)
     # Setting the mean of a constant group to the common value would still leave noise: multiply by an exact 0 instead.
     deviation -= groups.rows(mean)

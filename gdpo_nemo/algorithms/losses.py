@@ -18,8 +18,8 @@ LOG_RATIO_LIMIT = 20.0
 """Log-ratios are clamped to +-20 before exp, which keeps float32 finite. Beyond it the gradient is 0."""
 
 Reduce = Callable[[Tensor], Tensor]
-"""Sums a [sequences] tensor over the ranks that share the sequences (context parallelism). Values only: it is called
-on detached tensors, so no gradient has to pass through it."""
+"""Sums a float64 [sequences] tensor over the ranks that share the sequences (context parallelism). Values only: it is
+called on detached tensors, so no gradient has to pass through it."""
 
 AGGREGATIONS = ("token_mean", "sequence_mean", "constant")
 KL_KINDS = ("k1", "k2", "k3", "abs", "mse")
@@ -100,10 +100,13 @@ def _clipped(
 
 
 def sequence_sums(values: Tensor, sequence_ids: Tensor, num_sequences: int, reduce: Reduce | None = None) -> Tensor:
-    """Sum of a detached per-token tensor over each sequence, on all ranks that share it: [sequences]."""
-    partial = torch.zeros(num_sequences, dtype=torch.float32, device=values.device)
-    partial.index_add_(0, sequence_ids, values.detach().to(torch.float32))
-    return partial if reduce is None else reduce(partial)
+    """Sum of a detached per-token tensor over each sequence, on all ranks that share it: [sequences].
+
+    Added up in float64, so that the order of the additions, which a GPU does not fix, hardly reaches the result.
+    """
+    partial = torch.zeros(num_sequences, dtype=torch.float64, device=values.device)
+    partial.index_add_(0, sequence_ids, values.detach().double())
+    return (partial if reduce is None else reduce(partial)).to(values.dtype)
 
 
 def sequence_means(values: Tensor, sequence_ids: Tensor, num_sequences: int, reduce: Reduce | None = None) -> Tensor:

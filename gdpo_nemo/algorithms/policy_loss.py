@@ -61,6 +61,10 @@ class LossSettings:
                 raise ValueError(f"unknown {name} {getattr(self, name)!r}; known: {', '.join(map(str, known))}")
         if self.ratio_clip_c is not None and self.ratio_clip_c <= 1:
             raise ValueError(f"ratio_clip_c must exceed 1, got {self.ratio_clip_c}")
+        if self.old_logprobs == "sampler" and self.off_policy.mode != "none":
+            raise ValueError(
+                "off_policy.mode has no effect with old_logprobs: sampler, whose ratio is that very correction"
+            )
         if self.target_temperature <= 0:
             raise ValueError(f"target_temperature must be positive, got {self.target_temperature}")
 
@@ -194,16 +198,14 @@ def _correction(
         factor, metrics = importance_weights(old - fields.sampler_logprobs, ids, count, off_policy, reduce)
     if off_policy.sequence_mask_threshold is not None:
         threshold = off_policy.sequence_mask_threshold
-        kept = sequence_keep_mask(
-            logprobs, fields.sampler_logprobs, fields.advantages, ids, count, threshold, reduce
-        )
+        kept = sequence_keep_mask(logprobs, fields.sampler_logprobs, fields.advantages, ids, count, threshold, reduce)
         factor = factor * kept
         metrics["sequence_masked"] = 1.0 - kept
     return factor, metrics
 
 
 def _parity(logprobs: Tensor, fields: TokenFields, settings: LossSettings) -> dict[str, Tensor]:
-    """How far the sampler's log-probs are from the trainer's, d = sampler - trainer: |d| and k3 of KL(sampler || trainer).
+    """How far the sampler's log-probs are from the trainer's: |sampler - trainer| and k3 of KL(sampler || trainer).
 
     The trainer's are those from before the update, or of this pass where the sampler's serve as the old ones.
     """

@@ -225,7 +225,9 @@ def transformation_of(rule: Mapping[str, Any]) -> str:
     if "component" not in rule or len(keys) != 1:
         raise ValueError(f"shaping rule {dict(rule)}: write `component: name` and exactly one transformation")
     if keys[0] not in TRANSFORMATIONS:
-        raise ValueError(f"shaping rule {dict(rule)}: unknown key {keys[0]!r}; {nearest(keys[0], tuple(TRANSFORMATIONS))}")
+        raise ValueError(
+            f"shaping rule {dict(rule)}: unknown key {keys[0]!r}; {nearest(keys[0], tuple(TRANSFORMATIONS))}"
+        )
     return keys[0]
 
 

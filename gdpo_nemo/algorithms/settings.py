@@ -50,7 +50,9 @@ class Settings:
         hints = get_type_hints(Settings)
         for name in ("batch_unit", "batch_rows", "missing", "singleton", "single_reward"):
             if getattr(self, name) not in get_args(hints[name]):
-                raise ValueError(f"{name}={getattr(self, name)!r}; {nearest(getattr(self, name), get_args(hints[name]))}")
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r}; {nearest(getattr(self, name), get_args(hints[name]))}"
+                )
         for name in ("epsilon", "residue"):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise ValueError(f"{name} must be finite and not negative, got {getattr(self, name)}")

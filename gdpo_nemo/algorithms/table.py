@@ -38,7 +38,7 @@ class RewardTable:
         """bool [sequences], rows with at least one reward."""
         return self.present.any(axis=0)
 
-    def zero_filled(self) -> "RewardTable":
+    def zero_filled(self) -> RewardTable:
         """The same table with missing rewards of valid rows turned into rewards of 0 (a defect some trainers have)."""
         return replace(self, present=np.broadcast_to(self.valid, self.present.shape))
 
@@ -53,7 +53,9 @@ def nearest(name: str, known: Sequence[str]) -> str:
     return f"did you mean {match[0]!r}?" if match else f"known: {', '.join(known)}"
 
 
-def build_table(rewards: Any, group_ids: Any, weights: Any = None, valid: Any = None, lengths: Any = None) -> RewardTable:
+def build_table(
+    rewards: Any, group_ids: Any, weights: Any = None, valid: Any = None, lengths: Any = None
+) -> RewardTable:
     """Check the caller's arrays and sort them by group.
 
     Args: see `compute_advantages`.
@@ -71,7 +73,9 @@ def build_table(rewards: Any, group_ids: Any, weights: Any = None, valid: Any = 
     missing = np.isnan(columns)
     _refuse_infinite(columns, rows, names)
     if rows.any() and missing[:, rows].all():
-        raise ValueError(f"every reward is missing: none of the {int(rows.sum())} valid rows has a value for {', '.join(names)}")
+        raise ValueError(
+            f"every reward is missing: none of the {int(rows.sum())} valid rows has a value for {', '.join(names)}"
+        )
     groups = Groups(ids)
     if groups.order is not None:
         rows, tokens = groups.take(rows), None if tokens is None else groups.take(tokens)

@@ -3,9 +3,10 @@
 import numpy as np
 import pytest
 import torch
-from gdpo_nemo.algorithms import ESTIMATORS, compute_advantages
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+
+from gdpo_nemo.algorithms import ESTIMATORS, compute_advantages
 
 WEIGHTS = np.array([1.0, 0.5, 2.0])
 PLAIN = sorted(set(ESTIMATORS) - {"sa_mrpo"})
@@ -133,7 +134,9 @@ def test_masked_rows_change_nobody_and_get_zero(seed, estimator):
     masked[~valid] = 1e9
     result = values(masked, ids, valid=valid, estimator=estimator)
     assert (result[~valid] == 0).all()
-    np.testing.assert_allclose(result[valid], values(rewards[valid], ids[valid], estimator=estimator), rtol=0, atol=1e-12)
+    np.testing.assert_allclose(
+        result[valid], values(rewards[valid], ids[valid], estimator=estimator), rtol=0, atol=1e-12
+    )
 
 
 @few
@@ -218,7 +221,10 @@ def test_every_form_of_input_means_the_same():
         ({"weights": [0, 0]}, r"every weight is 0 \(correct, short\)"),
         ({"weights": [1, float("nan")]}, "weight of 'short' is not finite"),
         ({"rewards": {"correct": [None] * 4, "short": [None] * 4}}, "none of the 4 valid rows"),
-        ({"rewards": {"correct": [1, 0, float("inf"), 0], "short": [1, 0, 0, -float("inf")]}}, "2 infinite rewards: row 2 of 'correct', row 3 of 'short'"),
+        (
+            {"rewards": {"correct": [1, 0, float("inf"), 0], "short": [1, 0, 0, -float("inf")]}},
+            "2 infinite rewards: row 2 of 'correct', row 3 of 'short'",
+        ),
         ({"rewards": {"correct": [1, 0], "short": [1, 0, 1, 0]}}, "one value per sequence"),
         ({"rewards": {"correct": [1, 0, 1, "x"], "short": [1, 0, 1, 0]}}, "must hold numbers or None"),
         ({"rewards": {}}, "at least one component"),

@@ -2,6 +2,7 @@
 
 import numpy as np
 import torch
+
 from gdpo_nemo.algorithms import compute_advantages, groups_with_signal
 
 IDS = np.repeat([0, 1], 4)
@@ -97,3 +98,14 @@ def test_diagnosis_is_in_no_particular_row_order():
     first, second = diagnose(rewards, ids).metrics(), diagnose(rewards[order], ids[order]).metrics()
     assert first.keys() == second.keys()
     torch.testing.assert_close(list(first.values()), list(second.values()))
+
+
+def test_the_description_names_components_conflicts_and_alerts():
+    columns = {"a": [1, 0, 1, 0] * 2, "b": [0, 1, 0, 1] * 2, "dead": [1] * 8, "absent": [None] * 8}
+    lines = diagnose(columns, weights=[1, 2, 1, 1]).describe().splitlines()
+    assert [line.split()[0] for line in lines[1:5]] == ["a", "b", "dead", "absent"]
+    assert "100.0%" in lines[3] and "nan" not in "".join(lines)
+    assert lines[5].startswith("2 distinct advantages, 2 if the rewards were summed; 0.0% of the groups")
+    assert lines[6] == "'a' and 'b' pull in opposite directions in 100% of the rows where both act (correlation -1.00)"
+    assert lines[7] == "component 'a' is outvoted: the advantage moves against it (weight 20%)"
+    assert len(lines) == 10 and lines[8:] == diagnose(columns, weights=[1, 2, 1, 1]).alerts[1:]

@@ -1,10 +1,11 @@
-"""How many different advantages a group of binary reward vectors can get: figure 3 of the GDPO paper, by enumeration."""
+"""How many different advantages binary reward vectors can get: figure 3 of the GDPO paper, by enumeration."""
 
 from itertools import chain, combinations_with_replacement
 from math import comb
 
 import numpy as np
 import pytest
+
 from gdpo_nemo.algorithms import compute_advantages
 
 # (GRPO, GRPO without std, GDPO) for groups of 2, 3, ... 8, counted in exact arithmetic.

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+
 from gdpo_nemo.algorithms import ESTIMATORS, compute_advantages
 
 WEIGHTS = np.array([1.0, 0.5, 2.0])
@@ -137,3 +138,35 @@ def test_batch_norm_is_on_where_the_published_form_has_it():
     for name in ESTIMATORS:
         result = compute_advantages(rewards, ids, estimator=name)
         assert (abs(result.values[result.live].std() - 1) < 1e-5) == (name in on)
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "dr_grpo", "rloo", "corr_grpo"])
+def test_shares_of_summed_rewards_add_up_and_unscored_rows_have_none(estimator):
+    rewards, ids = table()
+    rewards[3] = np.nan
+    result = compute_advantages(rewards, ids, weights=WEIGHTS, estimator=estimator)
+    np.testing.assert_allclose(result.components.sum(1), result.values, rtol=0, atol=1e-9)
+    assert (result.components[3] == 0).all() and result.values[3] == 0
+
+
+def test_corr_grpo_drops_components_that_are_constant_up_to_rounding():
+    rewards, ids = table()
+    noisy = 0.1 * (1 + 1e-15 * (np.arange(len(ids)) % 2))
+    with_noise = compute_advantages(np.column_stack([rewards, noisy]), ids, estimator="corr_grpo").values
+    without = compute_advantages(rewards, ids, estimator="corr_grpo").values
+    np.testing.assert_allclose(with_noise, without, rtol=0, atol=1e-9)
+
+
+def test_gd2po_standardises_over_the_kept_rollouts_only():
+    rewards, ids = table()
+    before = values(rewards, ids, "gd2po", batch_norm=False)
+    kept = compute_advantages(rewards, ids, weights=WEIGHTS, estimator="gd2po").live.numpy()
+    after = values(rewards, ids, "gd2po")
+    assert 0 < kept.sum() < len(ids) and (after[~kept] == 0).all()
+    np.testing.assert_allclose(after[kept], normed(before[kept]), rtol=0, atol=1e-9)
+
+
+def test_dvao_shares_stay_bounded_with_a_penalty_of_negative_weight():
+    rewards, ids = table(sizes=(8, 8))
+    result = compute_advantages(rewards, ids, weights=[1, -1, 1], estimator="dvao", batch_norm=False)
+    assert result.components.abs().max() < np.sqrt(7)

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+
 from gdpo_nemo.algorithms import LossSettings, OffPolicySettings, TokenFields, policy_loss, token_weights
 from gdpo_nemo.algorithms.losses import cispo_loss, clipped_policy_loss, gspo_loss, kl_penalty
 from gdpo_nemo.algorithms.policy_loss import LOSS_TYPES
@@ -33,7 +34,7 @@ class Batch:
         )
 
     def loss(self, settings: LossSettings, keep: torch.Tensor | None = None, reduce=None):
-        """Loss of the tokens in `keep` (bool [tokens]), renumbered as a micro-batch of its own unless ranks share it."""
+        """Loss of the tokens in `keep` (bool [tokens]) as a micro-batch of its own."""
         keep = torch.ones(len(self.ids), dtype=torch.bool) if keep is None else keep
         fields = self.fields.select(keep)
         logprobs = (self.features @ self.parameter - 1)[keep]
@@ -52,7 +53,9 @@ def full_settings(kind: str, aggregation: str, mode: str = "truncate", level: st
         ratio_clip_c=3.0,
         reference_policy_kl_penalty=0.1,
         entropy_bonus=0.01,
-        off_policy=OffPolicySettings(mode=mode, level=level, ratio_max=1.2, ratio_min=0.8, sequence_mask_threshold=0.05),
+        off_policy=OffPolicySettings(
+            mode=mode, level=level, ratio_max=1.2, ratio_min=0.8, sequence_mask_threshold=0.05
+        ),
     )
 
 
@@ -87,7 +90,9 @@ def test_gradient_is_invariant_to_context_parallelism(kind, level):
         return lambda partial: partial + next(queue)
 
     # The first pass saw partial sums, so only the sums of inputs that do not depend on other sums may be replayed.
-    parts = [batch.loss(settings, keep, summed_over_ranks(calls[1 - rank]))[0] for rank, keep in enumerate((half, ~half))]
+    parts = [
+        batch.loss(settings, keep, summed_over_ranks(calls[1 - rank]))[0] for rank, keep in enumerate((half, ~half))
+    ]
     whole, _ = batch.loss(settings)
     torch.testing.assert_close(sum(parts), whole, rtol=1e-6, atol=1e-7)
     torch.testing.assert_close(batch.gradient(parts), batch.gradient([whole]), rtol=1e-6, atol=1e-7)
@@ -99,7 +104,9 @@ def test_padding_and_order_of_tokens_do_not_matter(kind):
     whole, _ = batch.loss(settings)
     shuffle = torch.randperm(len(batch.ids) + 5, generator=torch.Generator().manual_seed(1))
     padded = {
-        name: torch.cat([value, torch.full((5,), float("nan") if value.is_floating_point() else 0)]).to(value.dtype)[shuffle]
+        name: torch.cat([value, torch.full((5,), float("nan") if value.is_floating_point() else 0)]).to(value.dtype)[
+            shuffle
+        ]
         for name, value in vars(batch.fields).items()
         if isinstance(value, torch.Tensor)
     }
@@ -119,7 +126,9 @@ def test_token_weights_make_the_three_means():
     trained = [loss for loss in losses if len(loss)]
     assert np.isclose(total(token_weights(LENGTHS, "token_mean")), np.concatenate(losses).mean())
     assert np.isclose(total(token_weights(LENGTHS, "sequence_mean")), np.mean([loss.mean() for loss in trained]))
-    assert np.isclose(total(token_weights(LENGTHS, "constant", constant_length=8)), sum(x.sum() for x in losses) / (5 * 8))
+    assert np.isclose(
+        total(token_weights(LENGTHS, "constant", constant_length=8)), sum(x.sum() for x in losses) / (5 * 8)
+    )
     for aggregation in ("token_mean", "sequence_mean", "constant"):
         assert token_weights(LENGTHS, aggregation, constant_length=8)[1] == 0
         assert (token_weights([0, 0], aggregation, constant_length=8) == 0).all()
@@ -130,6 +139,40 @@ def test_a_micro_batch_without_trained_tokens_has_loss_zero_and_a_backward_pass(
     loss, metrics = batch.loss(full_settings("gspo", "token_mean"), torch.zeros(len(batch.ids), dtype=torch.bool))
     assert loss == 0 and metrics.sums["tokens"] == 0 and not metrics.maxima
     assert (batch.gradient([loss]) == 0).all()
+
+
+def test_loss_is_the_corrected_policy_term_plus_kl_minus_entropy():
+    logprobs, old, sampler, reference = (
+        torch.tensor(x).double() for x in ([-1.0, -2], [-1.1, -1.9], [-1.3, -2.9], [-1, -1])
+    )
+    entropy, advantages, weights = (torch.tensor(x).double() for x in ([0.7, 0.2], [1.0, -0.5], [0.25, 0.25]))
+    fields = TokenFields(advantages, weights, torch.tensor([0, 0]), 1, old, sampler, reference)
+    settings = LossSettings(
+        ratio_clip_min=1.0,
+        ratio_clip_max=9.0,
+        reference_policy_kl_penalty=0.1,
+        reference_policy_kl_type="k1",
+        entropy_bonus=0.01,
+        off_policy=OffPolicySettings("truncate", "token", ratio_max=2.0),
+    )
+    loss, metrics = policy_loss(logprobs, entropy, fields, settings)
+    importance = (old - sampler).exp().clamp(max=2.0)
+    assert importance[0] < 2 and importance[1] == 2
+    policy = -importance * (logprobs - old).exp() * advantages
+    literal = policy + 0.1 * (logprobs - reference) - 0.01 * entropy
+    torch.testing.assert_close(loss, (weights * literal).sum())
+    sums = {name: round(value.item(), 6) for name, value in metrics.sums.items()}
+    assert sums == {
+        "tokens": 2,
+        "ratio": round(np.exp(0.1) + np.exp(-0.1), 6),
+        "clipped": 0,
+        "importance_weight": round(np.exp(0.2) + 2, 6),
+        "importance_masked": 0,
+        "reference_kl": -1,
+        "entropy": 0.9,
+        "parity_abs": 1.2,
+        "parity_kl": round(np.exp(0.2) - 1.2 + np.e - 2, 6),
+    }
 
 
 def gradient_of(function, *values):
@@ -196,7 +239,13 @@ def test_cispo_keeps_a_bounded_gradient_where_the_clipped_loss_has_none():
 
 @pytest.mark.parametrize(
     ("kind", "value", "slope"),
-    [("k1", 0.5, 1.0), ("k2", 0.125, 0.5), ("mse", 0.125, 0.5), ("abs", 0.5, 1.0), ("k3", np.exp(-0.5) - 0.5, 1 - np.exp(-0.5))],
+    [
+        ("k1", 0.5, 1.0),
+        ("k2", 0.125, 0.5),
+        ("mse", 0.125, 0.5),
+        ("abs", 0.5, 1.0),
+        ("k3", np.exp(-0.5) - 0.5, 1 - np.exp(-0.5)),
+    ],
 )
 def test_kl_estimators_have_their_values_and_gradients(kind, value, slope):
     logprobs = torch.tensor([-1.0, -1.0], dtype=torch.float64, requires_grad=True)
@@ -217,7 +266,9 @@ def test_kl_estimators_agree_with_the_exact_divergence_on_average(kind):
 def test_extreme_log_ratios_stay_finite(kind):
     logprobs = torch.tensor([-200.0, 0.0], requires_grad=True)
     kl = kl_penalty(logprobs, torch.tensor([0.0, -200.0]), kind)
-    loss, _ = clipped_policy_loss(logprobs, torch.tensor([0.0, -200.0]), torch.tensor([-1.0, -1.0]), clip_min=0.2, clip_max=0.2)
+    loss, _ = clipped_policy_loss(
+        logprobs, torch.tensor([0.0, -200.0]), torch.tensor([-1.0, -1.0]), clip_min=0.2, clip_max=0.2
+    )
     total = (kl + loss).sum()
     assert total.isfinite() and torch.autograd.grad(total, logprobs)[0].isfinite().all()
 
@@ -225,7 +276,9 @@ def test_extreme_log_ratios_stay_finite(kind):
 def test_parity_is_measured_against_the_trainer_even_when_the_sampler_serves_as_old_policy():
     logprobs, sampler = torch.tensor([-1.0, -2.0]), torch.tensor([-1.5, float("nan")])
     ids = torch.tensor([0, 0])
-    fields = TokenFields(torch.ones(2), torch.ones(2) / 2, ids, 1, old_logprobs=sampler.nan_to_num(-2.0), sampler_logprobs=sampler)
+    fields = TokenFields(
+        torch.ones(2), torch.ones(2) / 2, ids, 1, old_logprobs=sampler.nan_to_num(-2.0), sampler_logprobs=sampler
+    )
     _, metrics = policy_loss(logprobs, None, fields, LossSettings(old_logprobs="sampler"))
     assert metrics.sums["parity_abs"] == 0.5 and metrics.maxima["parity_abs"] == 0.5
 
@@ -243,6 +296,7 @@ def test_parity_is_measured_against_the_trainer_even_when_the_sampler_serves_as_
         ({"target_temperature": 0.0}, "target_temperature must be positive"),
         ({"off_policy": {"mode": "tis"}}, "unknown off_policy.mode 'tis'"),
         ({"off_policy": {"level": "word"}}, "unknown off_policy.level 'word'"),
+        ({"old_logprobs": "sampler", "off_policy": {"mode": "mask"}}, "off_policy.mode has no effect"),
         ({"off_policy": {"ratio_min": 3.0}}, "0 <= ratio_min < ratio_max"),
     ],
 )

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from gdpo_nemo.algorithms import LossSettings, OffPolicySettings, TokenFields, policy_loss
 from gdpo_nemo.algorithms.offpolicy import importance_weights, sequence_keep_mask
 

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+
 from gdpo_nemo.algorithms import compute_advantages
 
 REWARDS = [[1, 3], [1, -3], [0, -3], [0, 3], [1, 1], [1, -1], [1, 0.5], [1, -3]]
@@ -90,7 +91,9 @@ def test_one_component_is_refused_by_nemo_rl_and_plain_grpo_in_the_trl_fork():
     torch.testing.assert_close(fork, advantages(rewards, estimator="grpo", epsilon=1e-4), rtol=0, atol=0)
 
 
-def reference(preset: str, rewards: np.ndarray, ids: np.ndarray, weights: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+def reference(
+    preset: str, rewards: np.ndarray, ids: np.ndarray, weights: np.ndarray, lengths: np.ndarray
+) -> np.ndarray:
     """The published formulas, element by element."""
     eps = {"paper": 1e-6, "trl": 1e-4, "trl_fork": 1e-4, "verl": 1e-6, "ms_swift": 1e-8, "nemo_rl": 1e-6}[preset]
     filled = np.nan_to_num(rewards) if preset in ("trl_fork", "nemo_rl") else rewards

@@ -2,10 +2,11 @@
 
 import numpy as np
 import torch
-from gdpo_nemo.algorithms import compute_advantages
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
+
+from gdpo_nemo.algorithms import compute_advantages
 
 GROUP = [0, 0, 0, 0]
 
@@ -39,7 +40,9 @@ def test_the_documented_motivating_example_is_zero_and_weights_are_what_helps():
     rewards = [[0, 3], [1, 2], [2, 1], [3, 0]]
     assert advantages(rewards, batch_norm=False).abs().max() == 0
     weighted = advantages(rewards, weights=[1, 2], batch_norm=False, epsilon=0.0)
-    torch.testing.assert_close(weighted, torch.tensor([1.161895, 0.387298, -0.387298, -1.161895]).double(), rtol=0, atol=1e-6)
+    torch.testing.assert_close(
+        weighted, torch.tensor([1.161895, 0.387298, -0.387298, -1.161895]).double(), rtol=0, atol=1e-6
+    )
     assert advantages(rewards, weights=[1, 2], estimator="grpo").unique().numel() == 4
 
 
@@ -61,7 +64,9 @@ def test_statistics_over_live_rows_do_not_enlarge_the_rest_when_groups_die():
     rewards = np.array([[1], [0], [0], [0], [1], [1], [0], [0]])
     ids = np.repeat([0, 1], 4)
     alone = advantages(rewards, ids)
-    joined = advantages(np.concatenate([rewards, np.ones((80, 1))]), np.concatenate([ids, np.repeat(np.arange(2, 12), 8)]))
+    joined = advantages(
+        np.concatenate([rewards, np.ones((80, 1))]), np.concatenate([ids, np.repeat(np.arange(2, 12), 8)])
+    )
     torch.testing.assert_close(joined[:8], alone, rtol=0, atol=0)
     assert joined[8:].abs().max() == 0
 
@@ -98,6 +103,17 @@ def test_small_rewards_and_large_weights_are_no_residue():
     for estimator in ("gdpo", "grpo", "dr_grpo", "dvao"):
         for rewards_scale, weight in ((1e-5, 1.0), (1.0, 1e4), (1.0, 1e-4)):
             values = advantages(
-                rewards * rewards_scale, ids, weights=[weight, 2 * weight], estimator=estimator, batch_norm=True, epsilon=1e-12
+                rewards * rewards_scale,
+                ids,
+                weights=[weight, 2 * weight],
+                estimator=estimator,
+                batch_norm=True,
+                epsilon=1e-12,
             )
             torch.testing.assert_close(values.std(), torch.tensor(1.0).double(), rtol=0, atol=1e-3)
+
+
+def test_a_small_bonus_beside_large_opposed_rewards_survives_in_the_normalised_sum():
+    rewards = [[0, 3000, 1], [3000, 0, 0], [0, 3000, 0], [3000, 0, 1]] * 2
+    values = advantages(rewards, np.repeat([0, 1], 4), estimator="grpo", batch_norm=True)
+    assert (values.sign() == torch.tensor([1, -1, -1, 1] * 2)).all()

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+
 from gdpo_nemo.algorithms import apply_shaping, check_shaping
 
 NAN = np.nan
@@ -28,7 +29,12 @@ def shaped(columns, *rules, **context):
     ],
 )
 def test_each_transformation(rule, expected):
-    context = {"lengths": [10, 90, 110, 300], "max_length": 100, "truncated": [False, False, True, True], "kl": [1, 2, 3, 4]}
+    context = {
+        "lengths": [10, 90, 110, 300],
+        "max_length": 100,
+        "truncated": [False, False, True, True],
+        "kl": [1, 2, 3, 4],
+    }
     result = shaped({"a": [-3, 0, 3, None]}, {"component": "a", **rule}, **context)
     np.testing.assert_allclose(result["a"], expected)
 
@@ -88,7 +94,10 @@ def test_conditioned_components_can_form_a_chain():
         ([{"component": "length", "condition": {"on": "corect", "ge": 1}}], "did you mean 'correct'"),
         ([{"component": "length", "condition": {"ge": 1}}], "needs `on`"),
         ([{"component": "length", "condition": {"on": "correct", "ge": 1, "lt": 2}}], "one of ge, gt"),
-        ([{"component": "length", "condition": {"on": "correct", "gee": 1}}], "unknown option 'gee'; did you mean 'ge'"),
+        (
+            [{"component": "length", "condition": {"on": "correct", "gee": 1}}],
+            "unknown option 'gee'; did you mean 'ge'",
+        ),
         ([{"component": "length", "condition": {"on": "length", "ge": 1}}], "form a circle"),
         (
             [

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+
 from gdpo_nemo.algorithms import LossSettings, TokenFields, policy_loss, target_po_coefficients, token_weights
 
 LENGTHS = np.array([3, 2, 4, 1, 0, 5])
@@ -29,7 +30,9 @@ def literal_loss(logprobs, old, temperature, normalize):
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 4.0])
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean"])
 @pytest.mark.parametrize("micro_batches", [1, 3])
-def test_gradient_equals_the_literal_loss_even_when_groups_span_micro_batches(normalize, temperature, aggregation, micro_batches):
+def test_gradient_equals_the_literal_loss_even_when_groups_span_micro_batches(
+    normalize, temperature, aggregation, micro_batches
+):
     generator = torch.Generator().manual_seed(0)
     ids = torch.repeat_interleave(torch.arange(6), torch.tensor(LENGTHS))
     logprobs = -torch.rand(len(ids), generator=generator).double().requires_grad_()
@@ -67,7 +70,9 @@ def test_invalid_members_leave_statistics_and_distribution():
     torch.testing.assert_close(pull, torch.stack([target[0], torch.tensor(0.0).double(), target[1]]))
     assert (coefficients([0.0, 1], [0, 0], valid=[False, False]) == 0).all()
     half = coefficients([0.0, 1, 5, 7], [0, 0, 1, 1], valid=[True, True, False, False])
-    torch.testing.assert_close(half, torch.tensor([-0.5, 0.5, 0, 0]).double() * (2 * torch.sigmoid(torch.tensor(2.0)) - 1) / 2)
+    torch.testing.assert_close(
+        half, torch.tensor([-0.5, 0.5, 0, 0]).double() * (2 * torch.sigmoid(torch.tensor(2.0)) - 1) / 2
+    )
 
 
 def test_length_normalisation_keeps_a_long_sample_from_dominating():

@@ -14,6 +14,7 @@ import time
 import tracemalloc
 
 import numpy as np
+
 from gdpo_nemo.algorithms import compute_advantages
 
 SECONDS, BYTES = 1.0, 1e9
