@@ -1,0 +1,286 @@
+"""Make the small models that the CPU configs start from; ``policy.model_factory`` names the functions here.
+
+    python examples/make_tiny_model.py results/models/digit_sort_0 --seed 0       a minute on two cores
+    python examples/make_tiny_model.py results/models/random_0 --seed 0 --random  seconds, knows nothing
+
+``make_tiny_model`` warms a random Qwen2 up on digit sorting, by next-token training through the same Megatron policy that
+reinforcement learning then continues. The texts are wrong, malformed and long on purpose, each in more than half of the
+rows: the model comes to know how the digits are sorted and what a good completion looks like, but seldom does all of it
+at once. What the rewards then bring out is there already; they select it, they do not teach it.
+
+The same seed gives the same bits on the same machine with the same number of threads. A folder appears when it is whole.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import random
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Iterator
+
+# Threads that spin while they wait cost more than they gain on a few cores. Read once, when torch is imported.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+import numpy as np
+import torch
+import transformers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast, Qwen2Config
+
+from gdpo_nemo.algorithms.policy_loss import LossSettings
+from gdpo_nemo.config.schema import MegatronConfig, OptimizerConfig, PolicyConfig, SchedulerConfig
+from gdpo_nemo.data.packing import TrainSequence, assign
+from gdpo_nemo.environments.digit_sort import DIGITS, is_held_out
+from gdpo_nemo.errors import ConfigError, GdpoError
+
+ALPHABET = "0123456789+=<>/ta,."
+PAD, EOS = 0, 1
+
+WARM_UP_STEPS = 200
+ROWS_PER_STEP = 96
+_PROGRESS_EVERY = 20
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|start|>' + message.role + '\\n' + message.content + '<|end|>\\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|start|>assistant\\n' }}{% endif %}"
+)
+
+
+# -- the two models -------------------------------------------------------------------------------------------------
+
+
+def make_tiny_model(folder: str, seed: int, steps: int = WARM_UP_STEPS) -> None:
+    """Write a digit-sorting Qwen2 (1,053,952 parameters, 21 characters as tokens) to ``folder``.
+
+    Call it in a process that has not imported Megatron: it joins a process group of one and leaves it again.
+
+    Raises:
+        ConfigError: there is something at ``folder`` already.
+    """
+    tokenizer = character_tokenizer()
+    with _whole_or_nothing(folder) as whole, tempfile.TemporaryDirectory() as scratch:
+        _write_random(
+            scratch,
+            tokenizer,
+            seed,
+            hidden_size=128,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            intermediate_size=512,
+            max_position_embeddings=128,
+        )
+        _warm_up(scratch, whole, seed, steps)
+
+
+def make_random_model(folder: str, seed: int) -> None:
+    """Write a random two-layer Qwen2 over bytes, with a chat template, to ``folder``: for trying real text out.
+
+    Raises:
+        ConfigError: there is something at ``folder`` already.
+    """
+    with _whole_or_nothing(folder) as whole:
+        _write_random(
+            whole,
+            byte_tokenizer(),
+            seed,
+            hidden_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            intermediate_size=192,
+            max_position_embeddings=2048,
+        )
+
+
+def _write_random(folder: str | Path, tokenizer: PreTrainedTokenizerFast, seed: int, **shape: int) -> None:
+    """A randomly initialised Qwen2 with tied embeddings and its tokenizer."""
+    ends = dict(pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id, bos_token_id=None)
+    config = Qwen2Config(
+        vocab_size=len(tokenizer),
+        num_key_value_heads=shape["num_attention_heads"],
+        tie_word_embeddings=True,
+        dtype="float32",
+        **shape,
+        **ends,
+    )
+    transformers.logging.disable_progress_bar()
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config)
+    model.generation_config = GenerationConfig(do_sample=True, **ends)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+@contextlib.contextmanager
+def _whole_or_nothing(folder: str | Path) -> Iterator[Path]:
+    """A new folder that takes its final name when the block is through, so that a killed run leaves no half model."""
+    folder = Path(folder)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigError(f"{folder} exists already; remove it to have the model made again")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as private:
+        whole = Path(private) / "model"  # the private folder is closed to other users, the model need not be
+        whole.mkdir()
+        yield whole
+        whole.rename(folder)
+
+
+# -- tokenizers -----------------------------------------------------------------------------------------------------
+
+
+def character_tokenizer() -> PreTrainedTokenizerFast:
+    """One token per character of ``ALPHABET``, after padding (0) and end (1). Other characters are an error."""
+    vocabulary = {token: number for number, token in enumerate(["<pad>", "<eos>", *ALPHABET])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return _finished(tokenizer, "<pad>", "<eos>")
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """One token per byte, and three for the ends of a chat's turns."""
+    special = ["<|pad|>", "<|end|>", "<|start|>"]
+    vocabulary = {token: number for number, token in enumerate([*special, *sorted(pre_tokenizers.ByteLevel.alphabet())])}
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(special)
+    finished = _finished(tokenizer, "<|pad|>", "<|end|>")
+    finished.chat_template = CHAT_TEMPLATE
+    return finished
+
+
+def _finished(tokenizer: Tokenizer, pad: str, eos: str) -> PreTrainedTokenizerFast:
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token=pad, eos_token=eos, clean_up_tokenization_spaces=False
+    )
+
+
+# -- what the warm-up shows -----------------------------------------------------------------------------------------
+
+
+def warm_up_texts(seed: int) -> Iterator[tuple[str, str]]:
+    """Prompts and completions without end. No prompt is held out; every choice is independent of the others.
+
+    Well-formed in 40 % of the rows, right in 40 %, and with a short body in 40 %.
+    """
+    rng = random.Random(seed)
+    while True:
+        digits = "".join(rng.choices("0123456789", k=DIGITS))
+        if not is_held_out(digits):
+            yield f"{digits}=", _completion(rng, _answer(rng, digits))
+
+
+def _answer(rng: random.Random, digits: str) -> str:
+    if rng.random() < 0.4:
+        return "".join(sorted(digits))
+    wrong = rng.randrange(3)
+    if wrong == 0:
+        return digits
+    if wrong == 1:
+        return "".join(sorted(digits, reverse=True))
+    return "".join(rng.choices(digits, k=DIGITS))
+
+
+def _completion(rng: random.Random, answer: str) -> str:
+    """At most 35 characters: with the end token they fill the 36 that the config lets the model write."""
+    body = "." * (rng.randint(0, 4) if rng.random() < 0.4 else rng.randint(5, 14))
+    if rng.random() < 0.4:
+        return f"<t>{body}</t><a>{answer}</a>"
+    malformed = (
+        f"<t>{body}<a>{answer}</a>",
+        f"{body}</t><a>{answer}</a>",
+        f"<t>{body}</t>{answer}",
+        f"<t>{body}</t><a>{answer}",
+        f"<t>{body}</t><a>{answer}</a>..",
+    )
+    return rng.choice(malformed)
+
+
+# -- the warm-up ----------------------------------------------------------------------------------------------------
+
+
+def _warm_up(start: str | Path, result: Path, seed: int, steps: int) -> None:
+    """Train the model in ``start`` on the warm-up texts and write it to ``result``."""
+    from gdpo_nemo.megatron import runtime
+
+    ours = runtime.prepare()
+    from gdpo_nemo.megatron.hf_files import write_model
+    from gdpo_nemo.megatron.policy import Policy
+
+    config = _training(str(start), steps)
+    with tempfile.TemporaryDirectory() as meeting:
+        runtime.initialize(ours, rank=0, world_size=1, init_method=f"file://{meeting}/rendezvous")
+        try:
+            runtime.lay_out(config.megatron_cfg, seed)
+            policy = Policy(config, start, ours, total_updates=steps)
+            _train(policy, seed, steps)
+            write_model(result, policy.weights(), policy.built.hf_config, start)
+        finally:
+            runtime.tear_down()
+
+
+def _training(folder: str, steps: int) -> PolicyConfig:
+    optimizer = OptimizerConfig(lr=3e-3, min_lr=1.5e-4, weight_decay=0.0, adam_beta1=0.9, adam_beta2=0.99, clip_grad=1.0)
+    scheduler = SchedulerConfig(lr_decay_style="linear", lr_warmup_steps=min(20, steps - 1))
+    return PolicyConfig(
+        model_name=folder, precision="float32", megatron_cfg=MegatronConfig(optimizer=optimizer, scheduler=scheduler)
+    )
+
+
+def _train(policy, seed: int, steps: int) -> None:
+    """Cross-entropy of the completion tokens: a policy loss that is linear in the log-probs, with every advantage 1."""
+    texts, settings = warm_up_texts(seed), LossSettings(type="target_po")
+    start = time.monotonic()
+    for step in range(1, steps + 1):
+        batch = _sequences([next(texts) for _ in range(ROWS_PER_STEP)])
+        result = policy.train(batch, assign([len(s) for s in batch], 1, policy.config.micro_batch_tokens), settings)
+        if step in (1, steps) or step % _PROGRESS_EVERY == 0:
+            spent = time.monotonic() - start
+            print(f"warm-up step {step:3d}/{steps}  loss {result.loss:.3f}  {spent:.0f} s", flush=True)
+
+
+def _sequences(rows: list[tuple[str, str]]) -> list[TrainSequence]:
+    """The rows as token ids, each token of the batch with the same weight."""
+    tokens = sum(len(completion) + 1 for _, completion in rows)
+    sequences = []
+    for prompt, completion in rows:
+        ids = np.array([*map(_ID.__getitem__, completion), EOS], np.int32)
+        sequences.append(
+            TrainSequence(
+                prompt_ids=np.array([*map(_ID.__getitem__, prompt)], np.int32),
+                completion_ids=ids,
+                sampler_logprobs=np.zeros(len(ids), np.float32),
+                advantage=1.0,
+                weight=1.0 / tokens,
+            )
+        )
+    return sequences
+
+
+_ID = {character: number for number, character in enumerate(ALPHABET, start=EOS + 1)}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Command line; see the top of the file."""
+    parser = argparse.ArgumentParser(description="Make a small model for the CPU configs.")
+    parser.add_argument("folder", help="where the model is written; must not exist")
+    parser.add_argument("--seed", type=int, default=0, help="of weights and texts (0)")
+    parser.add_argument("--random", action="store_true", help="random weights over bytes instead of the digit sorter")
+    chosen = parser.parse_args(arguments)
+    try:
+        (make_random_model if chosen.random else make_tiny_model)(chosen.folder, chosen.seed)
+    except GdpoError as error:
+        print(f"make_tiny_model: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,231 @@
+"""The models that examples/make_tiny_model.py makes: their tokenizers, their warm-up texts, their files."""
+
+import hashlib
+import itertools
+import os
+import re
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from examples import make_tiny_model as makers
+from gdpo_nemo.config.files import REPOSITORY
+from gdpo_nemo.environments.digit_sort import is_held_out
+from gdpo_nemo.errors import ConfigError
+
+SCRIPT = REPOSITORY / "examples" / "make_tiny_model.py"
+CHARACTERS, BYTES = makers.character_tokenizer(), makers.byte_tokenizer()
+FORMS = {
+    "well-formed": r"<t>(\.*)</t><a>(\d{5})</a>",
+    "no </t>": r"<t>(\.*)<a>(\d{5})</a>",
+    "no <t>": r"(\.*)</t><a>(\d{5})</a>",
+    "no <a>": r"<t>(\.*)</t>(\d{5})",
+    "no </a>": r"<t>(\.*)</t><a>(\d{5})",
+    "text behind </a>": r"<t>(\.*)</t><a>(\d{5})</a>\.\.",
+}
+
+
+def fresh_process(code, *arguments, **options):
+    """A Python process like the one in which the trainer calls a factory; it can import the repository."""
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen([sys.executable, "-c", code, *arguments], env=environment, **options)
+
+
+def texts(count, seed=0):
+    return list(itertools.islice(makers.warm_up_texts(seed), count))
+
+
+def parsed(completion):
+    """(form, body, answer) of a warm-up completion."""
+    ((form, match),) = [(name, m) for name, pattern in FORMS.items() if (m := re.fullmatch(pattern, completion))]
+    return form, *match.groups()
+
+
+# -- tokenizers -----------------------------------------------------------------------------------------------------
+
+
+@given(st.text(makers.ALPHABET, max_size=60))
+@settings(deadline=None)
+def test_every_text_over_the_alphabet_is_one_token_per_character_and_comes_back(text):
+    ids = CHARACTERS(text)["input_ids"]
+    assert len(ids) == len(text) and not {makers.PAD, makers.EOS} & set(ids)
+    assert CHARACTERS.decode(ids) == text
+    assert CHARACTERS.decode([*ids, makers.EOS], skip_special_tokens=True) == text
+
+
+def test_training_rows_hold_the_tokens_that_the_tokenizer_gives():
+    prompt, completion = texts(1)[0]
+    (row,) = makers._sequences([(prompt, completion)])
+    assert row.prompt_ids.tolist() == CHARACTERS(prompt)["input_ids"]
+    assert row.completion_ids.tolist() == [*CHARACTERS(completion)["input_ids"], CHARACTERS.eos_token_id]
+    assert (CHARACTERS.pad_token_id, CHARACTERS.eos_token_id, len(CHARACTERS)) == (makers.PAD, makers.EOS, 21)
+
+
+def test_a_character_outside_the_alphabet_is_an_error():
+    with pytest.raises(Exception, match="UNK"):
+        CHARACTERS("b")
+
+
+@given(st.text(st.characters(exclude_categories=["Cs"]), max_size=60).filter(lambda text: "<|" not in text))
+@settings(deadline=None)
+def test_any_text_is_one_token_per_byte_and_comes_back(text):
+    ids = BYTES(text)["input_ids"]
+    assert len(ids) == len(text.encode()) and BYTES.decode(ids) == text
+
+
+def test_a_chat_opens_and_closes_every_turn_with_a_token_of_its_own():
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+2?"}]
+    text = BYTES.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert text == "<|start|>system\nBe brief.<|end|>\n<|start|>user\n2+2?<|end|>\n<|start|>assistant\n"
+    ids = BYTES(text)["input_ids"]
+    assert ids.count(BYTES.convert_tokens_to_ids("<|start|>")) == 3 and ids.count(BYTES.eos_token_id) == 2
+
+
+# -- warm-up texts --------------------------------------------------------------------------------------------------
+
+
+def test_warm_up_never_shows_a_held_out_prompt():
+    prompts = [prompt for prompt, _ in texts(20_000)]
+    assert all(re.fullmatch(r"\d{5}=", prompt) and not is_held_out(prompt[:5]) for prompt in prompts)
+
+
+def test_warm_up_shows_every_form_defect_and_body_length_in_the_shares_that_were_measured():
+    rows = [(prompt[:5], *parsed(completion)) for prompt, completion in texts(20_000)]
+    share = {form: sum(row[1] == form for row in rows) / len(rows) for form in FORMS}
+    assert share.pop("well-formed") == pytest.approx(0.4, abs=0.015)
+    assert list(share.values()) == pytest.approx([0.12] * 5, abs=0.01)
+    assert sum(len(body) <= 4 for _, _, body, _ in rows) / len(rows) == pytest.approx(0.4, abs=0.015)
+    assert {len(body) for _, _, body, _ in rows} == set(range(15))
+    right = sum(answer == "".join(sorted(digits)) for digits, _, _, answer in rows) / len(rows)
+    assert right == pytest.approx(0.42, abs=0.02)  # 0.40, and "wrong" answers that happen to be right
+    assert all(set(answer) <= set(digits) for digits, _, _, answer in rows)
+
+
+def test_warm_up_fits_the_completion_length_of_the_demo_and_reaches_it():
+    assert max(len(completion) + 1 for _, completion in texts(5_000)) == 36
+
+
+def test_warm_up_texts_depend_on_the_seed_alone():
+    assert texts(50, seed=3) == texts(50, seed=3) != texts(50, seed=4)
+
+
+# -- files ----------------------------------------------------------------------------------------------------------
+
+MAKE_TWO = """
+import sys
+from examples.make_tiny_model import make_tiny_model
+for folder in sys.argv[1:]:
+    make_tiny_model(folder, seed=5, steps=3)
+"""
+
+
+@pytest.fixture(scope="module")
+def warmed_up(tmp_path_factory):
+    """Two folders made from one seed, one after the other in one process, and what was printed."""
+    root = tmp_path_factory.mktemp("models")
+    process = fresh_process(MAKE_TWO, root / "a", root / "b", stdout=subprocess.PIPE, text=True)
+    printed, _ = process.communicate(timeout=120)
+    assert process.returncode == 0
+    return root / "a", root / "b", printed
+
+
+def digest(folder):
+    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in folder.iterdir()}
+
+
+def test_the_same_seed_gives_the_same_files_bit_for_bit(warmed_up):
+    first, second, _ = warmed_up
+    assert digest(first) == digest(second)
+    assert sorted(p.name for p in first.parent.iterdir()) == ["a", "b"]
+
+
+def test_warm_up_lowers_the_loss_and_says_where_it_is(warmed_up):
+    lines = re.findall(r"warm-up step +(\d+)/3 +loss ([\d.]+)", warmed_up[2])
+    assert [step for step, _ in lines] == ["1", "3", "1", "3"]
+    losses = [float(loss) for _, loss in lines]
+    assert losses[0] == pytest.approx(3.04, abs=0.15)  # log 21, as a model that knows nothing has it
+    assert losses[1] < losses[0] and losses[:2] == losses[2:]
+
+
+def test_the_warmed_up_model_is_the_architecture_that_was_announced(warmed_up):
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(warmed_up[0]), AutoTokenizer.from_pretrained(warmed_up[0])
+    assert sum(p.numel() for p in model.parameters()) == 1_053_952
+    assert model.config.model_type == "qwen2" and model.config.tie_word_embeddings
+    ends = {(c.eos_token_id, c.pad_token_id) for c in (model.config, model.generation_config, tokenizer)}
+    assert ends == {(makers.EOS, makers.PAD)}
+    written = model.generate(**tokenizer("39172=", return_tensors="pt"), max_new_tokens=8, do_sample=False)
+    assert tokenizer.decode(written[0]).startswith("39172=")
+
+
+def test_warm_up_moves_every_matrix_away_from_its_start(warmed_up, tmp_path):
+    makers._write_random(
+        tmp_path,
+        CHARACTERS,
+        5,
+        hidden_size=128,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        intermediate_size=512,
+        max_position_embeddings=128,
+    )
+    before, after = (AutoModelForCausalLM.from_pretrained(f).state_dict() for f in (tmp_path, warmed_up[0]))
+    assert before.keys() == after.keys()
+    assert not [name for name in before if before[name].dim() == 2 and torch.equal(before[name], after[name])]
+
+
+def test_the_random_model_loads_with_its_chat_template_and_depends_on_the_seed(tmp_path):
+    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
+        makers.make_random_model(str(tmp_path / name), seed)
+    assert digest(tmp_path / "a") == digest(tmp_path / "b") != digest(tmp_path / "c")
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(tmp_path / "a"), AutoTokenizer.from_pretrained(tmp_path / "a")
+    assert model.config.max_position_embeddings == 2048 and model.config.vocab_size == len(tokenizer)
+    assert tokenizer.chat_template == makers.CHAT_TEMPLATE
+    assert model.config.eos_token_id == tokenizer.eos_token_id
+
+
+def test_a_folder_with_something_in_it_is_refused_and_left_alone(tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "notes.txt").write_text("mine")
+    with pytest.raises(ConfigError, match="exists already; remove it"):
+        makers.make_random_model(tmp_path / "model", 0)
+    assert digest(tmp_path / "model").keys() == {"notes.txt"}
+
+
+def test_a_failed_making_leaves_nothing(tmp_path, monkeypatch):
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(makers.PreTrainedTokenizerFast, "save_pretrained", full)
+    with pytest.raises(OSError, match="No space"):
+        makers.make_random_model(tmp_path / "models" / "model", 0)
+    assert list((tmp_path / "models").iterdir()) == []
+
+
+def test_a_killed_making_leaves_no_model_under_the_name(tmp_path):
+    process = fresh_process(
+        "import sys; from examples.make_tiny_model import make_tiny_model; make_tiny_model(sys.argv[1], 0)",
+        tmp_path / "model",
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout.readline().startswith("warm-up step   1/200")
+    process.send_signal(signal.SIGKILL)
+    assert process.wait(timeout=30) == -signal.SIGKILL
+    assert not (tmp_path / "model").exists()
+    makers.make_random_model(tmp_path / "model", 0)
+    assert (tmp_path / "model" / "model.safetensors").exists()
+
+
+def test_the_command_line_makes_the_model_and_reports_a_taken_folder_in_one_line(tmp_path):
+    command = [sys.executable, str(SCRIPT), str(tmp_path / "model"), "--random"]
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    assert subprocess.run(command, env=environment).returncode == 0
+    assert (tmp_path / "model" / "tokenizer.json").exists()
+    again = subprocess.run(command, env=environment, stderr=subprocess.PIPE, text=True)
+    assert again.returncode == 2 and again.stderr.count("\n") == 1 and "exists already" in again.stderr
