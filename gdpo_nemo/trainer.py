@@ -6,6 +6,7 @@ verdicts), ``algorithms`` (advantages and losses), ``megatron`` (the update) and
 
 from __future__ import annotations
 
+import re
 import time
 
 import numpy as np
@@ -24,6 +25,9 @@ from gdpo_nemo.rollouts.learning import (
 )
 from gdpo_nemo.rollouts.stream import Rollout
 
+_PATIENCE = 3
+"""Steps in a row that a reward component may be dead or ignored before the run says so."""
+
 
 class Trainer:
     """One run, set up and ready: ``parts`` holds the policy, the engines, the stream, the log and the checkpoints."""
@@ -36,6 +40,7 @@ class Trainer:
         section = {**vars(config.loss_fn), "off_policy": vars(config.loss_fn.off_policy)}
         self.loss = LossSettings.from_mapping(section)
         self.skipped_in_a_row = 0
+        self.ailing: dict[str, int] = {}
 
     def fit(self) -> None:
         """Train until the last step, or until somebody asks to stop; the last state is always saved."""
@@ -138,8 +143,16 @@ class Trainer:
             ("sync", f"weights {self.state.step}", trained, synced),
         ):
             self.log.span(*span)
-        for line in diagnostics.alerts:
-            self.log.alert(f"step {self.state.step}: {line}")
+        self._warn(diagnostics.alerts)
+
+    def _warn(self, lines: list[str]) -> None:
+        """Pass on what is wrong with a component once it has been so for some steps, and not again until it was well."""
+        # The sentence up to its figures names component and ailment.
+        ailing = {re.split(r"[(:]", line)[0]: line for line in lines}
+        self.ailing = {key: self.ailing.get(key, 0) + 1 for key in ailing}
+        for key, steps in self.ailing.items():
+            if steps == _PATIENCE:
+                self.log.alert(f"step {self.state.step}: for {steps} steps, {ailing[key]}")
 
     def validate(self) -> None:
         """Measure every component on the held-out prompts with the engines' current weights."""
