@@ -12,6 +12,7 @@ import numpy as np
 from gdpo_nemo.cluster.session import cores, gather, ray, thread_environment
 from gdpo_nemo.config.schema import Config, MegatronConfig, PolicyConfig
 from gdpo_nemo.data.packing import TrainSequence, assign
+from gdpo_nemo.data.results import UpdateResult
 
 _START_S = 900.0
 
@@ -53,9 +54,9 @@ class PolicyRank:
         result = self.policy.train(sequences, assignment, settings)
         return result if self.rank == 0 else None
 
-    def logprobs(self, sequences, assignment, reference: bool):
+    def logprobs(self, sequences, assignment, reference: bool, temperature: float | None):
         """This rank's share of the log-probs of all completion tokens, or None."""
-        return self.policy.logprobs(sequences, assignment, reference)
+        return self.policy.logprobs(sequences, assignment, reference, temperature)
 
     def pack_weights(self, version: int):
         """(manifest, flat buffer) of all weights on rank 0; the other ranks take part and return nothing."""
@@ -144,15 +145,22 @@ class PolicyGroup:
             self.layout.pipeline_model_parallel_size if self.layout.virtual_pipeline_model_parallel_size else 1,
         )
 
-    def train(self, sequences: list[TrainSequence], settings):
-        """One optimizer update; returns ``megatron.policy.UpdateResult``."""
+    def train(self, sequences: list[TrainSequence], settings) -> UpdateResult:
+        """One optimizer update."""
         batch = ray.put(sequences)
         return self._call("train", batch, self._assign(sequences), settings, what="training")[0]
 
-    def logprobs(self, sequences: list[TrainSequence], reference: bool = False) -> list[np.ndarray]:
-        """float32 [completion tokens] for each sequence, under the current (or reference) weights."""
+    def logprobs(
+        self, sequences: list[TrainSequence], reference: bool = False, temperature: float | None = None
+    ) -> list[np.ndarray]:
+        """float32 [completion tokens] for each sequence, under the current (or reference) weights.
+
+        ``temperature`` replaces the sampling temperature.
+        """
         batch = ray.put(sequences)
-        shares = self._call("logprobs", batch, self._assign(sequences), reference, what="evaluating log-probs")
+        shares = self._call(
+            "logprobs", batch, self._assign(sequences), reference, temperature, what="evaluating log-probs"
+        )
         found = [np.full(len(s.completion_ids), np.nan, np.float32) for s in sequences]
         for share in shares:
             if share is None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Iterator, Sequence
@@ -21,37 +20,13 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from gdpo_nemo.algorithms.policy_loss import LossSettings, TokenFields, policy_loss
 from gdpo_nemo.config.schema import PolicyConfig
 from gdpo_nemo.data.packing import Assignment, PackedRows, TrainSequence, lay_out
+from gdpo_nemo.data.results import TokenValues, UpdateResult
 from gdpo_nemo.megatron.attention import local_positions, make_packing
 from gdpo_nemo.megatron.convert import export_hf
 from gdpo_nemo.megatron.model import BuiltModel, build
 from gdpo_nemo.megatron.runtime import Runtime
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
-
-@dataclass
-class UpdateResult:
-    """One optimizer update as every rank sees it.
-
-    ``sums`` add up over the update's completion tokens (`tokens` counts them), ``maxima`` are maxima over them.
-    ``skipped`` says that loss or gradient was not finite, so that no weight changed.
-    """
-
-    loss: float
-    grad_norm: float
-    lr: float
-    skipped: bool
-    sums: dict[str, float]
-    maxima: dict[str, float]
-
-
-@dataclass
-class TokenValues:
-    """Values of completion tokens: ``values[i]`` belongs to token ``offset[i]`` of the completion at ``sequence[i]``."""
-
-    sequence: np.ndarray
-    offset: np.ndarray
-    values: np.ndarray
 
 
 def _merge(shares: list[dict[str, float]], how) -> dict[str, float]:
@@ -196,20 +171,37 @@ class Policy:
 
     @torch.no_grad()
     def logprobs(
-        self, sequences: Sequence[TrainSequence], assignment: Assignment, reference: bool = False
+        self,
+        sequences: Sequence[TrainSequence],
+        assignment: Assignment,
+        reference: bool = False,
+        temperature: float | None = None,
     ) -> TokenValues | None:
-        """Log-probs of all completion tokens under the current (or reference) weights, at the sampling temperature.
+        """Log-probs of all completion tokens under the current (or reference) weights.
+
+        ``temperature`` replaces the sampling temperature for this call.
 
         Returns:
             This rank's share where the rank reports (see ``reports``), else None.
         """
-        with self._reference_weights() if reference else contextlib.nullcontext():
+        with self._reference_weights() if reference else contextlib.nullcontext(), self._at_temperature(temperature):
             self._training(False)
             done = self._run(sequences, assignment, self._collect, forward_only=True)
             self._training(True)
         if not self.reports:
             return None
         return TokenValues(*(np.concatenate([part[i] for part in done]) for i in range(3)))
+
+    @contextlib.contextmanager
+    def _at_temperature(self, temperature: float | None):
+        usual = [chunk.temperature for chunk in self.chunks]
+        for chunk in self.chunks:
+            chunk.temperature = temperature or chunk.temperature
+        try:
+            yield
+        finally:
+            for chunk, value in zip(self.chunks, usual):
+                chunk.temperature = value
 
     @staticmethod
     def _collect(rows: PackedRows, output: torch.Tensor):

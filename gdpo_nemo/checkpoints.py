@@ -1,0 +1,161 @@
+"""The checkpoint folder of a run: written beside, renamed into place, checked before use, pruned by age and merit.
+
+``checkpoints/step_N/`` holds the policy's files, ``state.json`` (what the driver knows) and ``files.json`` (size and
+CRC-32 of every file). A folder without a whole ``files.json`` is not a checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import zlib
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Callable
+
+from gdpo_nemo.errors import RunError
+
+_FILES, _STATE = "files.json", "state.json"
+_NAME = re.compile(r"step_(\d+)")
+
+
+@dataclass
+class RunState:
+    """What the driver has to know to go on exactly."""
+
+    step: int = 0
+    """Steps done."""
+    position: int = 0
+    """Prompts dealt to those steps."""
+    data: str = ""
+    """Fingerprint of the training prompts."""
+    model: str = ""
+    """Fingerprint of the model the run started from."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """The newest value of the metric that ranks checkpoints."""
+
+
+class Checkpoints:
+    """The checkpoints of one run.
+
+    Args:
+        folder: ``checkpoints/`` of the run.
+        metric: name by which the best are kept, larger is better; None keeps by age only.
+    """
+
+    def __init__(self, folder: str | Path, keep_last: int, keep_best: int, metric: str | None):
+        self.folder = Path(folder)
+        self._keep_last, self._keep_best, self._metric = keep_last, keep_best, metric
+
+    def steps(self) -> list[int]:
+        """Steps of the finished checkpoints, oldest first."""
+        if not self.folder.is_dir():
+            return []
+        found = (_NAME.fullmatch(path.name) for path in self.folder.iterdir() if (path / _FILES).is_file())
+        return sorted(int(match[1]) for match in found if match)
+
+    def path(self, step: int) -> Path:
+        """Folder of the checkpoint after ``step`` steps."""
+        return self.folder / f"step_{step}"
+
+    def save(self, state: RunState, write: Callable[[Path], None]) -> Path:
+        """Write a checkpoint; ``write(folder)`` adds the policy's files. The previous ones stay until this one is whole.
+
+        Raises:
+            RunError: it could not be written; nothing that was there before is lost.
+        """
+        final, temporary = self.path(state.step), self.folder / f".writing_step_{state.step}"
+        try:
+            shutil.rmtree(temporary, ignore_errors=True)
+            temporary.mkdir(parents=True)
+            write(temporary)
+            (temporary / _STATE).write_text(json.dumps(asdict(state), indent=1))
+            _write_listing(temporary)
+            if final.exists():
+                shutil.rmtree(final)
+            os.replace(temporary, final)
+        except (OSError, RunError) as error:
+            shutil.rmtree(temporary, ignore_errors=True)
+            kept = f"; step {self.steps()[-1]} is the last good one" if self.steps() else ""
+            raise RunError(f"checkpoint of step {state.step} could not be written: {error}{kept}") from error
+        self._prune()
+        return final
+
+    def newest(self, complain: Callable[[str], None]) -> tuple[Path, RunState] | None:
+        """The newest checkpoint whose files are as they were written; ``complain`` hears of each that is not."""
+        for step in reversed(self.steps()):
+            folder = self.path(step)
+            damage = _damage(folder)
+            if damage is None:
+                return folder, read_state(folder)
+            complain(f"checkpoint {folder} is damaged ({damage}) and is passed over")
+        return None
+
+    def _prune(self) -> None:
+        steps = self.steps()
+        keep = set(steps[-self._keep_last :] if self._keep_last else [])
+        if self._metric and self._keep_best:
+            ranked = [(read_state(self.path(s)).metrics.get(self._metric), s) for s in steps]
+            ranked = sorted((value, step) for value, step in ranked if value is not None)
+            keep.update(step for _, step in ranked[-self._keep_best :])
+        for step in steps:
+            if step not in keep and step != steps[-1]:
+                shutil.rmtree(self.path(step), ignore_errors=True)
+        for leftover in self.folder.glob(".writing_step_*"):
+            shutil.rmtree(leftover, ignore_errors=True)
+
+
+def read_state(folder: Path) -> RunState:
+    """The driver's state in a checkpoint folder."""
+    return RunState(**json.loads((folder / _STATE).read_text()))
+
+
+def _write_listing(folder: Path) -> None:
+    listing = {}
+    for file in sorted(p for p in folder.rglob("*") if p.is_file()):
+        listing[str(file.relative_to(folder))] = [file.stat().st_size, _crc32(file)]
+    with open(folder / _FILES, "w") as out:
+        json.dump(listing, out, indent=1)
+        out.flush()
+        os.fsync(out.fileno())
+
+
+def _damage(folder: Path) -> str | None:
+    """What is wrong with a checkpoint's files, or None."""
+    try:
+        listing = json.loads((folder / _FILES).read_text())
+    except ValueError:
+        return f"{_FILES} is not readable"
+    for name, (size, checksum) in listing.items():
+        file = folder / name
+        if not file.is_file():
+            return f"{name} is missing"
+        if file.stat().st_size != size:
+            return f"{name} has {file.stat().st_size} of {size} bytes"
+        if _crc32(file) != checksum:
+            return f"{name} has changed"
+    return None
+
+
+def _crc32(file: Path) -> int:
+    value = 0
+    with open(file, "rb") as stream:
+        while chunk := stream.read(1 << 22):
+            value = zlib.crc32(chunk, value)
+    return value
+
+
+def model_fingerprint(folder: str | Path) -> str:
+    """A checksum of a Hugging Face folder: its configuration, and name, size and both ends of every weight file."""
+    folder = Path(folder)
+    value = zlib.crc32((folder / "config.json").read_bytes())
+    for file in sorted(folder.glob("*.safetensors")):
+        size = file.stat().st_size
+        value = zlib.crc32(f"{file.name} {size}".encode(), value)
+        with open(file, "rb") as stream:
+            value = zlib.crc32(stream.read(1 << 16), value)
+            stream.seek(max(0, size - (1 << 16)))
+            value = zlib.crc32(stream.read(), value)
+    return f"{value:08x}"

@@ -1,0 +1,54 @@
+"""Publishing weights: policy to engines through the object store, with a probe that proves they arrived."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+
+from gdpo_nemo.cluster.fleet import EngineFleet
+from gdpo_nemo.cluster.policy_group import PolicyGroup
+from gdpo_nemo.data.packing import TrainSequence
+from gdpo_nemo.errors import RunError
+
+
+class WeightSync:
+    """Moves the policy's weights to every engine of the fleet.
+
+    Args:
+        probe: int32 [tokens], at least 2: a sequence whose log-probs trainer and engines must agree on after every
+            update; None switches that off.
+        limit: largest difference allowed.
+    """
+
+    def __init__(self, policy: PolicyGroup, fleet: EngineFleet, probe: np.ndarray | None, limit: float):
+        self._policy, self._fleet, self._probe, self._limit = policy, fleet, probe, limit
+
+    def publish(self, version: int) -> dict[str, float]:
+        """Send the current weights as ``version``; returns ``time/sync`` and ``parity/probe``.
+
+        Raises:
+            RunError: an engine does not hold what the policy holds.
+        """
+        start = time.monotonic()
+        self._fleet.update(*self._policy.pack_weights(version))
+        row = {}
+        if self._probe is not None:
+            row["parity/probe"] = self._difference(version)
+        return {"time/sync": time.monotonic() - start, **row}
+
+    def _difference(self, version: int) -> float:
+        ids = self._probe
+        # The engines score at temperature 1, so the trainer must too.
+        sequence = TrainSequence(ids[:1], ids[1:], np.zeros(len(ids) - 1, np.float32))
+        (mine,) = self._policy.logprobs([sequence], temperature=1.0)
+        worst = 0.0
+        for index, theirs in enumerate(self._fleet.score(ids)):
+            worst = max(worst, float(np.abs(mine - theirs).max()))
+            # Written so that NaN fails, too.
+            if not np.abs(mine - theirs).max() <= self._limit:
+                raise RunError(
+                    f"engine {index} does not hold the weights of version {version}: its log-probs differ by "
+                    f"{np.abs(mine - theirs).max():.3g} from the trainer's (policy.generation.parity_limit {self._limit})"
+                )
+        return worst

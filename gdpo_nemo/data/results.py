@@ -1,0 +1,32 @@
+"""What the policy's ranks send back to the driver, in types that need neither torch nor Megatron to be read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass
+class UpdateResult:
+    """One optimizer update as every rank sees it.
+
+    ``sums`` add up over the update's completion tokens (`tokens` counts them), ``maxima`` are maxima over them.
+    ``skipped`` says that loss or gradient was not finite, so that no weight changed.
+    """
+
+    loss: float
+    grad_norm: float
+    lr: float
+    skipped: bool
+    sums: dict[str, float]
+    maxima: dict[str, float]
+
+
+@dataclass
+class TokenValues:
+    """Values of completion tokens: ``values[i]`` belongs to token ``offset[i]`` of the completion at ``sequence[i]``."""
+
+    sequence: np.ndarray
+    offset: np.ndarray
+    values: np.ndarray

@@ -1,0 +1,1 @@
+"""Prompts become samples, samples get verdicts, groups become complete; within the staleness bound."""

@@ -1,0 +1,157 @@
+"""Groups become updates: rewards to advantages, trajectories to training sequences, verdicts to metrics."""
+
+from __future__ import annotations
+
+from typing import Sequence
+
+import numpy as np
+
+from gdpo_nemo.algorithms import Advantages, apply_shaping, compute_advantages, token_weights
+from gdpo_nemo.config.schema import Config
+from gdpo_nemo.data.packing import TrainSequence
+from gdpo_nemo.data.records import Outcome, Trajectory
+from gdpo_nemo.data.results import UpdateResult
+from gdpo_nemo.errors import RunError
+
+
+def advantages_of(groups: Sequence, config: Config) -> Advantages:
+    """Advantages of all trajectories of a step, in group order, over the whole batch at once.
+
+    Components without a weight take part with weight 0, for the metrics.
+
+    Raises:
+        RunError: no trajectory carries any weighted reward.
+    """
+    gdpo = config.gdpo
+    trajectories = [t for group in groups for t in group.trajectories]
+    ids = np.repeat(np.arange(len(groups)), [len(group.trajectories) for group in groups])
+    names = dict.fromkeys([*gdpo.rewards, *(name for t in trajectories for name in t.rewards)])
+    columns = {
+        name: np.array([_number(t.rewards.get(name)) for t in trajectories], np.float64) for name in names
+    }
+    lengths = np.array([len(t.completion_ids) for t in trajectories])
+    if gdpo.shaping:
+        columns = apply_shaping(
+            columns,
+            gdpo.shaping,
+            lengths=lengths,
+            max_length=config.policy.generation.max_new_tokens,
+            truncated=np.array([t.finish_reason == "length" for t in trajectories]),
+        )
+    try:
+        return compute_advantages(
+            columns,
+            ids,
+            weights={name: gdpo.rewards.get(name, 0.0) for name in columns},
+            valid=np.array([t.trains for t in trajectories]),
+            lengths=lengths,
+            estimator=gdpo.estimator,
+            preset=gdpo.preset,
+            batch_norm=gdpo.batch_norm,
+            epsilon=gdpo.epsilon,
+            **gdpo.options,
+        )
+    except ValueError as error:
+        raise RunError(f"advantages: {error}") from error
+
+
+def _number(value: float | None) -> float:
+    return np.nan if value is None else float(value)
+
+
+def updates_of(trajectories: Sequence[Trajectory], advantages: np.ndarray, config: Config) -> list[list[TrainSequence]]:
+    """The training sequences of each optimizer update of a step; token weights add up per update."""
+    loss, size = config.loss_fn, config.policy.train_global_batch_size or len(trajectories)
+    return [
+        _weighted(trajectories[start : start + size], advantages[start : start + size], loss, config)
+        for start in range(0, len(trajectories), size)
+    ]
+
+
+def _weighted(trajectories, advantages, loss, config: Config) -> list[TrainSequence]:
+    trained = [
+        t.trains and not (loss.mask_truncated and t.outcome is Outcome.TRUNCATED) and np.isfinite(a)
+        for t, a in zip(trajectories, advantages)
+    ]
+    weights = token_weights(
+        [len(t.completion_ids) if keep else 0 for t, keep in zip(trajectories, trained)],
+        loss.aggregation,
+        constant_length=loss.constant_length or config.policy.generation.max_new_tokens,
+    )
+    from_sampler = old_logprobs_source(config) == "sampler"
+    return [
+        TrainSequence(
+            prompt_ids=t.prompt.token_ids,
+            completion_ids=t.completion_ids,
+            sampler_logprobs=t.logprobs,
+            advantage=float(a) if keep else 0.0,
+            weight=float(w),
+            old_logprobs=t.logprobs if from_sampler else None,
+        )
+        for t, a, w, keep in zip(trajectories, advantages, weights, trained)
+    ]
+
+
+def old_logprobs_source(config: Config) -> str:
+    """Where the denominator of the ratio comes from: ``sampler`` or ``trainer``."""
+    return config.loss_fn.old_logprobs or ("sampler" if config.rollout.max_staleness else "trainer")
+
+
+def rollout_metrics(trajectories: Sequence[Trajectory], version: int) -> dict[str, float]:
+    """The keys ``rollout/...`` and ``staleness/...`` of a step trained on weights of ``version``."""
+    tokens = sum(len(t.completion_ids) for t in trajectories)
+    stale = [version - t.policy_version for t in trajectories]
+    outcomes = [t.outcome for t in trajectories]
+    return {
+        "rollout/tokens": float(tokens),
+        "rollout/mean_length": tokens / len(trajectories),
+        "rollout/truncated": outcomes.count(Outcome.TRUNCATED) / len(outcomes),
+        "rollout/env_failed": outcomes.count(Outcome.ENV_FAILED) / len(outcomes),
+        "staleness/mean": float(np.mean(stale)),
+        "staleness/max": float(max(stale)),
+    }
+
+
+def check_failures(trajectories: Sequence[Trajectory], limit: float) -> None:
+    """Stop rather than train on what is left when too many verifications failed.
+
+    Raises:
+        RunError: the share of failed samples exceeds ``limit``.
+    """
+    failed = [t for t in trajectories if t.outcome is Outcome.ENV_FAILED]
+    if len(failed) > limit * len(trajectories):
+        raise RunError(
+            f"{len(failed)} of {len(trajectories)} samples failed in the environment "
+            f"{failed[0].prompt.environment!r} (rollout.max_env_failure_share is {limit}): {failed[0].detail}"
+        )
+
+
+def update_metrics(results: Sequence[UpdateResult], on_policy: bool) -> dict[str, float]:
+    """Metrics of a step's optimizer updates (``UpdateResult``), averaged over their tokens.
+
+    ``parity/...`` compares sampler and trainer at equal weights, so it is measured where the rollout is on-policy only.
+    """
+    sums: dict[str, float] = {}
+    maxima: dict[str, float] = {}
+    for result in results:
+        for name, value in result.sums.items():
+            sums[name] = sums.get(name, 0.0) + value
+        for name, value in result.maxima.items():
+            maxima[name] = max(value, maxima.get(name, value))
+    tokens = max(sums.pop("tokens", 0.0), 1.0)
+    row = {
+        "loss": float(np.mean([r.loss for r in results])),
+        "grad_norm": float(np.mean([r.grad_norm for r in results])),
+        "lr": results[-1].lr,
+    }
+    known = {"entropy": "policy/entropy", "clipped": "policy/clip_fraction", "ratio": "policy/ratio_mean"}
+    for name, value in sums.items():
+        if not name.startswith("parity_"):
+            row[known.get(name, f"policy/{name}")] = value / tokens
+    if "ratio" in maxima:
+        row["policy/ratio_max"] = maxima["ratio"]
+    if on_policy and "parity_abs" in maxima:
+        row["parity/max_abs"] = maxima["parity_abs"]
+        row["parity/mean_abs"] = sums["parity_abs"] / tokens
+        row["parity/kl"] = sums["parity_kl"] / tokens
+    return row

@@ -1,0 +1,224 @@
+"""The stream of rollouts: batch k of prompts, sampled, verified, complete.
+
+One path serves synchronous and asynchronous training. Batch k is trained by update k + 1, on weights of version k, so it
+may be sampled by any version from k - max_staleness on. ``top_up(version)`` starts every batch that this rule allows:
+with 0 exactly the next one, with 1 also the one after it, which the engines sample while the policy trains. The engines
+serve calls in order, so new weights reach them only behind the calls already submitted.
+"""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Sequence
+
+import numpy as np
+
+from gdpo_nemo.algorithms import groups_with_signal
+from gdpo_nemo.cluster.fleet import EngineFleet
+from gdpo_nemo.config.schema import Config
+from gdpo_nemo.data.prompts import PromptSource
+from gdpo_nemo.data.records import Group, Outcome, Prompt, Trajectory
+from gdpo_nemo.environments.pool import EnvironmentPool
+from gdpo_nemo.generation.requests import CompletionBatch, SampleRequest, Sampling
+
+Span = tuple[str, str, float, float]
+"""(lane, name, start, end) in seconds since the epoch, for the trace."""
+
+
+@dataclass
+class Rollout:
+    """Complete groups of one step, and what making them took."""
+
+    groups: list[Group]
+    next_position: int
+    """Prompts dealt since the start of training once this rollout is trained."""
+    generation_s: float = 0.0
+    verify_s: float = 0.0
+    rounds: int = 1
+    dropped_groups: int = 0
+    """Groups without signal that dynamic sampling replaced."""
+    spans: list[Span] = field(default_factory=list)
+
+    @property
+    def trajectories(self) -> list[Trajectory]:
+        """All trajectories, group by group."""
+        return [t for group in self.groups for t in group.trajectories]
+
+
+class RolloutStream:
+    """Makes rollouts ahead of the trainer, never further than the staleness bound.
+
+    Args:
+        position: prompts dealt by earlier steps (0, or what the checkpoint says).
+        step: steps done; the next batch is number ``step``.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        prompts: PromptSource,
+        fleet: EngineFleet,
+        pool: EnvironmentPool,
+        tokenizer,
+        position: int,
+        step: int,
+    ):
+        self._config, self._prompts, self._fleet, self._pool, self._tokenizer = config, prompts, fleet, pool, tokenizer
+        generation = config.policy.generation
+        self._sampling = Sampling(
+            generation.temperature,
+            generation.top_p,
+            generation.top_k,
+            generation.max_new_tokens,
+            tuple(generation.stop_strings),
+        )
+        self._position, self._next = position, step
+        self._pending: dict[int, Future[Rollout]] = {}
+        # One thread: rollouts are finished in their order, beside the training in the main thread.
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="rollouts")
+
+    def top_up(self, version: int) -> None:
+        """Start every batch that weights of ``version`` may sample."""
+        count = self._config.gdpo.num_prompts_per_step
+        last = min(version + self._config.rollout.max_staleness, self._config.gdpo.max_num_steps - 1)
+        while self._next <= last:
+            ticket, prompts = self._submit(self._position, count)
+            self._position += count
+            self._pending[self._next] = self._worker.submit(self._complete, ticket, prompts, self._position)
+            self._next += 1
+
+    def take(self, step: int) -> Rollout:
+        """The rollout of batch ``step``; waits for it.
+
+        Raises:
+            RunError: engines or environments failed for good.
+        """
+        return self._pending.pop(step).result()
+
+    def close(self) -> None:
+        """Wait for nothing: what is in flight is dropped."""
+        self._worker.shutdown(wait=False, cancel_futures=True)
+
+    # -- one batch ----------------------------------------------------------------------------------------------
+
+    def _submit(self, position: int, count: int):
+        prompts = self._prompts.batch(position, count)
+        samples = self._config.gdpo.num_generations_per_prompt
+        requests = [
+            SampleRequest(prompt.token_ids, sample_seed(self._config.run.seed, position + place, j))
+            for place, prompt in enumerate(prompts)
+            for j in range(samples)
+        ]
+        return self._fleet.submit(requests, self._sampling), prompts
+
+    def _complete(self, ticket, prompts: list[Prompt], position: int) -> Rollout:
+        rollout = self._verified(ticket, prompts, position)
+        if self._config.gdpo.dynamic_sampling.enabled:
+            self._replace_dead(rollout, len(prompts))
+        return rollout
+
+    def _verified(self, ticket, prompts: list[Prompt], position: int) -> Rollout:
+        batch = self._fleet.collect(ticket)
+        sampled = time.time()
+        groups = grouped(prompts, batch, self._tokenizer)
+        judge([t for g in groups for t in g.trajectories], self._pool)
+        verified = time.time()
+        spans = [
+            ("rollout", f"sample {len(batch.completions)}", sampled - batch.seconds, sampled),
+            ("verify", f"verify {len(batch.completions)}", sampled, verified),
+        ]
+        return Rollout(groups, position, batch.seconds, verified - sampled, spans=spans)
+
+    def _replace_dead(self, rollout: Rollout, wanted: int) -> None:
+        """Dynamic sampling: further prompts for groups in which every weighted component is constant.
+
+        Only without staleness, so no other batch is in flight and the positions stay consecutive.
+        """
+        weights, limit = self._config.gdpo.rewards, self._config.gdpo.dynamic_sampling.max_rounds
+        kept = [g for g in rollout.groups if has_signal(g, weights)]
+        spare = [g for g in rollout.groups if not has_signal(g, weights)]
+        while len(kept) < wanted and rollout.rounds < limit:
+            position, count = self._position, wanted - len(kept)
+            self._position += count
+            extra = self._verified(*self._submit(position, count), self._position)
+            kept += [g for g in extra.groups if has_signal(g, weights)]
+            rollout.next_position = self._position
+            rollout.generation_s += extra.generation_s
+            rollout.verify_s += extra.verify_s
+            rollout.spans += extra.spans
+            rollout.rounds += 1
+            rollout.dropped_groups += count
+        # Never fewer groups than asked for: what found no replacement stays, with its zeros.
+        rollout.groups = (kept + spare)[:wanted]
+
+    # -- validation ---------------------------------------------------------------------------------------------
+
+    def evaluate(self, prompts: Sequence[Prompt]) -> list[Group]:
+        """Sample and verify held-out prompts with the engines' current weights; seeds are the same at every call."""
+        gdpo, generation = self._config.gdpo, self._config.policy.generation
+        sampling = Sampling(
+            gdpo.val_temperature, 1.0, -1, generation.max_new_tokens, tuple(generation.stop_strings)
+        )
+        requests = [
+            SampleRequest(prompt.token_ids, sample_seed(self._config.run.seed, -1 - place, j))
+            for place, prompt in enumerate(prompts)
+            for j in range(gdpo.val_generations_per_prompt)
+        ]
+        groups = grouped(prompts, self._fleet.collect(self._fleet.submit(requests, sampling)), self._tokenizer)
+        judge([t for g in groups for t in g.trajectories], self._pool)
+        return groups
+
+
+def sample_seed(run_seed: int, position: int, sample: int) -> int:
+    """Seed of one sample, from the run's seed, the prompt's place in the run (negative: validation) and its number.
+
+    Independent of engines, batches and resumes, so that a lost sample is drawn again exactly.
+    """
+    entropy = [run_seed, abs(position), int(position < 0), sample]
+    return int(np.random.SeedSequence(entropy).generate_state(1)[0] >> 1)
+
+
+def grouped(prompts: Sequence[Prompt], batch: CompletionBatch, tokenizer) -> list[Group]:
+    """Completions, which come prompt by prompt, as groups of trajectories without verdicts."""
+    per_prompt = len(batch.completions) // len(prompts)
+    texts = tokenizer.batch_decode([c.token_ids.tolist() for c in batch.completions], skip_special_tokens=True)
+    groups = []
+    for place, prompt in enumerate(prompts):
+        span = range(place * per_prompt, (place + 1) * per_prompt)
+        trajectories = [
+            Trajectory(
+                prompt=prompt,
+                sample_index=j,
+                completion_ids=batch.completions[i].token_ids,
+                logprobs=batch.completions[i].logprobs,
+                policy_version=batch.version,
+                text=texts[i],
+                finish_reason=batch.completions[i].finish_reason,
+            )
+            for j, i in enumerate(span)
+        ]
+        groups.append(Group(prompt, trajectories))
+    return groups
+
+
+def judge(trajectories: Sequence[Trajectory], pool: EnvironmentPool) -> None:
+    """Fill in rewards and outcomes. A failure of the environment is an outcome, never a reward."""
+    for trajectory, verdict in zip(trajectories, pool.verify(trajectories)):
+        trajectory.rewards = dict(verdict.rewards)
+        trajectory.detail = verdict.detail
+        if verdict.outcome is not Outcome.OK:
+            trajectory.outcome = verdict.outcome
+        elif trajectory.finish_reason == "length":
+            trajectory.outcome = Outcome.TRUNCATED
+
+
+def has_signal(group: Group, weights: dict[str, float]) -> bool:
+    """Whether some weighted component varies inside the group."""
+    members = [t for t in group.trajectories if t.trains]
+    if len(members) < 2:
+        return False
+    names = [name for name, weight in weights.items() if weight]
+    columns = {name: [t.rewards.get(name) for t in members] for name in names}
+    return bool(groups_with_signal(columns, np.zeros(len(members), np.int64)).alive.any())

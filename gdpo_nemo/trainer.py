@@ -1,0 +1,188 @@
+"""The loop: take groups, compute advantages, update the policy, publish its weights; validate, save, log.
+
+Read ``Trainer.fit`` first. Setting up is in ``setup.py``; what a step is made of is in ``rollouts`` (samples and
+verdicts), ``algorithms`` (advantages and losses), ``megatron`` (the update) and ``cluster`` (processes).
+"""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+
+from gdpo_nemo.algorithms import LossSettings, target_po_coefficients
+from gdpo_nemo.checkpoints import RunState
+from gdpo_nemo.config.schema import Config
+from gdpo_nemo.errors import RunError
+from gdpo_nemo.rollouts.learning import (
+    advantages_of,
+    check_failures,
+    old_logprobs_source,
+    rollout_metrics,
+    update_metrics,
+    updates_of,
+)
+from gdpo_nemo.rollouts.stream import Rollout
+
+
+class Trainer:
+    """One run, set up and ready: ``parts`` holds the policy, the engines, the stream, the log and the checkpoints."""
+
+    def __init__(self, config: Config, parts, state: RunState):
+        self.config, self.state = config, state
+        self.policy, self.stream, self.sync = parts.policy, parts.stream, parts.sync
+        self.log, self.checkpoints, self.stop = parts.log, parts.checkpoints, parts.stop
+        self.validation_prompts = parts.validation_prompts
+        section = {**vars(config.loss_fn), "off_policy": vars(config.loss_fn.off_policy)}
+        self.loss = LossSettings.from_mapping(section)
+        self.skipped_in_a_row = 0
+
+    def fit(self) -> None:
+        """Train until the last step, or until somebody asks to stop; the last state is always saved."""
+        self.sync.publish(self.state.step)
+        if self.state.step == 0 and self.config.gdpo.val_at_start:
+            self.validate()
+        while self.state.step < self.config.gdpo.max_num_steps and not self.stop.requested:
+            self.step()
+            if self._due(self.config.gdpo.val_period):
+                self.validate()
+            if self._due(self.config.checkpointing.save_period) or self.stop.requested:
+                self.save()
+
+    def step(self) -> None:
+        """One step: a rollout, its advantages, one or more optimizer updates, new weights for the engines."""
+        start = time.time()
+        self.stream.top_up(self.state.step)
+        rollout = self.stream.take(self.state.step)
+        taken = time.time()
+        check_failures(rollout.trajectories, self.config.rollout.max_env_failure_share)
+        advantages = advantages_of(rollout.groups, self.config)
+        results = self.train(rollout, advantages.values.numpy())
+        trained = time.time()
+        version, self.state.step = self.state.step, self.state.step + 1
+        self.state.position = rollout.next_position
+        published = self.sync.publish(self.state.step)
+        self.record(rollout, advantages, results, version, published, (start, taken, trained, time.time()))
+
+    def train(self, rollout: Rollout, advantages: np.ndarray) -> list:
+        """The optimizer updates of a step.
+
+        Raises:
+            RunError: too many steps in a row were not finite.
+        """
+        updates = updates_of(rollout.trajectories, advantages, self.config)
+        several = len(updates) > 1 and old_logprobs_source(self.config) == "trainer"
+        for update in updates:
+            # Later updates of a step start from other weights; their ratios refer to the weights that sampled.
+            if several:
+                for sequence, values in zip(update, self.policy.logprobs(update)):
+                    sequence.old_logprobs = values
+            if self.loss.reference_policy_kl_penalty:
+                for sequence, values in zip(update, self.policy.logprobs(update, reference=True)):
+                    sequence.reference_logprobs = values
+        results = []
+        for update in updates:
+            if self.loss.type == "target_po":
+                self._aim(update)
+            results.append(self.policy.train(update, self.loss))
+        self.skipped_in_a_row = self.skipped_in_a_row + 1 if any(r.skipped for r in results) else 0
+        if self.skipped_in_a_row > self.config.gdpo.max_skipped_steps:
+            raise RunError(f"loss or gradient was not finite in {self.skipped_in_a_row} steps in a row")
+        return results
+
+    def _aim(self, update: list) -> None:
+        """TargetPO: turn scores into the coefficients whose linear loss has its gradient at the current weights."""
+        now = self.policy.logprobs(update)
+        old = [s.sampler_logprobs if s.old_logprobs is None else s.old_logprobs for s in update]
+        size = self.config.gdpo.num_generations_per_prompt
+        coefficients = target_po_coefficients(
+            [values.sum() for values in now],
+            [values.sum() for values in old],
+            [s.advantage for s in update],
+            np.arange(len(update)) // size,
+            valid=[s.weight > 0 for s in update],
+            lengths=[len(s.completion_ids) for s in update],
+            temperature=self.loss.target_temperature,
+            length_normalize=self.loss.target_length_normalize,
+            weights=[s.weight for s in update],
+        )
+        for sequence, value in zip(update, coefficients.tolist()):
+            sequence.advantage = value
+
+    def record(self, rollout: Rollout, advantages, results: list, version: int, published: dict, clock) -> None:
+        """Write the step's row, its samples, its spans and what a person should know."""
+        start, taken, trained, synced = clock
+        trajectories = rollout.trajectories
+        on_policy = all(t.policy_version == version for t in trajectories)
+        diagnostics = advantages.diagnostics
+        row = {
+            "step": self.state.step,
+            **update_metrics(results, on_policy and old_logprobs_source(self.config) == "trainer"),
+            **diagnostics.metrics(),
+            "reward/total/mean": _weighted_mean(diagnostics, self.config.gdpo.rewards),
+            **rollout_metrics(trajectories, version),
+            "time/step": synced - start,
+            "time/rollout": rollout.generation_s,
+            "time/verify": rollout.verify_s,
+            "time/idle": taken - start,
+            "time/train": trained - taken,
+            **published,
+            "skipped_steps": float(any(r.skipped for r in results)),
+        }
+        row["throughput/tokens_per_second"] = row["rollout/tokens"] / row["time/step"]
+        self.log.step(row, rollout.groups, advantages.values.numpy())
+        for span in (
+            *rollout.spans,
+            ("idle", "wait for the rollout", start, taken),
+            ("train", f"update {self.state.step}", taken, trained),
+            ("sync", f"weights {self.state.step}", trained, synced),
+        ):
+            self.log.span(*span)
+        for line in diagnostics.alerts:
+            self.log.alert(f"step {self.state.step}: {line}")
+
+    def validate(self) -> None:
+        """Measure every component on the held-out prompts with the engines' current weights."""
+        groups = self.stream.evaluate(self.validation_prompts)
+        trajectories = [t for group in groups for t in group.trajectories]
+        names = dict.fromkeys(name for t in trajectories for name in t.rewards)
+        row: dict = {"step": self.state.step}
+        for name in names:
+            values = [t.rewards[name] for t in trajectories if t.rewards.get(name) is not None]
+            if values:
+                row[f"validation/{name}"] = float(np.mean(values))
+        row["validation/mean_length"] = float(np.mean([len(t.completion_ids) for t in trajectories]))
+        row["validation/env_failed"] = float(np.mean([not t.trains for t in trajectories]))
+        self.log.validation(row)
+        self.state.metrics = {name: value for name, value in row.items() if name != "step"}
+
+    def save(self) -> None:
+        """Write a checkpoint of the state after the steps done."""
+        if self.config.checkpointing.enabled:
+            self.checkpoints.save(self.state, self.policy.save)
+
+    def _due(self, period: int) -> bool:
+        return period > 0 and (self.state.step % period == 0 or self.state.step == self.config.gdpo.max_num_steps)
+
+
+def _weighted_mean(diagnostics, weights: dict[str, float]) -> float:
+    """Weighted sum of the components' means: what GRPO would call the reward."""
+    means = dict(zip(diagnostics.names, diagnostics.mean))
+    return float(np.nansum([weight * means.get(name, np.nan) for name, weight in weights.items()]))
+
+
+def run(config: Config) -> int:
+    """Run a validated config to its end; returns the exit status (0, or 130/143 when asked to stop).
+
+    Raises:
+        ConfigError, RunError: one sentence on what is wrong; the run's folder holds what was finished.
+    """
+    from gdpo_nemo.setup import standing
+
+    with standing(config) as parts:
+        trainer = Trainer(config, parts, parts.state)
+        trainer.fit()
+        if parts.stop.requested:
+            return parts.stop.status
+        parts.finish()
+    return 0
