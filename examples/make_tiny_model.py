@@ -29,8 +29,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import numpy as np
 import torch
 import transformers
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast, Qwen2Config
+from tokenizers import pre_tokenizers
+from transformers import AutoModelForCausalLM, GenerationConfig, Qwen2Config, Qwen2Tokenizer
 
 from gdpo_nemo.algorithms.policy_loss import LossSettings
 from gdpo_nemo.config.schema import MegatronConfig, OptimizerConfig, PolicyConfig, SchedulerConfig
@@ -98,7 +98,7 @@ def make_random_model(folder: str, seed: int) -> None:
         )
 
 
-def _write_random(folder: str | Path, tokenizer: PreTrainedTokenizerFast, seed: int, **shape: int) -> None:
+def _write_random(folder: str | Path, tokenizer: Qwen2Tokenizer, seed: int, **shape: int) -> None:
     """A randomly initialised Qwen2 with tied embeddings and its tokenizer."""
     ends = dict(pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id, bos_token_id=None)
     config = Qwen2Config(
@@ -132,34 +132,33 @@ def _whole_or_nothing(folder: str | Path) -> Iterator[Path]:
 
 
 # -- tokenizers -----------------------------------------------------------------------------------------------------
+#
+# Both are Qwen2's own tokenizer, with another vocabulary and no merges: whatever class a Qwen2 folder names, transformers
+# reads it as that one.
 
 
-def character_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per character of ``ALPHABET``, after padding (0) and end (1). Other characters are an error."""
-    vocabulary = {token: number for number, token in enumerate(["<pad>", "<eos>", *ALPHABET])}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
-    tokenizer.decoder = decoders.Fuse()
-    return _finished(tokenizer, "<pad>", "<eos>")
+def character_tokenizer() -> Qwen2Tokenizer:
+    """One token per character of ``ALPHABET``, after padding (0) and end (1). Other characters are dropped."""
+    return _tokenizer(["<pad>", "<eos>", *ALPHABET], unk_token="<pad>", pad_token="<pad>", eos_token="<eos>")
 
 
-def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per byte, and three for the ends of a chat's turns."""
-    special = ["<|pad|>", "<|end|>", "<|start|>"]
-    vocabulary = {token: number for number, token in enumerate([*special, *sorted(pre_tokenizers.ByteLevel.alphabet())])}
-    tokenizer = Tokenizer(models.BPE(vocabulary, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(special)
-    finished = _finished(tokenizer, "<|pad|>", "<|end|>")
-    finished.chat_template = CHAT_TEMPLATE
-    return finished
-
-
-def _finished(tokenizer: Tokenizer, pad: str, eos: str) -> PreTrainedTokenizerFast:
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token=pad, eos_token=eos, clean_up_tokenization_spaces=False
+def byte_tokenizer() -> Qwen2Tokenizer:
+    """One token per byte of the text (Unicode-normalised, NFC), and three for the ends of a chat's turns."""
+    pad, end, start = "<|pad|>", "<|end|>", "<|start|>"
+    tokenizer = _tokenizer(
+        [pad, end, start, *sorted(pre_tokenizers.ByteLevel.alphabet())],
+        unk_token=pad,
+        pad_token=pad,
+        eos_token=end,
+        additional_special_tokens=[start],
     )
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def _tokenizer(tokens: list[str], **special) -> Qwen2Tokenizer:
+    vocabulary = {token: number for number, token in enumerate(tokens)}
+    return Qwen2Tokenizer(vocabulary, merges=[], clean_up_tokenization_spaces=False, **special)
 
 
 # -- what the warm-up shows -----------------------------------------------------------------------------------------
