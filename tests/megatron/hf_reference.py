@@ -66,3 +66,8 @@ def _loss(model, batch, temperature):
         entropy -= float((chosen.exp() * chosen).sum())
         values.append(logprobs.detach().numpy())
     return loss, entropy / sum(len(s.completion_ids) for s in batch), values
+
+
+def relative_error(ours, theirs) -> float:
+    """Largest relative difference of two arrays of measurements."""
+    return float(np.max(np.abs(np.asarray(ours) - theirs) / np.abs(theirs)))

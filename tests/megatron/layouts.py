@@ -54,4 +54,4 @@ def optimizer() -> OptimizerConfig:
     that error into steps of the full learning rate. An eps of the size of the gradients keeps the comparison about the
     gradients.
     """
-    return OptimizerConfig(lr=1e-2, weight_decay=0.1, adam_beta2=0.999, adam_eps=1e-8, clip_grad=1.0)
+    return OptimizerConfig(lr=1e-2, weight_decay=0.1, adam_beta2=0.999, adam_eps=1e-3, clip_grad=1.0)

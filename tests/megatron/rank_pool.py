@@ -18,6 +18,8 @@ from typing import Any, Callable
 # Ranks that were only waiting for a failed one get this long to report what they saw.
 _GRACE_S = 1.0
 _GROUP_TIMEOUT_S = 60.0
+# Importing Megatron takes 10 s, several times that on a busy machine.
+_START_S = 240.0
 
 
 class RankFailure(AssertionError):
@@ -32,6 +34,16 @@ class Place:
     layout: Any
     rank: int
     ranks: int
+    torch_before: dict
+    """``torch_names()`` from before Megatron was made importable."""
+
+
+def torch_names() -> dict[str, Any]:
+    """Everything that torch, torch.cuda, torch.distributed and Tensor offer, by qualified name."""
+    import torch
+
+    owners = {"torch": torch, "torch.cuda": torch.cuda, "torch.distributed": torch.distributed, "Tensor": torch.Tensor}
+    return {f"{prefix}.{name}": value for prefix, owner in owners.items() for name, value in vars(owner).items()}
 
 
 class RankPool:
@@ -47,13 +59,14 @@ class RankPool:
 
         ``function`` is a top-level function of an importable module.
         """
+        # The second rank imports while the first does: most layouts take two.
+        self._start(max(2, ranks))
         if self.world != ranks:
             self.groups, self.world = self.groups + 1, ranks
-        self._start(ranks)
         group = (ranks, f"file://{self.folder}/group_{self.groups}")
         for _, pipe in self.processes[:ranks]:
             pipe.send((group, layout, seed, function, arguments))
-        return self._collect(ranks, time.monotonic() + deadline_s)
+        return self._collect(range(ranks), deadline_s)
 
     def close(self) -> None:
         """End all ranks."""
@@ -64,18 +77,22 @@ class RankPool:
         self.processes, self.world = [], 0
 
     def _start(self, ranks: int) -> None:
+        """Have at least ``ranks`` processes that have imported Megatron."""
         context = multiprocessing.get_context("spawn")
-        while len(self.processes) < ranks:
+        new = range(len(self.processes), ranks)
+        for rank in new:
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(len(self.processes), theirs), daemon=True)
+            process = context.Process(target=_serve, args=(rank, theirs), daemon=True)
             process.start()
             theirs.close()
             self.processes.append((process, ours))
+        self._collect(new, _START_S)
 
-    def _collect(self, ranks: int, deadline: float) -> list:
+    def _collect(self, ranks: range, within_s: float) -> list:
+        deadline = time.monotonic() + within_s
         results: dict[int, Any] = {}
         failures: dict[int, str] = {}
-        waiting = {pipe: rank for rank, (_, pipe) in enumerate(self.processes[:ranks])}
+        waiting = {self.processes[rank][1]: rank for rank in ranks}
         while waiting and time.monotonic() < deadline:
             for pipe in multiprocessing.connection.wait(list(waiting), timeout=deadline - time.monotonic()):
                 rank = waiting.pop(pipe)
@@ -90,7 +107,7 @@ class RankPool:
             failures.update({rank: "no answer" for rank in waiting.values()})
             self.close()
             raise RankFailure("\n".join(f"rank {rank}: {text}" for rank, text in sorted(failures.items())))
-        return [results[rank] for rank in range(ranks)]
+        return [results[rank] for rank in ranks]
 
 
 def _serve(rank: int, pipe) -> None:
@@ -100,8 +117,10 @@ def _serve(rank: int, pipe) -> None:
     from gdpo_nemo.megatron import runtime
 
     torch.set_num_threads(1)
+    before = torch_names()
     here = runtime.prepare()
     joined = None
+    pipe.send((True, "ready"))
     while True:
         try:
             group, layout, seed, function, arguments = pipe.recv()
@@ -112,7 +131,7 @@ def _serve(rank: int, pipe) -> None:
                 runtime.tear_down()
                 runtime.initialize(here, rank, group[0], group[1], timeout_s=_GROUP_TIMEOUT_S)
                 joined = group
-            pipe.send((True, _laid_out(function, Place(here, layout, rank, group[0]), seed, arguments)))
+            pipe.send((True, _laid_out(function, Place(here, layout, rank, group[0], before), seed, arguments)))
         except BaseException:
             pipe.send((False, traceback.format_exc()))
 

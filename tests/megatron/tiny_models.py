@@ -21,6 +21,7 @@ _SHAPE = dict(
     max_position_embeddings=128,
     initializer_range=0.1,
 )
+_MIXTURE = dict(num_experts_per_tok=2, tie_word_embeddings=False, router_aux_loss_coef=0.0)
 _LLAMA_3_ROPE = dict(
     rope_type="llama3",
     rope_theta=5e5,
@@ -33,11 +34,19 @@ _LLAMA_3_ROPE = dict(
 
 def hf_config(name: str):
     """The configuration of a tiny model by the name the tests use."""
-    from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+    from transformers import LlamaConfig, MistralConfig, MixtralConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
     build = {
         "llama": lambda: LlamaConfig(**_SHAPE, rope_parameters=_LLAMA_3_ROPE, tie_word_embeddings=False),
         "mistral": lambda: MistralConfig(**_SHAPE, sliding_window=None, tie_word_embeddings=False),
+        "mixtral": lambda: MixtralConfig(**_SHAPE, **_MIXTURE, num_local_experts=4, sliding_window=None),
+        "qwen3-moe": lambda: Qwen3MoeConfig(
+            **_SHAPE, **_MIXTURE, head_dim=16, num_experts=4, moe_intermediate_size=24, norm_topk_prob=True
+        ),
+        # Dense and mixture layers in turn, and shares of the chosen experts that do not add up to 1.
+        "qwen3-moe-mixed": lambda: Qwen3MoeConfig(
+            **_SHAPE, **_MIXTURE, num_experts=4, moe_intermediate_size=24, norm_topk_prob=False, mlp_only_layers=[0, 2]
+        ),
         "qwen2": lambda: Qwen2Config(**_SHAPE, tie_word_embeddings=False),
         "qwen2-tied": lambda: Qwen2Config(**_SHAPE, tie_word_embeddings=True),
         "qwen3": lambda: Qwen3Config(**_SHAPE, head_dim=16, tie_word_embeddings=False),
