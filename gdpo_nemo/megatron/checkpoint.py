@@ -41,13 +41,17 @@ def save(policy, folder: str | Path) -> None:
 
 def load(policy, folder: str | Path) -> None:
     """Read a checkpoint written at any layout; collective."""
-    state = dist_checkpointing.load(_state(policy, is_loading=True), str(folder))
+    wanted = _state(policy, is_loading=True)
+    # Random streams belong to ranks: with another number of ranks there is none to continue, and fresh ones are right.
+    if wanted["random"].unique_key not in dist_checkpointing.load_sharded_metadata(str(folder)):
+        del wanted["random"]
+    state = dist_checkpointing.load(wanted, str(folder))
     for name, chunk in _named_chunks(policy):
         chunk.load_state_dict(state[name])
-    policy.built.optimizer.load_state_dict(state["optimizer"])
+    optimizer = policy.built.optimizer
+    optimizer.load_state_dict(_fit_chains(state["optimizer"], len(getattr(optimizer, "chained_optimizers", [None]))))
     policy.built.scheduler.load_state_dict(state["scheduler"])
-    # Random streams belong to ranks; at another layout there is no such stream to continue, and fresh ones are right.
-    if state["world"] == _world():
+    if "random" in state:
         _set_random_state(state["random"])
     dist.barrier()
 
@@ -71,12 +75,27 @@ def _state(policy, is_loading: bool) -> dict:
         "optimizer": policy.built.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=metadata),
         "scheduler": policy.built.scheduler.state_dict(),
         "random": _random_object(),
-        "world": _world(),
     }
 
 
-def _world() -> int:
-    return dist.get_world_size()
+def _fit_chains(state: dict, chains: int) -> dict:
+    """Optimizer state as saved -> as an optimizer of ``chains`` parts loads it.
+
+    With expert parallelism Megatron chains two optimizers (dense and expert parameters), whose step counts and the like
+    sit under 0 and 1; without, it makes one. Tensors are stored alike in both cases.
+    """
+    common = {key: value for key, value in state.items() if key not in (0, 1)}
+    if chains == 1 and "optimizer" not in state:
+        return {**state[0], **common}
+    if chains == 1 or "optimizer" not in state:
+        return state
+    groups = state["optimizer"]["param_groups"]
+
+    def part(index: int) -> dict:
+        own = [dict(group, is_expert_parallel=index == chains - 1) for group in groups]
+        return {**common, **state[index], "optimizer": {"param_groups": own}}
+
+    return {index: part(index) for index in range(chains)}
 
 
 def _random_object() -> ShardedObject:

@@ -15,28 +15,77 @@ from gdpo_nemo.megatron.families import (
     EMBEDDING,
     GATED_ROWS,
     HEAD,
-    LAYER_WEIGHTS,
     REPLICATED,
     TOP_WEIGHTS,
     Weight,
+    family_of,
     head_size,
+    layer_weight,
+    num_experts,
 )
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 
 
-def local_weights(chunks: list[torch.nn.Module]) -> Iterator[tuple[torch.nn.Parameter, Weight]]:
+def local_weights(
+    chunks: list[torch.nn.Module], config: PretrainedConfig
+) -> Iterator[tuple[torch.nn.Parameter, Weight]]:
     """This rank's parameters with their global Hugging Face names, in a fixed order."""
+    family = family_of(config)
     for chunk in chunks:
         for name, parameter in chunk.named_parameters():
             match = _LAYER.fullmatch(name)
             if match is None:
                 yield parameter, TOP_WEIGHTS[name]
                 continue
-            weight = LAYER_WEIGHTS[match[2]]
+            weight = layer_weight(family, match[2])
             # layer_number counts Hybrid layers from 1 over all pipeline stages.
             layer = (chunk.decoder.layers[int(match[1])].layer_number - 1) // 2
-            yield parameter, Weight(weight.split, tuple(f"model.layers.{layer}.{s}" for s in weight.sources))
+            sources = tuple(f"model.layers.{layer}.{source}" for source in weight.sources)
+            yield parameter, Weight(weight.split, sources, weight.expert)
+
+
+def _split_group(weight: Weight) -> dist.ProcessGroup:
+    """The ranks a parameter is split over: experts have a tensor group of their own."""
+    if weight.expert is None:
+        return parallel_state.get_tensor_model_parallel_group()
+    return parallel_state.get_expert_tensor_parallel_group()
+
+
+def _experts(weight: Weight, config: PretrainedConfig) -> range:
+    """Global numbers of the experts that stand at this place of each expert-parallel rank, in the order of the ranks."""
+    count, ranks = num_experts(config), parallel_state.get_expert_model_parallel_group().size()
+    return range(weight.expert, count, count // ranks)
+
+
+def _of_expert(sources: tuple[str, ...], expert: int) -> tuple[str, ...]:
+    return tuple(source.format(expert) for source in sources)
+
+
+_FUSED = re.compile(r"(model\.layers\.\d+\.)\w+\.(?:gate\.weight|experts\.(\d+)\.(\w+)\.weight)")
+_PART_OF_FUSED = {"gate_proj": 0, "w1": 0, "up_proj": 1, "w3": 1}
+
+
+def _read_fused(read: Callable[[str], torch.Tensor], name: str) -> torch.Tensor:
+    """An expert's tensor out of the fused tensors that transformers keeps in memory (and some folders hold)."""
+    layer, expert, matrix = _FUSED.fullmatch(name).groups()
+    if expert is None:
+        return read(f"{layer}mlp.gate.weight")
+    if matrix in _PART_OF_FUSED:
+        return read(f"{layer}mlp.experts.gate_up_proj")[int(expert)].chunk(2)[_PART_OF_FUSED[matrix]]
+    return read(f"{layer}mlp.experts.down_proj")[int(expert)]
+
+
+def _read(read: Callable[[str], torch.Tensor], name: str) -> torch.Tensor:
+    try:
+        return read(name)
+    except KeyError as missing:
+        if _FUSED.fullmatch(name) is None:
+            raise
+        try:
+            return _read_fused(read, name)
+        except KeyError:
+            raise missing from None
 
 
 def _merge(tensors: list[torch.Tensor], config: PretrainedConfig) -> torch.Tensor:
@@ -69,6 +118,8 @@ def _shard(tensor: torch.Tensor, split: str, rank: int, size: int) -> torch.Tens
 
 
 def _assemble(parts: list[torch.Tensor], split: str) -> torch.Tensor:
+    if len(parts) == 1:
+        return parts[0]
     if split == GATED_ROWS:
         halves = [part.chunk(2) for part in parts]
         return torch.cat([half[0] for half in halves] + [half[1] for half in halves])
@@ -82,12 +133,14 @@ def load_hf(chunks: list[torch.nn.Module], read: Callable[[str], torch.Tensor], 
     Raises:
         KeyError: a tensor is missing. ValueError: a tensor has another shape than the configuration says.
     """
-    group = parallel_state.get_tensor_model_parallel_group()
-    for parameter, weight in local_weights(chunks):
-        sources = weight.sources
+    expert_rank = parallel_state.get_expert_model_parallel_rank()
+    for parameter, weight in local_weights(chunks, config):
+        group, sources = _split_group(weight), weight.sources
+        if weight.expert is not None:
+            sources = _of_expert(sources, _experts(weight, config)[expert_rank])
         if sources == (HEAD,) and config.tie_word_embeddings:
             sources = (EMBEDDING,)
-        tensor = _merge([read(name) for name in sources], config)
+        tensor = _merge([_read(read, name) for name in sources], config)
         if sources[0] in (EMBEDDING, HEAD):
             tensor = torch.nn.functional.pad(tensor, (0, 0, 0, parameter.size(0) * group.size() - tensor.size(0)))
         tensor = _shard(tensor, weight.split, group.rank(), group.size())
@@ -126,14 +179,25 @@ def export_hf(chunks: list[torch.nn.Module], config: PretrainedConfig) -> Iterat
 
 
 def _export_stage(chunks, config) -> Iterator[tuple[str, torch.Tensor]]:
-    group = parallel_state.get_tensor_model_parallel_group()
-    for parameter, weight in local_weights(chunks):
+    for parameter, weight in local_weights(chunks, config):
         if weight.sources == (HEAD,) and config.tie_word_embeddings:
             continue
         tensor = parameter.detach()
-        if weight.split != REPLICATED and group.size() > 1:
-            parts = [torch.empty_like(tensor) for _ in range(group.size())]
-            dist.all_gather(parts, tensor.contiguous(), group=group)
-            tensor = _assemble(parts, weight.split)
-        for name, part in zip(weight.sources, _separate(tensor, len(weight.sources), config)):
-            yield name, part[: config.vocab_size] if name in (EMBEDDING, HEAD) else part
+        if weight.split != REPLICATED:
+            tensor = _assemble(_gather(tensor, _split_group(weight)), weight.split)
+        if weight.expert is None:
+            named = [(weight.sources, tensor)]
+        else:
+            whole = _gather(tensor, parallel_state.get_expert_model_parallel_group())
+            named = [(_of_expert(weight.sources, e), t) for e, t in zip(_experts(weight, config), whole)]
+        for sources, tensor in named:
+            for name, part in zip(sources, _separate(tensor, len(sources), config)):
+                yield name, part[: config.vocab_size] if name in (EMBEDDING, HEAD) else part
+
+
+def _gather(tensor: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tensor]:
+    if group.size() == 1:
+        return [tensor]
+    parts = [torch.empty_like(tensor) for _ in range(group.size())]
+    dist.all_gather(parts, tensor.contiguous(), group=group)
+    return parts

@@ -5,6 +5,7 @@ One table a family. Adding one means naming its differences here; building, conv
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,19 +17,53 @@ from gdpo_nemo.errors import ConfigError
 
 
 @dataclass(frozen=True)
+class Experts:
+    """A mixture layer: names of its tensors inside a layer as files hold them (``{}`` is an expert), and of its sizes."""
+
+    router: str
+    gate: str
+    up: str
+    down: str
+    count: str
+    """Field of the configuration with the number of experts."""
+    width: str
+    """Field of the configuration with an expert's intermediate size."""
+
+
+@dataclass(frozen=True)
 class Family:
     """What sets one Hugging Face architecture apart from a plain Llama."""
 
     architecture: str
     qkv_bias: bool = False
     qk_norm: bool = False
+    experts: Experts | None = None
 
+
+_MIXTRAL_EXPERTS = Experts(
+    router="block_sparse_moe.gate.weight",
+    gate="block_sparse_moe.experts.{}.w1.weight",
+    up="block_sparse_moe.experts.{}.w3.weight",
+    down="block_sparse_moe.experts.{}.w2.weight",
+    count="num_local_experts",
+    width="intermediate_size",
+)
+_QWEN_EXPERTS = Experts(
+    router="mlp.gate.weight",
+    gate="mlp.experts.{}.gate_proj.weight",
+    up="mlp.experts.{}.up_proj.weight",
+    down="mlp.experts.{}.down_proj.weight",
+    count="num_experts",
+    width="moe_intermediate_size",
+)
 
 FAMILIES: dict[str, Family] = {
     "llama": Family("LlamaForCausalLM"),
     "mistral": Family("MistralForCausalLM"),
+    "mixtral": Family("MixtralForCausalLM", experts=_MIXTRAL_EXPERTS),
     "qwen2": Family("Qwen2ForCausalLM", qkv_bias=True),
     "qwen3": Family("Qwen3ForCausalLM", qk_norm=True),
+    "qwen3_moe": Family("Qwen3MoeForCausalLM", qk_norm=True, experts=_QWEN_EXPERTS),
 }
 
 # How a weight is split over tensor-parallel ranks.
@@ -41,6 +76,9 @@ class Weight:
 
     split: str
     sources: tuple[str, ...]
+    """For an expert's parameter with ``{}`` in place of the expert's number."""
+    expert: int | None = None
+    """Number of the expert among those of its rank; None: no expert's parameter."""
 
 
 _ATTENTION_NORM = Weight(REPLICATED, ("input_layernorm.weight",))
@@ -66,6 +104,23 @@ TOP_WEIGHTS: dict[str, Weight] = {
     "output_layer.weight": Weight(ROWS, (HEAD,)),
     "decoder.final_norm.weight": Weight(REPLICATED, ("model.norm.weight",)),
 }
+
+# local_experts.3.linear_fc1.weight, or under TransformerEngine's grouped matrices linear_fc1.weight3
+_EXPERT = re.compile(r"mlp\.experts\.(?:local_experts\.(\d+)\.)?linear_fc([12])\.weight(\d*)")
+
+
+def layer_weight(family: Family, name: str) -> Weight:
+    """The weight behind the Megatron parameter ``name`` (inside a Hybrid layer); sources are relative to the layer."""
+    experts = family.experts
+    if experts is not None and name == "mlp.router.weight":
+        return Weight(REPLICATED, (experts.router,))
+    match = _EXPERT.fullmatch(name)
+    if match is None:
+        return LAYER_WEIGHTS[name]
+    number = int(match[1] or match[3])
+    if match[2] == "1":
+        return Weight(GATED_ROWS, (experts.gate, experts.up), number)
+    return Weight(COLUMNS, (experts.down,), number)
 
 
 def family_of(config: PretrainedConfig) -> Family:
@@ -103,6 +158,39 @@ def rotary(config: PretrainedConfig) -> tuple[torch.Tensor, float]:
     return ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
 
 
+def num_experts(config: PretrainedConfig) -> int:
+    """Experts of one mixture layer; 0 for a dense family."""
+    experts = family_of(config).experts
+    return getattr(config, experts.count) if experts is not None else 0
+
+
+def layer_symbols(config: PretrainedConfig) -> list[str]:
+    """Per Hugging Face layer its Hybrid layers: attention (``*``) and a dense (``-``) or mixture (``E``) MLP."""
+    if family_of(config).experts is None:
+        return ["*-"] * config.num_hidden_layers
+    dense = set(getattr(config, "mlp_only_layers", None) or ())
+    every = getattr(config, "decoder_sparse_step", 1)
+    return [
+        "*-" if layer in dense or (layer + 1) % every else "*E" for layer in range(config.num_hidden_layers)
+    ]
+
+
+def _expert_fields(config: PretrainedConfig) -> dict[str, Any]:
+    experts = family_of(config).experts
+    if experts is None:
+        return {}
+    return dict(
+        num_moe_experts=num_experts(config),
+        moe_router_topk=config.num_experts_per_tok,
+        moe_ffn_hidden_size=getattr(config, experts.width),
+        # Softmax over the chosen experts is softmax over all of them with the chosen ones' shares normalised.
+        moe_router_pre_softmax=not getattr(config, "norm_topk_prob", True),
+        moe_router_load_balancing_type="none",
+        moe_aux_loss_coeff=0.0,
+        moe_permute_fusion=False,
+    )
+
+
 def transformer_fields(config: PretrainedConfig) -> dict[str, Any]:
     """The fields of Megatron's TransformerConfig that the architecture decides.
 
@@ -126,4 +214,5 @@ def transformer_fields(config: PretrainedConfig) -> dict[str, Any]:
         attention_dropout=0.0,
         hidden_dropout=0.0,
         init_method_std=config.initializer_range,
+        **_expert_fields(config),
     )

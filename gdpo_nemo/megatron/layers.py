@@ -1,7 +1,7 @@
 """The layer specification: TransformerEngine where it is, local Megatron layers with torch SDPA elsewhere.
 
-Both build a ``HybridModel`` whose pattern alternates attention (``*``) and MLP (``-``) layers, so Hugging Face layer i is
-Hybrid layers 2i and 2i+1 on every path.
+Both build a ``HybridModel`` whose pattern alternates attention (``*``) and MLP (``-``, or ``E`` for a mixture of experts) layers, so
+Hugging Face layer i is Hybrid layers 2i and 2i+1 on every path.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from functools import partial
 
 import torch
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
 from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
 from megatron.core.ssm.mlp_layer import MLPLayer
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -18,7 +19,12 @@ from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubm
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.transformer_layer import (
+    MoETransformerLayer,
+    TransformerLayer,
+    TransformerLayerSubmodules,
+)
 
 from gdpo_nemo.megatron.attention import PackedAttention
 
@@ -106,5 +112,19 @@ def _local_stack(config: TransformerConfig, rotary) -> ModuleSpec:
     )
     return ModuleSpec(
         module=LocalHybridStack,
-        submodules=HybridStackSubmodules(attention_layer=attention, mlp_layer=mlp),
+        submodules=HybridStackSubmodules(attention_layer=attention, mlp_layer=mlp, moe_layer=_local_mixture(config)),
+    )
+
+
+def _local_mixture(config: TransformerConfig):
+    """The mixture layer, its experts computed one after the other."""
+    if not config.num_moe_experts:
+        return IdentityOp
+    return ModuleSpec(
+        module=MoETransformerLayer,
+        submodules=TransformerLayerSubmodules(
+            pre_mlp_layernorm=RMSNorm,
+            mlp=get_moe_module_spec(use_te=False, num_experts=config.num_moe_experts),
+            mlp_bda=get_bias_dropout_add,
+        ),
     )

@@ -18,7 +18,7 @@ from megatron.core.transformer.module import Float16Module
 from transformers import PretrainedConfig
 
 from gdpo_nemo.config.schema import MegatronConfig
-from gdpo_nemo.megatron.families import rotary, transformer_fields
+from gdpo_nemo.megatron.families import layer_symbols, rotary, transformer_fields
 from gdpo_nemo.megatron.layers import layer_spec, transformer_engine_is_usable
 from gdpo_nemo.megatron.logprobs import token_logprobs
 
@@ -103,7 +103,9 @@ class BuiltModel:
     scheduler: OptimizerParamScheduler | None = None
 
 
-def transformer_config(hf: PretrainedConfig, layout: MegatronConfig, dtype: torch.dtype) -> TransformerConfig:
+def transformer_config(
+    hf: PretrainedConfig, layout: MegatronConfig, dtype: torch.dtype, use_te: bool
+) -> TransformerConfig:
     """Megatron's configuration of the architecture ``hf`` in ``layout``; fused kernels only where CUDA is."""
     recompute = {
         "none": {},
@@ -118,6 +120,7 @@ def transformer_config(hf: PretrainedConfig, layout: MegatronConfig, dtype: torc
         virtual_pipeline_model_parallel_size=layout.virtual_pipeline_model_parallel_size,
         context_parallel_size=layout.context_parallel_size,
         expert_model_parallel_size=layout.expert_model_parallel_size,
+        expert_tensor_parallel_size=layout.expert_tensor_parallel_size,
         sequence_parallel=layout.sequence_parallel,
         params_dtype=dtype,
         pipeline_dtype=dtype,
@@ -135,6 +138,7 @@ def transformer_config(hf: PretrainedConfig, layout: MegatronConfig, dtype: torc
         batch_p2p_comm=False,
         variable_seq_lengths=True,
         moe_token_dispatcher_type="alltoall",
+        moe_grouped_gemm=use_te,
         calculate_per_token_loss=True,
         finalize_model_grads_func=_finalize,
     )
@@ -145,18 +149,18 @@ def _finalize(model, num_tokens=None, **kwargs):
     finalize_model_grads(model, None, **kwargs)
 
 
-def layer_pattern(layers: int, stages: int) -> str:
-    """``*-`` per layer, with ``|`` between the ``stages`` = pipeline x virtual stages, as even as they go."""
-    cuts = [round(i * layers / stages) for i in range(stages + 1)]
-    return "|".join("*-" * (stop - start) for start, stop in zip(cuts, cuts[1:]))
+def layer_pattern(symbols: list[str], stages: int) -> str:
+    """The Hybrid layers, with ``|`` between the ``stages`` = pipeline x virtual stages, as even as they go."""
+    cuts = [round(i * len(symbols) / stages) for i in range(stages + 1)]
+    return "|".join("".join(symbols[start:stop]) for start, stop in zip(cuts, cuts[1:]))
 
 
 def build_chunks(
     hf: PretrainedConfig, layout: MegatronConfig, dtype: torch.dtype, temperature: float = 1.0
 ) -> tuple[TransformerConfig, list[PolicyModel]]:
     """This rank's model chunks (one, or one per virtual pipeline stage), on its device, randomly initialised."""
-    config = transformer_config(hf, layout, dtype)
     use_te = transformer_engine_is_usable() if layout.transformer_engine is None else layout.transformer_engine
+    config = transformer_config(hf, layout, dtype, use_te)
     frequencies = rotary(hf)
     virtual = layout.virtual_pipeline_model_parallel_size
     tensor_size = layout.tensor_model_parallel_size
@@ -168,7 +172,7 @@ def build_chunks(
             vocab_size=-(-hf.vocab_size // tensor_size) * tensor_size,
             max_sequence_length=hf.max_position_embeddings,
             hybrid_layer_pattern=layer_pattern(
-                hf.num_hidden_layers, layout.pipeline_model_parallel_size * (virtual or 1)
+                layer_symbols(hf), layout.pipeline_model_parallel_size * (virtual or 1)
             ),
             pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
             post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),

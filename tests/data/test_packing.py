@@ -1,0 +1,110 @@
+"""Packing loses nothing, doubles nothing, keeps the budget, and agrees over context-parallel ranks."""
+
+from __future__ import annotations
+
+from itertools import chain
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gdpo_nemo.data.packing import TrainSequence, assign, lay_out, pad_lengths
+
+BUDGET = 50
+lengths_of_a_batch = st.lists(st.integers(1, BUDGET), min_size=0, max_size=40)
+shapes = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 20)), min_size=0, max_size=6)
+
+
+def zigzag(length, rank, size):
+    """Places that context rank ``rank`` of ``size`` holds: chunk r and chunk 2n-1-r."""
+    chunks = np.arange(length).reshape(2 * size, -1)
+    return np.concatenate((chunks[rank], chunks[2 * size - 1 - rank]))
+
+
+def make_sequences(shapes):
+    """Sequences whose tokens are all different, so that a token tells where it came from."""
+    fresh = iter(range(1, 10_000))
+    take = lambda n: np.array([next(fresh) for _ in range(n)], np.int32)  # noqa: E731
+    return [TrainSequence(take(p), take(c), np.zeros(c, np.float32)) for p, c in shapes]
+
+
+@given(lengths=lengths_of_a_batch, ranks=st.integers(1, 4), multiple=st.integers(1, 4))
+def test_every_sequence_is_assigned_once_within_the_budget(lengths, ranks, multiple):
+    assignment = assign(lengths, ranks, BUDGET, multiple)
+    assert len(assignment) == ranks
+    assert sorted(chain.from_iterable(chain.from_iterable(assignment))) == list(range(len(lengths)))
+    assert all(sum(lengths[i] for i in members) <= BUDGET for share in assignment for members in share)
+
+
+@given(lengths=lengths_of_a_batch, ranks=st.integers(1, 4), multiple=st.integers(1, 4))
+def test_ranks_get_equally_many_micro_batches(lengths, ranks, multiple):
+    counts = {len(share) for share in assign(lengths, ranks, BUDGET, multiple)}
+    assert len(counts) == 1
+    assert counts.pop() % multiple == 0
+
+
+@given(lengths=lengths_of_a_batch, ranks=st.integers(1, 4))
+def test_assignment_is_deterministic(lengths, ranks):
+    assert assign(lengths, ranks, BUDGET) == assign(list(lengths), ranks, BUDGET)
+
+
+def test_a_sequence_over_the_budget_is_refused():
+    with pytest.raises(ValueError, match="51 tokens exceeds .* 50"):
+        assign([3, 51], 1, 50)
+
+
+@given(
+    lengths=st.lists(st.integers(1, 30), min_size=1, max_size=8), multiple=st.integers(1, 8), factor=st.integers(1, 6)
+)
+def test_padding_reaches_both_multiples_and_no_further(lengths, multiple, factor):
+    padded = pad_lengths(lengths, multiple, factor)
+    assert all(p >= n and p % multiple == 0 for p, n in zip(padded, lengths))
+    assert sum(padded) % factor == 0
+    assert all(p - n < multiple for p, n in zip(padded[:-1], lengths))
+    assert padded[-1] - lengths[-1] < multiple * (factor + 1)
+
+
+@given(shapes=shapes, size=st.sampled_from([1, 2, 3]), tensor=st.sampled_from([1, 2]))
+def test_context_ranks_together_hold_every_completion_token_once(shapes, size, tensor):
+    sequences = make_sequences(shapes)
+    members = list(range(len(sequences)))[::-1]
+    seen = []
+    for rank in range(size):
+        pack = lay_out(
+            sequences, members, context_rank=rank, context_size=size, total_multiple=size * tensor, positions=zigzag
+        )
+        assert len(pack.tokens) * size == sum(pack.padded_lengths)
+        assert len(pack.tokens) % tensor == 0
+        for row, target, sequence, offset in zip(pack.rows, pack.targets, pack.sequence, pack.offset):
+            s = sequences[sequence]
+            whole = np.concatenate((s.prompt_ids, s.completion_ids))
+            assert target == s.completion_ids[offset]
+            assert pack.tokens[row] == whole[len(s.prompt_ids) + offset - 1]
+            seen.append((int(sequence), int(offset)))
+    assert sorted(seen) == [(i, t) for i, (_, c) in enumerate(shapes) for t in range(c)]
+
+
+@given(shapes=shapes.filter(bool), size=st.sampled_from([2, 3]))
+def test_context_shards_put_together_are_the_whole_pack(shapes, size):
+    sequences = make_sequences(shapes)
+    members = list(range(len(sequences)))
+    packs = [
+        lay_out(sequences, members, context_rank=r, context_size=size, positions=zigzag) for r in range(size)
+    ]
+    start = 0
+    for s, length in zip(sequences, packs[0].padded_lengths):
+        whole = np.full(length, -1)
+        for rank, pack in enumerate(packs):
+            whole[zigzag(length, rank, size)] = pack.tokens[start // size : (start + length) // size]
+        tokens = np.concatenate((s.prompt_ids, s.completion_ids))
+        np.testing.assert_array_equal(whole, np.pad(tokens, (0, length - len(tokens))))
+        start += length
+
+
+@given(size=st.sampled_from([1, 2, 3]), tensor=st.sampled_from([1, 2, 4]))
+def test_an_empty_micro_batch_is_padding_without_rows(size, tensor):
+    pack = lay_out([], [], context_size=size, total_multiple=size * tensor, positions=zigzag)
+    assert len(pack.rows) == len(pack.targets) == len(pack.sequence) == len(pack.offset) == 0
+    assert len(pack.tokens) == sum(pack.padded_lengths) // size > 0
+    assert len(pack.tokens) % tensor == 0

@@ -1,0 +1,73 @@
+"""The same updates in one process of transformers and torch.optim.AdamW, on a right-padded batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from gdpo_nemo.config.schema import OptimizerConfig
+from gdpo_nemo.data.packing import TrainSequence
+
+
+@dataclass
+class Run:
+    """A few updates: values before the first one, what each measured, and the weights after the last one."""
+
+    logprobs: list[np.ndarray]
+    """per sequence, float32 [completion tokens]"""
+    steps: np.ndarray
+    """float64 [updates, 3]: loss, gradient norm, mean entropy"""
+    weights: dict[str, torch.Tensor]
+
+
+def run(folder, batch: list[TrainSequence], steps: int, options: OptimizerConfig, temperature: float = 1.0) -> Run:
+    """``steps`` on-policy policy-gradient updates of the model in ``folder``."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    adam = _adam(model, options)
+    first, rows = None, []
+    for _ in range(steps):
+        adam.zero_grad()
+        loss, entropy, logprobs = _loss(model, batch, temperature)
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), options.clip_grad)
+        adam.step()
+        rows.append((loss.item(), norm.item(), entropy))
+        first = first or logprobs
+    return Run(first, np.array(rows), {name: p.detach() for name, p in model.state_dict().items()})
+
+
+def _adam(model, options: OptimizerConfig) -> torch.optim.AdamW:
+    """AdamW whose decay leaves norms and biases alone."""
+    groups = [
+        {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": options.weight_decay},
+        {"params": [p for p in model.parameters() if p.dim() == 1], "weight_decay": 0.0},
+    ]
+    betas = (options.adam_beta1, options.adam_beta2)
+    return torch.optim.AdamW(groups, lr=options.lr, betas=betas, eps=options.adam_eps)
+
+
+def _loss(model, batch, temperature):
+    lengths = [len(s) for s in batch]
+    ids = torch.zeros(len(batch), max(lengths), dtype=torch.int64)
+    for row, s in zip(ids, batch):
+        row[: len(s)] = torch.from_numpy(np.concatenate([s.prompt_ids, s.completion_ids]).astype(np.int64))
+    mask = torch.arange(ids.size(1))[None] < torch.tensor(lengths)[:, None]
+    scores = (model(ids, attention_mask=mask.long()).logits / temperature).log_softmax(-1)
+    loss, entropy, values = torch.zeros(()), 0.0, []
+    for row, targets, s in zip(scores, ids, batch):
+        p, n = len(s.prompt_ids), len(s)
+        chosen = row[p - 1 : n - 1]
+        logprobs = chosen.gather(-1, targets[p:n, None])[:, 0]
+        loss = loss - s.weight * s.advantage * (logprobs - logprobs.detach()).exp().sum()
+        entropy -= float((chosen.exp() * chosen).sum())
+        values.append(logprobs.detach().numpy())
+    return loss, entropy / sum(len(s.completion_ids) for s in batch), values
+
+
+def relative_error(ours, theirs) -> float:
+    """Largest relative difference of two arrays of measurements."""
+    return float(np.max(np.abs(np.asarray(ours) - theirs) / np.abs(theirs)))

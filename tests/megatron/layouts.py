@@ -1,0 +1,57 @@
+"""Layouts by the names people give them: ``TP2xPP2+SP``."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+
+from gdpo_nemo.config.schema import MegatronConfig, OptimizerConfig
+
+_SIZES = {
+    "TP": "tensor_model_parallel_size",
+    "PP": "pipeline_model_parallel_size",
+    "VPP": "virtual_pipeline_model_parallel_size",
+    "CP": "context_parallel_size",
+    "EP": "expert_model_parallel_size",
+    "ETP": "expert_tensor_parallel_size",
+    "DP": "data_parallel_size",
+}
+_FLAGS = {
+    "SP": dict(sequence_parallel=True),
+    "DIST": dict(use_distributed_optimizer=True),
+    "OVERLAP": dict(use_distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True),
+    "SELECTIVE": dict(recompute="selective"),
+    "FULL": dict(recompute="full"),
+}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A parallel layout and the number of ranks it takes."""
+
+    config: MegatronConfig
+    ranks: int
+
+
+def parse(name: str) -> Layout:
+    """``TP2xPP2+SP``: sizes joined by ``x``, then flags. Ranks are tensor x pipeline x context x data."""
+    sizes, *flags = name.split("+")
+    fields = {}
+    for part in sizes.split("x"):
+        kind, size = re.fullmatch(r"([A-Z]+)(\d+)", part).groups()
+        fields[_SIZES[kind]] = int(size)
+    for flag in flags:
+        fields.update(_FLAGS[flag])
+    ranks = math.prod(fields.get(_SIZES[kind], 1) for kind in ("TP", "PP", "CP", "DP"))
+    return Layout(MegatronConfig(**fields, optimizer=optimizer()), ranks)
+
+
+def optimizer() -> OptimizerConfig:
+    """The optimizer of all cases.
+
+    Adam's first steps are lr * g / (|g| + eps): where a gradient is as small as its rounding error, a small eps turns
+    that error into steps of the full learning rate. An eps of the size of the gradients keeps the comparison about the
+    gradients.
+    """
+    return OptimizerConfig(lr=1e-2, weight_decay=0.1, adam_beta2=0.999, adam_eps=1e-3, clip_grad=1.0)

@@ -1,0 +1,220 @@
+"""What the tests run on ranks. Megatron is imported inside the functions: the test process itself never imports it."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+
+from gdpo_nemo.config.schema import GenerationConfig, PolicyConfig
+from gdpo_nemo.data.packing import assign
+
+
+@dataclass
+class Updates:
+    """What one rank saw of a few updates."""
+
+    before: object
+    """``TokenValues`` under the starting weights, where the rank reports."""
+    steps: np.ndarray
+    """float64 [updates, 3]: loss, gradient norm, mean entropy"""
+    weights: dict | None
+    """rank 0: all Hugging Face tensors afterwards"""
+
+
+def build_policy(place, folder, precision="float32", temperature=1.0, keep_reference=False, updates=100):
+    """A Policy on this rank."""
+    from gdpo_nemo.megatron.policy import Policy
+
+    config = PolicyConfig(
+        model_name=str(folder),
+        precision=precision,
+        megatron_cfg=place.layout,
+        generation=GenerationConfig(temperature=temperature),
+    )
+    return Policy(config, folder, place.runtime, updates, keep_reference=keep_reference)
+
+
+def spread(place, batch, budget=80):
+    """The batch's assignment to this layout's data-parallel ranks."""
+    from megatron.core import parallel_state
+
+    layout = place.layout
+    multiple = layout.pipeline_model_parallel_size if layout.virtual_pipeline_model_parallel_size else 1
+    return assign([len(s) for s in batch], parallel_state.get_data_parallel_world_size(), budget, multiple)
+
+
+def train(policy, batch, assignment, count, settings=None) -> np.ndarray:
+    """(loss, gradient norm, mean entropy) of ``count`` updates."""
+    from gdpo_nemo.algorithms.policy_loss import LossSettings
+
+    rows = []
+    for _ in range(count):
+        result = policy.train(batch, assignment, settings or LossSettings())
+        rows.append((result.loss, result.grad_norm, result.sums["entropy"] / result.sums["tokens"]))
+    return np.array(rows)
+
+
+def exported(policy) -> dict:
+    """All weights as plain arrays (float32 holds bfloat16 exactly)."""
+    return {name: tensor.detach().float().numpy().copy() for name, tensor in policy.weights()}
+
+
+def updates(
+    place, folder, batch, count=3, budget=80, settings=None, logit_bytes=None, precision="float32", temperature=1.0
+) -> Updates:
+    """Log-probs of the batch, then ``count`` updates on it."""
+    with _logit_bytes(logit_bytes):
+        policy = build_policy(place, folder, precision, temperature)
+        assignment = spread(place, batch, budget)
+        before = policy.logprobs(batch, assignment)
+        steps = train(policy, batch, assignment, count, settings)
+    weights = exported(policy)
+    return Updates(before, steps, weights if place.rank == 0 else None)
+
+
+@contextmanager
+def _logit_bytes(limit):
+    from gdpo_nemo.megatron import model
+
+    stock = model._LOGIT_BYTES
+    model._LOGIT_BYTES = limit or stock
+    try:
+        yield
+    finally:
+        model._LOGIT_BYTES = stock
+
+
+def by_sequence(shares, batch) -> list[np.ndarray]:
+    """The ranks' ``TokenValues`` put together: float32 [completion tokens] per sequence; NaN where no rank spoke."""
+    out = [np.full(len(s.completion_ids), np.nan, np.float32) for s in batch]
+    for share in shares:
+        for sequence, offset, value in zip(*vars(share).values()) if share is not None else ():
+            assert np.isnan(out[sequence][offset]), "two ranks report the same token"
+            out[sequence][offset] = value
+    return out
+
+
+def round_trips(place, folders) -> dict:
+    """Load and export every model in ``folders``: {model: {Hugging Face name: array}} (rank 0)."""
+    import torch
+    from transformers import AutoConfig
+
+    from gdpo_nemo.megatron.convert import export_hf, load_hf
+    from gdpo_nemo.megatron.hf_files import open_weights
+    from gdpo_nemo.megatron.model import build_chunks
+
+    out = {}
+    for name, folder in folders.items():
+        hf = AutoConfig.from_pretrained(folder)
+        _, chunks = build_chunks(hf, place.layout, torch.float32)
+        load_hf(chunks, open_weights(folder), hf)
+        out[name] = [(key, tensor.detach().numpy().copy()) for key, tensor in export_hf(chunks, hf)]
+    return out if place.rank == 0 else {}
+
+
+def load_failure(place, folder, break_it) -> str:
+    """The message with which loading fails when ``break_it(name, tensor)`` changes what the reader returns."""
+    import torch
+    from transformers import AutoConfig
+
+    from gdpo_nemo.megatron.convert import load_hf
+    from gdpo_nemo.megatron.hf_files import open_weights
+    from gdpo_nemo.megatron.model import build_chunks
+
+    hf = AutoConfig.from_pretrained(folder)
+    _, chunks = build_chunks(hf, place.layout, torch.float32)
+    read = open_weights(folder)
+    try:
+        load_hf(chunks, lambda name: break_it(name, read(name)), hf)
+    except (KeyError, ValueError) as error:
+        return str(error)
+    return ""
+
+
+def token_values(place, logits, targets, options, gradients):
+    """``token_logprobs`` on this rank's columns: log-probs, entropies, and the gradient of their weighted sum."""
+    import torch
+    from megatron.core import parallel_state
+
+    from gdpo_nemo.megatron.logprobs import token_logprobs
+
+    columns = torch.from_numpy(logits).chunk(place.ranks, -1)[place.rank].clone().requires_grad_()
+    group = parallel_state.get_tensor_model_parallel_group()
+    logprobs, entropy = token_logprobs(columns, torch.from_numpy(targets), group, **options)
+    by_logprob, by_entropy = (torch.from_numpy(g) for g in gradients)
+    (logprobs * by_logprob + entropy * by_entropy).sum().backward()
+    return logprobs.detach().numpy(), entropy.detach().numpy(), columns.grad.numpy()
+
+
+def reference_logprobs(place, folder, batch):
+    """Starting log-probs, then one update, then the reference's log-probs; and the weights before and after the last."""
+    policy = build_policy(place, folder, keep_reference=True)
+    assignment = spread(place, batch)
+    start = policy.logprobs(batch, assignment)
+    train(policy, batch, assignment, 1)
+    moved = policy.logprobs(batch, assignment)
+    before = exported(policy)
+    reference = policy.logprobs(batch, assignment, reference=True)
+    return start, moved, reference, before, exported(policy)
+
+
+def poisoned_update(place, folder, batch, poisoned):
+    """An update, one on ``poisoned``, an update: their results, and the weights around the poisoned one."""
+    from gdpo_nemo.algorithms.policy_loss import LossSettings
+
+    policy = build_policy(place, folder)
+    assignment = spread(place, batch)
+    first = train(policy, batch, assignment, 1)
+    before = exported(policy)
+    result = policy.train(poisoned, assignment, LossSettings())
+    after = exported(policy)
+    return result.skipped, before, after, np.concatenate([first, train(policy, batch, assignment, 1)])
+
+
+def save_and_go_on(place, folder, batch, checkpoint, count=2):
+    """One update, a checkpoint, and ``count`` more updates."""
+    from gdpo_nemo.megatron.checkpoint import save
+
+    policy = build_policy(place, folder)
+    assignment = spread(place, batch)
+    train(policy, batch, assignment, 1)
+    save(policy, checkpoint)
+    return train(policy, batch, assignment, count)
+
+
+def load_and_go_on(place, folder, batch, checkpoint, count=2):
+    """The updates after a checkpoint."""
+    from gdpo_nemo.megatron.checkpoint import load
+
+    policy = build_policy(place, folder)
+    load(policy, checkpoint)
+    return train(policy, batch, spread(place, batch), count)
+
+
+def random_streams(place, folder, checkpoint):
+    """Random numbers drawn after a save and again after loading it."""
+    import torch
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+    from gdpo_nemo.megatron.checkpoint import load, save
+
+    def draw():
+        with get_cuda_rng_tracker().fork():
+            stream = torch.rand(3)
+        return torch.cat((stream, torch.rand(3), torch.from_numpy(np.random.rand(3)).float())).numpy()
+
+    policy = build_policy(place, folder)
+    draw()
+    save(policy, checkpoint)
+    first = draw()
+    load(policy, checkpoint)
+    return first, draw()
+
+
+def changed_in_torch(place) -> list[str]:
+    """Names in torch that are other objects than before Megatron was made importable."""
+    import rank_pool
+
+    return sorted(name for name, value in rank_pool.torch_names().items() if place.torch_before.get(name) is not value)

@@ -1,0 +1,146 @@
+"""A pool of long-lived rank processes, laid out anew for every case.
+
+Importing megatron.core takes seconds, so ranks are started once and keep their process group as long as the number of
+ranks stays the same. A rank that fails or dies fails the case with its traceback, a rank that hangs fails it at the
+deadline; either way the whole pool is replaced, because its other ranks may wait in a collective for ever.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import multiprocessing.connection
+import time
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Callable
+
+# Ranks that were only waiting for a failed one get this long to report what they saw.
+_GRACE_S = 1.0
+_GROUP_TIMEOUT_S = 60.0
+# Importing Megatron takes 10 s, several times that on a busy machine.
+_START_S = 240.0
+
+
+class RankFailure(AssertionError):
+    """A rank raised, died or did not answer in time."""
+
+
+@dataclass
+class Place:
+    """What a function on a rank is told about where it runs."""
+
+    runtime: Any
+    layout: Any
+    rank: int
+    ranks: int
+    torch_before: dict
+    """``torch_names()`` from before Megatron was made importable."""
+
+
+def torch_names() -> dict[str, Any]:
+    """Everything that torch, torch.cuda, torch.distributed and Tensor offer, by qualified name."""
+    import torch
+
+    owners = {"torch": torch, "torch.cuda": torch.cuda, "torch.distributed": torch.distributed, "Tensor": torch.Tensor}
+    return {f"{prefix}.{name}": value for prefix, owner in owners.items() for name, value in vars(owner).items()}
+
+
+class RankPool:
+    """Up to ``size`` rank processes, started when first needed."""
+
+    def __init__(self, folder: Path):
+        self.folder, self.groups = folder, 0
+        self.processes: list[tuple[Any, Any]] = []
+        self.world = 0
+
+    def run(self, function: Callable, ranks: int, layout, *arguments, deadline_s: float = 90.0, seed: int = 1) -> list:
+        """``function(place, *arguments)`` on every rank of ``layout``; the results by rank.
+
+        ``function`` is a top-level function of an importable module.
+        """
+        # The second rank imports while the first does: most layouts take two.
+        self._start(max(2, ranks))
+        if self.world != ranks:
+            self.groups, self.world = self.groups + 1, ranks
+        group = (ranks, f"file://{self.folder}/group_{self.groups}")
+        for _, pipe in self.processes[:ranks]:
+            pipe.send((group, layout, seed, function, arguments))
+        return self._collect(range(ranks), deadline_s)
+
+    def close(self) -> None:
+        """End all ranks."""
+        for process, pipe in self.processes:
+            pipe.close()
+            process.kill()
+            process.join()
+        self.processes, self.world = [], 0
+
+    def _start(self, ranks: int) -> None:
+        """Have at least ``ranks`` processes that have imported Megatron."""
+        context = multiprocessing.get_context("spawn")
+        new = range(len(self.processes), ranks)
+        for rank in new:
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self.processes.append((process, ours))
+        self._collect(new, _START_S)
+
+    def _collect(self, ranks: range, within_s: float) -> list:
+        deadline = time.monotonic() + within_s
+        results: dict[int, Any] = {}
+        failures: dict[int, str] = {}
+        waiting = {self.processes[rank][1]: rank for rank in ranks}
+        while waiting and time.monotonic() < deadline:
+            for pipe in multiprocessing.connection.wait(list(waiting), timeout=deadline - time.monotonic()):
+                rank = waiting.pop(pipe)
+                try:
+                    ok, value = pipe.recv()
+                except EOFError:
+                    ok, value = False, "the process died"
+                (results if ok else failures)[rank] = value
+                if not ok:
+                    deadline = min(deadline, time.monotonic() + _GRACE_S)
+        if failures or waiting:
+            failures.update({rank: "no answer" for rank in waiting.values()})
+            self.close()
+            raise RankFailure("\n".join(f"rank {rank}: {text}" for rank, text in sorted(failures.items())))
+        return [results[rank] for rank in ranks]
+
+
+def _serve(rank: int, pipe) -> None:
+    """The main loop of a rank process; ends when the pool closes its end of the pipe."""
+    import torch
+
+    from gdpo_nemo.megatron import runtime
+
+    torch.set_num_threads(1)
+    before = torch_names()
+    here = runtime.prepare()
+    joined = None
+    pipe.send((True, "ready"))
+    while True:
+        try:
+            group, layout, seed, function, arguments = pipe.recv()
+        except EOFError:
+            return
+        try:
+            if group != joined:
+                runtime.tear_down()
+                runtime.initialize(here, rank, group[0], group[1], timeout_s=_GROUP_TIMEOUT_S)
+                joined = group
+            pipe.send((True, _laid_out(function, Place(here, layout, rank, group[0], before), seed, arguments)))
+        except BaseException:
+            pipe.send((False, traceback.format_exc()))
+
+
+def _laid_out(function, place: Place, seed: int, arguments):
+    from megatron.core import parallel_state
+
+    from gdpo_nemo.megatron import runtime
+
+    parallel_state.destroy_model_parallel()
+    runtime.lay_out(place.layout, seed)
+    return function(place, *arguments)

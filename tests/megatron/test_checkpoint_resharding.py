@@ -1,0 +1,48 @@
+"""A checkpoint continues as if nothing had happened, at its own layout and at any other."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import rank_cases
+import tiny_models
+from hf_reference import relative_error
+
+LAYOUTS = ["TP1+DIST", "TP2+SP+DIST", "DP2+DIST", "PP2+DIST", "CP2+DIST"]
+
+
+@pytest.fixture(scope="module")
+def saved(on_ranks, model_folder, tmp_path_factory):
+    """``saved(layout)``: a checkpoint written at ``layout``, and the two updates that followed it there."""
+    done = {}
+
+    def save(layout):
+        if layout not in done:
+            folder = tmp_path_factory.mktemp("checkpoint")
+            arguments = (model_folder("qwen3"), tiny_models.make_batch(), folder)
+            done[layout] = folder, on_ranks(layout, rank_cases.save_and_go_on, *arguments)[0]
+        return done[layout]
+
+    return save
+
+
+def go_on(on_ranks, model_folder, layout, checkpoint):
+    return on_ranks(layout, rank_cases.load_and_go_on, model_folder("qwen3"), tiny_models.make_batch(), checkpoint)[0]
+
+
+@pytest.mark.parametrize("layout", [*LAYOUTS, "TP1", "TP2", "DP2"])
+def test_continuation_at_the_same_layout_is_exact(on_ranks, model_folder, saved, layout):
+    checkpoint, undisturbed = saved(layout)
+    np.testing.assert_array_equal(go_on(on_ranks, model_folder, layout, checkpoint), undisturbed)
+
+
+@pytest.mark.parametrize("after", LAYOUTS)
+@pytest.mark.parametrize("before", ["TP2+SP+DIST", "DP2+DIST", "PP2+DIST"])
+def test_continuation_at_another_layout_is_the_same_run(on_ranks, model_folder, saved, before, after):
+    checkpoint, undisturbed = saved(before)
+    assert relative_error(go_on(on_ranks, model_folder, after, checkpoint), undisturbed) < 1e-5
+
+
+def test_random_streams_go_on_where_they_were(on_ranks, model_folder, tmp_path):
+    for first, second in on_ranks("TP2", rank_cases.random_streams, model_folder("qwen3"), tmp_path / "checkpoint"):
+        np.testing.assert_array_equal(first, second)

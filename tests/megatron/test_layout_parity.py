@@ -1,0 +1,44 @@
+"""Every layout computes what one process of transformers and torch computes, in float32."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import rank_cases
+import tiny_models
+from hf_reference import relative_error
+
+LAYOUTS = ["TP1", "TP2", "TP2+SP", "DP2", "DP2+DIST", "PP2", "CP2"]
+MODELS = ["llama", "mistral", "qwen2", "qwen2-tied", "qwen3"]
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_updates_equal_transformers_and_torch(on_ranks, model_folder, reference, layout, model):
+    expected = reference(model)
+    results = on_ranks(layout, rank_cases.updates, model_folder(model), tiny_models.make_batch())
+    assert max(relative_error(result.steps, expected.steps) for result in results) < 1e-5
+    assert weight_error(results[0].weights, expected.weights) < 1e-6
+
+
+@pytest.mark.parametrize("layout", ["DP2+OVERLAP", "CP2+DIST", "TP2+SP+FULL", "TP2+SELECTIVE"])
+def test_overlap_and_recompute_change_nothing(on_ranks, model_folder, reference, layout):
+    expected = reference("qwen3")
+    results = on_ranks(layout, rank_cases.updates, model_folder("qwen3"), tiny_models.make_batch())
+    assert max(relative_error(result.steps, expected.steps) for result in results) < 1e-5
+    assert weight_error(results[0].weights, expected.weights) < 1e-6
+
+
+@pytest.mark.parametrize("layout", ["TP2+SP", "CP2", "DP2"])
+def test_logprobs_equal_log_softmax_of_transformers(on_ranks, model_folder, reference, layout):
+    batch = tiny_models.make_batch()
+    results = on_ranks(layout, rank_cases.updates, model_folder("qwen2"), batch)
+    ours = rank_cases.by_sequence([result.before for result in results], batch)
+    for got, expected in zip(ours, reference("qwen2").logprobs):
+        np.testing.assert_allclose(got, expected, atol=2e-6, rtol=0)
+
+
+def weight_error(ours, theirs) -> float:
+    """Largest difference; the learning rate of 1e-2 is the size of what three updates moved."""
+    assert set(ours) <= set(theirs)
+    return max(float(np.abs(ours[name] - theirs[name].numpy()).max()) for name in ours)

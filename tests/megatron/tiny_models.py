@@ -1,0 +1,88 @@
+"""Tiny Hugging Face models of every family, and batches for them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from gdpo_nemo.data.packing import TrainSequence
+
+# 99 tokens: the vocabulary has to be padded as soon as it is split.
+VOCABULARY = 99
+_SHAPE = dict(
+    hidden_size=32,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    intermediate_size=48,
+    vocab_size=VOCABULARY,
+    max_position_embeddings=128,
+    initializer_range=0.1,
+)
+_MIXTURE = dict(num_experts_per_tok=2, tie_word_embeddings=False, router_aux_loss_coef=0.0)
+_LLAMA_3_ROPE = dict(
+    rope_type="llama3",
+    rope_theta=5e5,
+    factor=8.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_max_position_embeddings=64,
+)
+
+
+def hf_config(name: str):
+    """The configuration of a tiny model by the name the tests use."""
+    from transformers import LlamaConfig, MistralConfig, MixtralConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
+
+    build = {
+        "llama": lambda: LlamaConfig(**_SHAPE, rope_parameters=_LLAMA_3_ROPE, tie_word_embeddings=False),
+        "mistral": lambda: MistralConfig(**_SHAPE, sliding_window=None, tie_word_embeddings=False),
+        "mixtral": lambda: MixtralConfig(**_SHAPE, **_MIXTURE, num_local_experts=4, sliding_window=None),
+        "qwen3-moe": lambda: Qwen3MoeConfig(
+            **_SHAPE, **_MIXTURE, head_dim=16, num_experts=4, moe_intermediate_size=24, norm_topk_prob=True
+        ),
+        # Dense and mixture layers in turn, and shares of the chosen experts that do not add up to 1.
+        "qwen3-moe-mixed": lambda: Qwen3MoeConfig(
+            **_SHAPE, **_MIXTURE, num_experts=4, moe_intermediate_size=24, norm_topk_prob=False, mlp_only_layers=[0, 2]
+        ),
+        "qwen2": lambda: Qwen2Config(**_SHAPE, tie_word_embeddings=False),
+        "qwen2-tied": lambda: Qwen2Config(**_SHAPE, tie_word_embeddings=True),
+        "qwen3": lambda: Qwen3Config(**_SHAPE, head_dim=16, tie_word_embeddings=False),
+    }
+    return build[name]()
+
+
+def write_model(name: str, folder: Path) -> Path:
+    """Save the tiny model ``name`` into ``folder``, with norms and biases away from their neutral start."""
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(7)
+    model = AutoModelForCausalLM.from_config(hf_config(name))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(0.2 * torch.randn_like(parameter))
+    model.save_pretrained(folder)
+    return folder
+
+
+def make_batch(count: int = 9, seed: int = 0, longest: int = 30) -> list[TrainSequence]:
+    """``count`` sequences of varied lengths whose token weights form the mean over all completion tokens."""
+    rng = np.random.default_rng(seed)
+    batch = []
+    for _ in range(count):
+        prompt, completion = int(rng.integers(1, 9)), int(rng.integers(1, longest))
+        batch.append(
+            TrainSequence(
+                prompt_ids=rng.integers(0, VOCABULARY, prompt).astype(np.int32),
+                completion_ids=rng.integers(0, VOCABULARY, completion).astype(np.int32),
+                sampler_logprobs=rng.normal(-4.5, 0.3, completion).astype(np.float32),
+                advantage=float(rng.normal()),
+            )
+        )
+    tokens = sum(len(s.completion_ids) for s in batch)
+    for s in batch:
+        s.weight = 1.0 / tokens
+    return batch
