@@ -18,6 +18,7 @@ os.environ.setdefault("RAY_DEDUP_LOGS", "0")
 import ray  # noqa: E402
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError, RayTaskError  # noqa: E402
 
+from gdpo_nemo.cluster.reaper import Reaper  # noqa: E402
 from gdpo_nemo.config.schema import ClusterConfig  # noqa: E402
 from gdpo_nemo.errors import GdpoError, RunError  # noqa: E402
 
@@ -33,12 +34,14 @@ def cores(config: ClusterConfig) -> int:
 def session(config: ClusterConfig) -> Iterator[None]:
     """A Ray session: the cluster at RAY_ADDRESS when that is set, else one of our own, gone with this process."""
     joined = "RAY_ADDRESS" in os.environ
+    reaper = Reaper()
     own = {} if joined else dict(num_cpus=cores(config), num_gpus=config.gpus_per_node, include_dashboard=False)
-    ray.init(log_to_driver=False, logging_level="ERROR", **own)
     try:
+        ray.init(log_to_driver=False, logging_level="ERROR", **own)
         yield
     finally:
         ray.shutdown()
+        reaper.close()
 
 
 def thread_environment(threads: int) -> dict[str, str]:

@@ -1,0 +1,25 @@
+"""What several folders of tests share: the small model that they train and sample."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(scope="session")
+def digit_model(tmp_path_factory) -> Path:
+    """The demo's model after a warm-up too short to learn much, made by the factory that users run."""
+    folder = tmp_path_factory.mktemp("model") / "digit_sort"
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[1]); import make_tiny_model; "
+        "make_tiny_model.make_tiny_model(sys.argv[2], 0, steps=30)"
+    )
+    command = [sys.executable, "-W", "ignore", "-c", code, str(REPOSITORY / "examples"), str(folder)]
+    subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "2"}, stdout=subprocess.DEVNULL)
+    return folder

@@ -1,0 +1,251 @@
+"""The whole program as a user starts it: real Ray, real Megatron ranks, a real vLLM engine, in processes of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+START_S, STEPS = 240, 6
+
+
+class Launch:
+    """One start of ``examples/run_gdpo.py`` on a run folder."""
+
+    def __init__(self, run_dir: Path, model: Path, *overrides: str, before: list[str] | None = None):
+        self.run_dir = run_dir
+        command = [
+            sys.executable,
+            str(REPOSITORY / "examples" / "run_gdpo.py"),
+            f"run.dir={run_dir}",
+            f"policy.model_name={model}",
+            f"gdpo.max_num_steps={STEPS}",
+            "gdpo.num_prompts_per_step=4",
+            "gdpo.val_period=3",
+            "gdpo.val_prompts=8",
+            "data.train.size=512",
+            "checkpointing.save_period=2",
+            "logger.console=plain",
+            *overrides,
+        ]
+        self.process = subprocess.Popen(
+            [*(before or []), *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=REPOSITORY
+        )
+        self.seen: dict[int, float] = {}
+
+    def wait_for_step(self, step: int) -> None:
+        """Return once the metrics hold ``step``; remembers every process of the run on the way."""
+        deadline = time.monotonic() + START_S
+        while not any(row["step"] >= step and "loss" in row for row in rows(self.run_dir)):
+            assert self.process.poll() is None, self.process.communicate()
+            assert time.monotonic() < deadline, f"step {step} did not come"
+            self._look()
+            time.sleep(0.05)
+
+    def finish(self) -> tuple[int, str, str]:
+        """Exit status, stdout, stderr."""
+        deadline = time.monotonic() + START_S
+        while self.process.poll() is None and time.monotonic() < deadline:
+            self._look()
+            time.sleep(0.5)
+        out, err = self.process.communicate(timeout=60)
+        return self.process.returncode, out, err
+
+    def _look(self) -> None:
+        try:
+            for child in psutil.Process(self.process.pid).children(recursive=True):
+                self.seen[child.pid] = child.create_time()
+        except psutil.NoSuchProcess:
+            return
+
+    def survivors(self, patience_s: float = 30.0) -> list[str]:
+        """Processes of the run that still live after ``patience_s``."""
+        assert len(self.seen) > 4, "the processes of the run were not seen"
+        deadline = time.monotonic() + patience_s
+        while True:
+            alive = [name for pid, born in self.seen.items() if (name := _name_if_alive(pid, born))]
+            if not alive or time.monotonic() > deadline:
+                return alive
+            time.sleep(0.2)
+
+
+def _name_if_alive(pid: int, born: float) -> str | None:
+    try:
+        process = psutil.Process(pid)
+        if process.create_time() == born and process.status() != psutil.STATUS_ZOMBIE:
+            return f"{pid} {' '.join(process.cmdline())[:80]}"
+    except psutil.NoSuchProcess:
+        return None
+    return None
+
+
+def rows(run_dir: Path) -> list[dict]:
+    """The metric rows of a run, without a torn last line."""
+    file = run_dir / "metrics.jsonl"
+    found = []
+    for line in file.read_text().splitlines() if file.exists() else []:
+        try:
+            found.append(json.loads(line))
+        except json.JSONDecodeError:
+            break
+    return found
+
+
+def timeless(row: dict) -> dict:
+    """A row without what the clock says."""
+    return {k: v for k, v in row.items() if not k.startswith(("time/", "throughput/"))}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory, digit_model) -> tuple[Launch, int, str, str]:
+    launch = Launch(tmp_path_factory.mktemp("runs") / "undisturbed", digit_model, "gdpo.val_at_start=true")
+    return launch, *launch.finish()
+
+
+def test_run_ends_with_status_0_and_leaves_no_process(undisturbed):
+    launch, status, out, err = undisturbed
+    assert status == 0, (out, err)
+    assert launch.survivors() == []
+
+
+def test_run_folder_holds_what_the_contract_names(undisturbed):
+    run_dir = undisturbed[0].run_dir
+    for name in ("config.yaml", "metrics.jsonl", "rewards.png", "report.html", "trace.json", "model/model.safetensors"):
+        assert (run_dir / name).stat().st_size > 0, name
+    assert sorted(p.name for p in (run_dir / "checkpoints").iterdir()) == ["step_4", "step_6"]
+    samples = [json.loads(line) for line in (run_dir / "rollouts" / "step_0006.jsonl").read_text().splitlines()]
+    assert len(samples) == 4 * 8 and {"rewards", "advantage", "policy_version"} <= samples[0].keys()
+
+
+def test_every_step_reports_the_contracted_metrics(undisturbed):
+    trained = [row for row in rows(undisturbed[0].run_dir) if "loss" in row]
+    assert [row["step"] for row in trained] == list(range(1, STEPS + 1))
+    expected = {"loss", "grad_norm", "lr", "skipped_steps", "reward/total/mean", "throughput/tokens_per_second"}
+    expected |= {f"reward/{c}/{s}" for c in ("correctness", "format", "length") for s in ("mean", "std", "missing")}
+    expected |= {f"advantage/{s}" for s in ("distinct", "distinct_if_summed", "dead_groups")}
+    expected |= {f"parity/{s}" for s in ("kl", "max_abs", "mean_abs", "probe")}
+    expected |= {f"policy/{s}" for s in ("entropy", "clip_fraction", "ratio_mean", "ratio_max")}
+    expected |= {"staleness/mean", "staleness/max", "rollout/tokens", "rollout/mean_length", "rollout/truncated"}
+    expected |= {f"time/{s}" for s in ("step", "rollout", "verify", "train", "sync", "idle")} | {"rollout/env_failed"}
+    for row in trained:
+        assert expected <= row.keys(), expected - row.keys()
+
+
+def test_trainer_and_sampler_agree_at_every_step(undisturbed):
+    trained = [row for row in rows(undisturbed[0].run_dir) if "loss" in row]
+    assert max(row["parity/max_abs"] for row in trained) < 1e-4
+    assert max(row["parity/probe"] for row in trained) < 1e-4
+    assert {row["staleness/max"] for row in trained} == {0.0}
+
+
+def test_exported_model_is_what_the_last_checkpoint_holds_and_transformers_loads_it(undisturbed):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = undisturbed[0].run_dir / "model"
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    ids = tokenizer("31524=", return_tensors="pt").input_ids
+    assert ids.shape == (1, 6) and model(ids).logits.shape[-1] == model.config.vocab_size
+
+
+def test_killed_and_terminated_run_resumes_bit_for_bit(undisturbed, tmp_path, digit_model):
+    """kill -9 after step 3 (lost back to step 2), SIGTERM after step 4 (saved), then on to the end."""
+    killed = Launch(tmp_path / "run", digit_model, "gdpo.val_at_start=true")
+    killed.wait_for_step(3)
+    killed.process.send_signal(signal.SIGKILL)
+    killed.process.wait()
+    assert killed.survivors() == []
+
+    stopped = Launch(tmp_path / "run", digit_model, "gdpo.val_at_start=true")
+    stopped.wait_for_step(4)
+    stopped.process.send_signal(signal.SIGTERM)
+    status, out, err = stopped.finish()
+    assert status == 128 + signal.SIGTERM, (out, err)
+    assert stopped.survivors() == []
+    done = max(row["step"] for row in rows(tmp_path / "run"))
+    assert (tmp_path / "run" / "checkpoints" / f"step_{done}" / "files.json").is_file()
+
+    resumed = Launch(tmp_path / "run", digit_model, "gdpo.val_at_start=true")
+    status, out, err = resumed.finish()
+    assert status == 0, (out, err)
+    assert f"after step {done}" in out
+    straight = undisturbed[0].run_dir
+    assert [timeless(r) for r in rows(tmp_path / "run")] == [timeless(r) for r in rows(straight)]
+    weights = [d / "model" / "model.safetensors" for d in (straight, tmp_path / "run")]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
+
+
+def test_tensor_parallel_ranks_make_the_same_first_update(undisturbed, tmp_path, digit_model):
+    launch = Launch(
+        tmp_path / "run", digit_model, "policy.megatron_cfg.tensor_model_parallel_size=2", "gdpo.max_num_steps=1"
+    )
+    status, out, err = launch.finish()
+    assert status == 0, (out, err)
+    _same_first_update(rows(undisturbed[0].run_dir), rows(launch.run_dir))
+
+
+def test_data_parallel_ranks_make_the_same_first_update_and_train_one_step_stale(undisturbed, tmp_path, digit_model):
+    launch = Launch(
+        tmp_path / "run",
+        digit_model,
+        "policy.megatron_cfg.data_parallel_size=2",
+        "rollout.max_staleness=1",
+        "loss_fn.old_logprobs=trainer",
+        "gdpo.max_num_steps=3",
+    )
+    status, out, err = launch.finish()
+    assert status == 0, (out, err)
+    _same_first_update(rows(undisturbed[0].run_dir), rows(launch.run_dir))
+    assert [row["staleness/max"] for row in rows(launch.run_dir) if "loss" in row] == [0.0, 1.0, 1.0]
+
+
+def _same_first_update(one: list[dict], many: list[dict]) -> None:
+    one, many = (next(row for row in found if "loss" in row) for found in (one, many))
+    assert one["reward/total/mean"] == many["reward/total/mean"]
+    assert many["loss"] == pytest.approx(one["loss"], rel=1e-5, abs=1e-7)
+    assert many["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-5)
+
+
+def test_full_disk_on_a_checkpoint_ends_the_run_and_keeps_the_last_good_one(tmp_path, digit_model):
+    """Checkpoints go to a file system of their own with room for one of them (13 MB each)."""
+    folder = tmp_path / "run" / "checkpoints"
+    folder.mkdir(parents=True)
+    mount = f"mount -t tmpfs -o size=20m tmpfs {folder} && "
+    listing = f'; status=$?; ls {folder} > {tmp_path}/kept; exit $status'
+    before = ["unshare", "--mount", "sh", "-c", mount + '"$@"' + listing, "sh"]
+    launch = Launch(tmp_path / "run", digit_model, "checkpointing.save_period=1", before=before)
+    status, out, err = launch.finish()
+    assert status == 1, (out, err)
+    assert "checkpoint of step 2 could not be written" in err and "No space left" in err and "step 1 is the last" in err
+    assert (tmp_path / "kept").read_text().split() == ["step_1"]
+    assert launch.survivors() == []
+
+
+def test_reward_function_that_raises_ends_the_run_with_one_line(tmp_path, digit_model):
+    (tmp_path / "mine.py").write_text("def broken(completions, **columns):\n    return 1 / 0\n")
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "31524="}\n{"prompt": "99123="}\n')
+    launch = Launch(
+        tmp_path / "run",
+        digit_model,
+        "env={mine: {plugin: functions, functions: {broken: '" + str(tmp_path / "mine.py") + ":broken'}}}",
+        "gdpo.rewards={broken: 1.0}",
+        f"data.train={{path: {tmp_path / 'rows.jsonl'}}}",
+        "data.validation=null",
+        "gdpo.val_period=0",
+        "gdpo.val_at_start=false",
+        "checkpointing.metric_name=null",
+        "gdpo.val_prompts=null",
+    )
+    status, out, err = launch.finish()
+    assert status == 1, (out, err)
+    lines = [line for line in err.splitlines() if line.startswith("error:")]
+    assert len(lines) == 1 and "broken" in lines[0] and "division by zero" in lines[0]
+    assert "Traceback" not in err
+    assert launch.survivors() == []
