@@ -3,8 +3,9 @@
     python tests/benchmarks/step.py [--trl] [--steps 5] [--threads 2] [--micro-batch 32]
 
 The work: a random Qwen2 of 10 M parameters in float32, 16 prompts of 32 tokens x 8 samples x 64 new tokens (nothing ends
-early), two rewards, GDPO, one AdamW update of all 128 sequences in micro-batches of 32, which suit a CPU's caches. Ours runs on the trainer's own parts: a Megatron rank and
-a vLLM engine in Ray actors, driven from here. TRL generates with transformers, in one process.
+early), two rewards, GDPO, one AdamW update of all 128 sequences in micro-batches of 32, which suit a CPU's caches. Ours
+runs on the trainer's own parts: a Megatron rank and a vLLM engine in Ray actors, driven from here. TRL generates with
+transformers, in one process.
 
 Medians over the steps after a first one that is not counted. CPU seconds are those of the whole process tree: of Ray's own
 processes, too. On a machine with other work compare CPU seconds, not wall seconds. ``parity`` is the largest difference
