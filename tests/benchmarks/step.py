@@ -1,10 +1,11 @@
 """Time and CPU of one training step on a CPU, phase by phase; with ``--trl`` beside TRL's GRPOTrainer in the same minute.
 
-    python tests/benchmarks/step.py [--trl] [--steps 5] [--threads 2]
+    python tests/benchmarks/step.py [--trl] [--steps 5] [--threads 2] [--micro-batch 32]
 
 The work: a random Qwen2 of 10 M parameters in float32, 16 prompts of 32 tokens x 8 samples x 64 new tokens (nothing ends
-early), two rewards, GDPO, one AdamW update of all 128 sequences. Ours runs on the trainer's own parts: a Megatron rank and
-a vLLM engine in Ray actors, driven from here. TRL generates with transformers, in one process.
+early), two rewards, GDPO, one AdamW update of all 128 sequences in micro-batches of 32, which suit a CPU's caches. Ours
+runs on the trainer's own parts: a Megatron rank and a vLLM engine in Ray actors, driven from here. TRL generates with
+transformers, in one process.
 
 Medians over the steps after a first one that is not counted. CPU seconds are those of the whole process tree: of Ray's own
 processes, too. On a machine with other work compare CPU seconds, not wall seconds. ``parity`` is the largest difference
@@ -114,7 +115,7 @@ class Meter:
 # -- ours -----------------------------------------------------------------------------------------------------------
 
 
-def run_ours(folder: Path, steps: int, threads: int) -> dict:
+def run_ours(folder: Path, steps: int, threads: int, micro_batch: int) -> dict:
     """The steps on the trainer's parts."""
     from gdpo_nemo.algorithms import LossSettings
     from gdpo_nemo.cluster.fleet import EngineFleet
@@ -122,7 +123,7 @@ def run_ours(folder: Path, steps: int, threads: int) -> dict:
     from gdpo_nemo.cluster.session import session
     from gdpo_nemo.cluster.weight_sync import WeightSync
 
-    config = _config(folder, threads)
+    config = _config(folder, threads, micro_batch)
     meter, settings, parity = Meter(), LossSettings(), 0.0
     with session(config.cluster):
         policy = PolicyGroup(config, str(folder), steps + 1)
@@ -148,14 +149,14 @@ def run_ours(folder: Path, steps: int, threads: int) -> dict:
     return {"phases": meter.medians(), "parity": parity}
 
 
-def _config(folder: Path, threads: int):
+def _config(folder: Path, threads: int, micro_batch: int):
     from gdpo_nemo.config.schema import ClusterConfig, Config, GenerationConfig, MegatronConfig, OptimizerConfig, PolicyConfig
 
     policy = PolicyConfig(
         model_name=str(folder),
         precision="float32",
         max_total_sequence_length=PROMPT_TOKENS + NEW_TOKENS,
-        micro_batch_tokens=PROMPTS * SAMPLES * (PROMPT_TOKENS + NEW_TOKENS),
+        micro_batch_tokens=micro_batch * (PROMPT_TOKENS + NEW_TOKENS),
         megatron_cfg=MegatronConfig(data_parallel_size=1, optimizer=OptimizerConfig(lr=LEARNING_RATE)),
         generation=GenerationConfig(max_new_tokens=NEW_TOKENS),
     )
@@ -191,7 +192,7 @@ def _sequences(requests, completions):
 # -- TRL ------------------------------------------------------------------------------------------------------------
 
 
-def run_trl(folder: Path, steps: int) -> dict:
+def run_trl(folder: Path, steps: int, micro_batch: int) -> dict:
     """The same steps on TRL's GRPOTrainer."""
     import torch
     from datasets import Dataset
@@ -242,7 +243,8 @@ def run_trl(folder: Path, steps: int) -> dict:
             use_cpu=True,
             bf16=False,
             gradient_checkpointing=False,
-            per_device_train_batch_size=PROMPTS * SAMPLES,
+            per_device_train_batch_size=micro_batch,
+            gradient_accumulation_steps=PROMPTS * SAMPLES // micro_batch,
             num_generations=SAMPLES,
             max_completion_length=NEW_TOKENS,
             max_steps=steps + 1,
@@ -311,7 +313,8 @@ def in_fresh_process(which: str, folder: str, arguments) -> dict:
     }
     result = Path(folder) / f"{which}.json"
     command = [sys.executable, "-W", "ignore", __file__, "--side", which, "--folder", folder]
-    command += ["--steps", str(arguments.steps), "--threads", str(arguments.threads)]
+    for option in ("steps", "threads", "micro_batch"):
+        command += [f"--{option.replace('_', '-')}", str(getattr(arguments, option))]
     subprocess.run(command, env=environment, check=True)
     return json.loads(result.read_text())
 
@@ -322,15 +325,16 @@ def main() -> None:
     parser.add_argument("--trl", action="store_true", help="run TRL on the same work, too")
     parser.add_argument("--steps", type=int, default=5, help="steps that are counted (5)")
     parser.add_argument("--threads", type=int, default=2, help="compute threads of each process (2)")
+    parser.add_argument("--micro-batch", type=int, default=32, help="sequences per forward pass, a divisor of 128 (32)")
     parser.add_argument("--side", choices=("ours", "trl"), help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.side:
         model = Path(arguments.folder) / "model"
         found = (
-            run_trl(model, arguments.steps)
+            run_trl(model, arguments.steps, arguments.micro_batch)
             if arguments.side == "trl"
-            else run_ours(model, arguments.steps, arguments.threads)
+            else run_ours(model, arguments.steps, arguments.threads, arguments.micro_batch)
         )
         (Path(arguments.folder) / f"{arguments.side}.json").write_text(json.dumps(found))
         return
