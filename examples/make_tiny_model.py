@@ -17,6 +17,7 @@ import argparse
 import contextlib
 import os
 import random
+import string
 import sys
 import tempfile
 import time
@@ -44,6 +45,10 @@ PAD, EOS = 0, 1
 WARM_UP_STEPS = 200
 ROWS_PER_STEP = 96
 _PROGRESS_EVERY = 20
+
+BYTE_SHAPE = dict(
+    hidden_size=64, num_hidden_layers=2, num_attention_heads=2, intermediate_size=192, max_position_embeddings=2048
+)
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -76,7 +81,21 @@ def make_tiny_model(folder: str, seed: int, steps: int = WARM_UP_STEPS) -> None:
             intermediate_size=512,
             max_position_embeddings=128,
         )
-        _warm_up(scratch, whole, seed, steps)
+        _warm_up(scratch, whole, seed, steps, _character_rows(seed))
+
+
+def make_answering_model(folder: str, seed: int, steps: int = 120) -> None:
+    """Write a two-layer Qwen2 over bytes that answers any question with tags and some number, mostly not quite in form.
+
+    It cannot do arithmetic; it gives a run over real question texts something that its rewards tell apart.
+
+    Raises:
+        ConfigError: there is something at ``folder`` already.
+    """
+    tokenizer = byte_tokenizer()
+    with _whole_or_nothing(folder) as whole, tempfile.TemporaryDirectory() as scratch:
+        _write_random(scratch, tokenizer, seed, **BYTE_SHAPE)
+        _warm_up(scratch, whole, seed, steps, _byte_rows(seed, tokenizer), rows_per_step=16)
 
 
 def make_random_model(folder: str, seed: int) -> None:
@@ -86,16 +105,7 @@ def make_random_model(folder: str, seed: int) -> None:
         ConfigError: there is something at ``folder`` already.
     """
     with _whole_or_nothing(folder) as whole:
-        _write_random(
-            whole,
-            byte_tokenizer(),
-            seed,
-            hidden_size=64,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            intermediate_size=192,
-            max_position_embeddings=2048,
-        )
+        _write_random(whole, byte_tokenizer(), seed, **BYTE_SHAPE)
 
 
 def _write_random(folder: str | Path, tokenizer: Qwen2Tokenizer, seed: int, **shape: int) -> None:
@@ -202,11 +212,46 @@ def _completion(rng: random.Random, answer: str) -> str:
     return rng.choice(malformed)
 
 
+_LETTERS = string.ascii_lowercase * 8 + string.ascii_uppercase + string.digits + ".,$?'%"
+
+Row = tuple[list[int], list[int]]
+"""Token ids of a prompt and of its completion, the end token included."""
+
+
+def _character_rows(seed: int) -> Iterator[Row]:
+    for prompt, completion in warm_up_texts(seed):
+        yield [_ID[c] for c in prompt], [*(_ID[c] for c in completion), EOS]
+
+
+def _byte_rows(seed: int, tokenizer: Qwen2Tokenizer) -> Iterator[Row]:
+    """Chats of random words, up to the length of a GSM8K question under its system prompt, and answers to them."""
+    from gdpo_nemo.environments.gsm8k import Gsm8k
+
+    rng = random.Random(seed)
+    system = {"role": "system", "content": Gsm8k({}).system_prompt}
+    while True:
+        words = ("".join(rng.choices(_LETTERS, k=rng.randint(1, 9))) for _ in range(rng.randint(5, 80)))
+        chat = [system, {"role": "user", "content": " ".join(words)}]
+        prompt = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+        answer = tokenizer.encode(_tagged_answer(rng), add_special_tokens=False)
+        yield tokenizer.encode(prompt, add_special_tokens=False), [*answer, tokenizer.eos_token_id]
+
+
+def _tagged_answer(rng: random.Random) -> str:
+    """Half of them in form, half with a whole number; the numbers are small, so that a few happen to be right."""
+    number = str(rng.randint(1, 20)) if rng.random() < 0.5 else f"{rng.randint(1, 20)}.{rng.randint(0, 9)}"
+    if rng.random() < 0.5:
+        return f"<think>so</think>\n<answer>{number}</answer>"
+    return rng.choice((f"<think>so</think>\n{number}", f"<answer>{number}</answer>", f"<think>so\n<answer>{number}</answer>"))
+
+
 # -- the warm-up ----------------------------------------------------------------------------------------------------
 
 
-def _warm_up(start: str | Path, result: Path, seed: int, steps: int) -> None:
-    """Train the model in ``start`` on the warm-up texts and write it to ``result``."""
+def _warm_up(
+    start: str | Path, result: Path, seed: int, steps: int, rows: Iterator[Row], rows_per_step: int = ROWS_PER_STEP
+) -> None:
+    """Train the model in ``start`` on the completions of ``rows`` and write it to ``result``."""
     from gdpo_nemo.megatron import runtime
 
     ours = runtime.prepare()
@@ -219,7 +264,7 @@ def _warm_up(start: str | Path, result: Path, seed: int, steps: int) -> None:
         try:
             runtime.lay_out(config.megatron_cfg, seed)
             policy = Policy(config, start, ours, total_updates=steps)
-            _train(policy, seed, steps)
+            _train(policy, rows, steps, rows_per_step)
             write_model(result, policy.weights(), policy.built.hf_config, start)
         finally:
             runtime.tear_down()
@@ -233,34 +278,31 @@ def _training(folder: str, steps: int) -> PolicyConfig:
     )
 
 
-def _train(policy, seed: int, steps: int) -> None:
+def _train(policy, rows: Iterator[Row], steps: int, rows_per_step: int) -> None:
     """Cross-entropy of the completion tokens: a policy loss that is linear in the log-probs, with every advantage 1."""
-    texts, settings = warm_up_texts(seed), LossSettings(type="target_po")
+    settings = LossSettings(type="target_po")
     start = time.monotonic()
     for step in range(1, steps + 1):
-        batch = _sequences([next(texts) for _ in range(ROWS_PER_STEP)])
+        batch = _sequences([next(rows) for _ in range(rows_per_step)])
         result = policy.train(batch, assign([len(s) for s in batch], 1, policy.config.micro_batch_tokens), settings)
         if step in (1, steps) or step % _PROGRESS_EVERY == 0:
             spent = time.monotonic() - start
             print(f"warm-up step {step:3d}/{steps}  loss {result.loss:.3f}  {spent:.0f} s", flush=True)
 
 
-def _sequences(rows: list[tuple[str, str]]) -> list[TrainSequence]:
-    """The rows as token ids, each token of the batch with the same weight."""
-    tokens = sum(len(completion) + 1 for _, completion in rows)
-    sequences = []
-    for prompt, completion in rows:
-        ids = np.array([*map(_ID.__getitem__, completion), EOS], np.int32)
-        sequences.append(
-            TrainSequence(
-                prompt_ids=np.array([*map(_ID.__getitem__, prompt)], np.int32),
-                completion_ids=ids,
-                sampler_logprobs=np.zeros(len(ids), np.float32),
-                advantage=1.0,
-                weight=1.0 / tokens,
-            )
+def _sequences(rows: list[Row]) -> list[TrainSequence]:
+    """The rows as training sequences, each completion token of the batch with the same weight."""
+    tokens = sum(len(completion) for _, completion in rows)
+    return [
+        TrainSequence(
+            prompt_ids=np.array(prompt, np.int32),
+            completion_ids=np.array(completion, np.int32),
+            sampler_logprobs=np.zeros(len(completion), np.float32),
+            advantage=1.0,
+            weight=1.0 / tokens,
         )
-    return sequences
+        for prompt, completion in rows
+    ]
 
 
 _ID = {character: number for number, character in enumerate(ALPHABET, start=EOS + 1)}
