@@ -29,6 +29,9 @@ ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false",
 }
 
+_BATCHED_TOKENS = 8192
+"""Tokens that one forward pass of a CPU engine takes at most."""
+
 
 class Engine:
     """A vLLM engine. Create one per process; it starts with the weights of ``model`` and version -1 until ``update``.
@@ -47,7 +50,14 @@ class Engine:
         from gdpo_nemo.weights import vllm_receiver
 
         placed = (
-            dict(enforce_eager=True, kv_cache_memory_bytes=config.kv_cache_memory_bytes)
+            dict(
+                enforce_eager=True,
+                kv_cache_memory_bytes=config.kv_cache_memory_bytes,
+                # A prompt that is prefilled in pieces makes vLLM turn its sample's generator back, which CPU generators
+                # cannot ("CPU Generator does not use offset"); so prompts are prefilled whole.
+                enable_chunked_prefill=False,
+                max_num_batched_tokens=max(_BATCHED_TOKENS, max_model_len),
+            )
             if on_cpu
             else dict(enforce_eager=config.enforce_eager, gpu_memory_utilization=config.gpu_memory_utilization)
         )
