@@ -42,6 +42,7 @@ class Place:
 def torch_names() -> dict[str, Any]:
     """Everything that torch, torch.cuda, torch.distributed and Tensor offer, by qualified name."""
     import torch
+    import torch._dynamo  # replaces torch.manual_seed when it is imported, whoever imports it
 
     owners = {"torch": torch, "torch.cuda": torch.cuda, "torch.distributed": torch.distributed, "Tensor": torch.Tensor}
     return {f"{prefix}.{name}": value for prefix, owner in owners.items() for name, value in vars(owner).items()}
