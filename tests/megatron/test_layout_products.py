@@ -17,10 +17,11 @@ DENSE = [
     "CP2xDP2+DIST",
     "PP4",
     "CP4+DIST",
+    "PP2xVPP2",
 ]
 MIXTURE = ["DP4xEP2+DIST", "DP4xEP4+DIST", "PP2xDP2xEP2+DIST", "TP2xDP2xEP2+SP+DIST", "TP2xDP2xEP4xETP1+SP+DIST"]
 CASES = [(layout, model) for model in ("qwen2-tied", "qwen3") for layout in DENSE]
-CASES += [(layout, model) for model in ("mixtral", "qwen3-moe") for layout in MIXTURE]
+CASES += [(layout, model) for model in ("mixtral", "qwen3-moe") for layout in [*MIXTURE, "PP2xVPP2"]]
 
 
 @pytest.mark.parametrize("layout, model", CASES)
