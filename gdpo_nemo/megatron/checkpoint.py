@@ -14,6 +14,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
@@ -33,17 +34,24 @@ def save(policy, folder: str | Path) -> None:
     if dist.get_rank() == 0:
         folder.mkdir(parents=True, exist_ok=True)
     dist.barrier()
+    _fill_moments(policy.built.optimizer)
     with policy.settled():
         state = _state(policy, is_loading=False)
         dist_checkpointing.save(state, str(folder))
     dist.barrier()
 
 
+def _fill_moments(optimizer) -> None:
+    """Give parameters that were never updated their (zero) moments: a checkpoint is complete from the start."""
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        part.init_state_fn(part.optimizer, part.config)
+
+
 def load(policy, folder: str | Path) -> None:
     """Read a checkpoint written at any layout; collective."""
     wanted = _state(policy, is_loading=True)
     # Random streams belong to ranks: with another number of ranks there is none to continue, and fresh ones are right.
-    if wanted["random"].unique_key not in dist_checkpointing.load_sharded_metadata(str(folder)):
+    if wanted["random"].unique_key not in load_sharded_metadata(str(folder)):
         del wanted["random"]
     state = dist_checkpointing.load(wanted, str(folder))
     for name, chunk in _named_chunks(policy):
@@ -84,11 +92,11 @@ def _fit_chains(state: dict, chains: int) -> dict:
     With expert parallelism Megatron chains two optimizers (dense and expert parameters), whose step counts and the like
     sit under 0 and 1; without, it makes one. Tensors are stored alike in both cases.
     """
-    common = {key: value for key, value in state.items() if key not in (0, 1)}
-    if chains == 1 and "optimizer" not in state:
-        return {**state[0], **common}
-    if chains == 1 or "optimizer" not in state:
+    if (chains > 1) == (0 in state and "optimizer" not in state):
         return state
+    common = {key: value for key, value in state.items() if key not in (0, 1)}
+    if chains == 1:
+        return {**state[0], **common}
     groups = state["optimizer"]["param_groups"]
 
     def part(index: int) -> dict:

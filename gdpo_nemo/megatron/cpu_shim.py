@@ -46,6 +46,7 @@ def install() -> bool:
     _use_cpu_random_states()
     _use_even_collectives()
     _settle_token_counts_on_cpu()
+    _pair_shapes_of_two_stages()
     return True
 
 
@@ -166,3 +167,30 @@ def _settle_token_counts_on_cpu() -> None:
         return tokens_per_expert
 
     MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize = settle
+
+
+def _pair_shapes_of_two_stages() -> None:
+    """Exchange tensor shapes rightly where the previous and the next pipeline stage are the same rank.
+
+    Megatron posts (send prev, receive prev, send next, receive next), and messages between two ranks are matched in order:
+    what one sends to its previous stage would arrive as the other's receive from *its* previous stage. Interleaved
+    pipelines of two stages meet this, and gloo aborts on the sizes that follow.
+    """
+    from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+
+    stock = P2PCommunicator._communicate_shapes
+
+    def exchange(self, tensor_send_next, tensor_send_prev, recv_prev, recv_next):
+        if self.prev_rank != self.next_rank:
+            return stock(self, tensor_send_next, tensor_send_prev, recv_prev, recv_next)
+        peer, group = self.next_rank, self.pp_group
+        sent = [torch.tensor(t.size()) for t in (tensor_send_prev, tensor_send_next) if t is not None]
+        wanted = [name for name, asked in (("next", recv_next), ("prev", recv_prev)) if asked]
+        received = {name: torch.empty(3, dtype=torch.int64) for name in wanted}
+        pending = [dist.isend(shape, peer, group=group) for shape in sent]
+        pending += [dist.irecv(shape, peer, group=group) for shape in received.values()]
+        for request in pending:
+            request.wait()
+        return tuple(received[name].tolist() if name in received else [0, 0, 0] for name in ("prev", "next"))
+
+    P2PCommunicator._communicate_shapes = exchange

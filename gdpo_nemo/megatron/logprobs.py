@@ -20,7 +20,7 @@ class _TokenLogprobs(torch.autograd.Function):
         local = local.clamp(0, width - 1)
         padding = max(0, first + width - vocab_size)  # columns past the real vocabulary, on the last rank(s)
         log_z = torch.empty(targets.shape, dtype=torch.float32, device=logits.device)
-        target_logit, entropy = torch.empty_like(log_z), torch.empty_like(log_z)
+        logprob, entropy = torch.empty_like(log_z), torch.empty_like(log_z)
         for rows in _chunks(logits.size(0), chunk):
             x = _scaled(logits[rows], scale, padding)
             peak = x.amax(-1) if padding < width else x.new_full(x.shape[:1], float("-inf"))
@@ -34,11 +34,11 @@ class _TokenLogprobs(torch.autograd.Function):
             dist.all_reduce(sums, group=group)
             log_sum = sums[0].log()
             log_z[rows] = log_sum + peak
-            target_logit[rows] = sums[1]
+            logprob[rows] = (sums[1] - peak) - log_sum  # in this order large logits cancel before anything is rounded
             entropy[rows] = log_sum - sums[2] / sums[0]
         ctx.save_for_backward(logits, local, owned, log_z, entropy)
         ctx.options = scale, padding, chunk
-        return target_logit - log_z, entropy
+        return logprob, entropy
 
     @staticmethod
     def backward(ctx, grad_logprob, grad_entropy):

@@ -217,4 +217,5 @@ def changed_in_torch(place) -> list[str]:
     """Names in torch that are other objects than before Megatron was made importable."""
     import rank_pool
 
-    return sorted(name for name, value in rank_pool.torch_names().items() if place.torch_before.get(name) is not value)
+    now = rank_pool.torch_names()
+    return sorted(name for name, value in place.torch_before.items() if now.get(name) is not value)

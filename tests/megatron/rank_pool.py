@@ -2,7 +2,7 @@
 
 Importing megatron.core takes seconds, so ranks are started once and keep their process group as long as the number of
 ranks stays the same. A rank that fails or dies fails the case with its traceback, a rank that hangs fails it at the
-deadline; either way the whole pool is replaced, because its other ranks may wait in a collective for ever.
+deadline; the pool is then replaced, because its other ranks may wait in a collective for ever.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any, Callable
 
 # Ranks that were only waiting for a failed one get this long to report what they saw.
-_GRACE_S = 1.0
+_GRACE_S = 2.0
+DIED = "the process died"
 _GROUP_TIMEOUT_S = 60.0
 # Importing Megatron takes 10 s, several times that on a busy machine.
 _START_S = 240.0
@@ -41,6 +42,7 @@ class Place:
 def torch_names() -> dict[str, Any]:
     """Everything that torch, torch.cuda, torch.distributed and Tensor offer, by qualified name."""
     import torch
+    import torch._dynamo  # replaces torch.manual_seed when it is imported, whoever imports it
 
     owners = {"torch": torch, "torch.cuda": torch.cuda, "torch.distributed": torch.distributed, "Tensor": torch.Tensor}
     return {f"{prefix}.{name}": value for prefix, owner in owners.items() for name, value in vars(owner).items()}
@@ -99,13 +101,16 @@ class RankPool:
                 try:
                     ok, value = pipe.recv()
                 except EOFError:
-                    ok, value = False, "the process died"
+                    ok, value = False, DIED
                 (results if ok else failures)[rank] = value
                 if not ok:
                     deadline = min(deadline, time.monotonic() + _GRACE_S)
         if failures or waiting:
             failures.update({rank: "no answer" for rank in waiting.values()})
-            self.close()
+            # Where every rank raised none is left waiting in a collective, and a new process group is new enough.
+            self.world = 0
+            if waiting or DIED in failures.values():
+                self.close()
             raise RankFailure("\n".join(f"rank {rank}: {text}" for rank, text in sorted(failures.items())))
         return [results[rank] for rank in ranks]
 

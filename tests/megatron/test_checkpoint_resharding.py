@@ -43,6 +43,30 @@ def test_continuation_at_another_layout_is_the_same_run(on_ranks, model_folder, 
     assert relative_error(go_on(on_ranks, model_folder, after, checkpoint), undisturbed) < 1e-5
 
 
-def test_random_streams_go_on_where_they_were(on_ranks, model_folder, tmp_path):
-    for first, second in on_ranks("TP2", rank_cases.random_streams, model_folder("qwen3"), tmp_path / "checkpoint"):
+@pytest.mark.parametrize("layout", ["TP2", "DP2+DIST"])
+def test_random_streams_go_on_where_they_were_even_before_the_first_update(on_ranks, model_folder, tmp_path, layout):
+    for first, second in on_ranks(layout, rank_cases.random_streams, model_folder("qwen3"), tmp_path / "checkpoint"):
         np.testing.assert_array_equal(first, second)
+
+
+MIXTURE_LAYOUTS = ["TP1+DIST", "DP2xEP2+DIST", "TP2xEP2xETP1+SP+DIST", "PP2+DIST"]
+
+
+@pytest.fixture(scope="module")
+def saved_mixture(on_ranks, model_folder, tmp_path_factory):
+    """Checkpoints of a mixture model without and with expert parallelism, and the updates that followed."""
+    done = {}
+    for layout in MIXTURE_LAYOUTS[:2]:
+        folder = tmp_path_factory.mktemp("mixture")
+        arguments = (model_folder("qwen3-moe"), tiny_models.make_batch(), folder)
+        done[layout] = folder, on_ranks(layout, rank_cases.save_and_go_on, *arguments)[0]
+    return done
+
+
+@pytest.mark.parametrize("after", MIXTURE_LAYOUTS)
+@pytest.mark.parametrize("before", MIXTURE_LAYOUTS[:2])
+def test_experts_are_resharded(on_ranks, model_folder, saved_mixture, before, after):
+    checkpoint, undisturbed = saved_mixture[before]
+    arguments = (model_folder("qwen3-moe"), tiny_models.make_batch(), checkpoint)
+    continued = on_ranks(after, rank_cases.load_and_go_on, *arguments)[0]
+    assert relative_error(continued, undisturbed) < 1e-5

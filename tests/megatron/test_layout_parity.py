@@ -21,6 +21,14 @@ def test_updates_equal_transformers_and_torch(on_ranks, model_folder, reference,
     assert weight_error(results[0].weights, expected.weights) < 1e-6
 
 
+@pytest.mark.parametrize("model", ["mixtral", "qwen3-moe", "qwen3-moe-mixed"])
+@pytest.mark.parametrize("layout", ["TP1", "TP2+SP", "TP2xEP2xETP1+SP", "DP2xEP2", "DP2xEP2+DIST", "PP2", "CP2xEP2+DIST"])
+def test_mixtures_equal_transformers_and_torch(on_ranks, model_folder, reference, layout, model):
+    expected = reference(model)
+    results = on_ranks(layout, rank_cases.updates, model_folder(model), tiny_models.make_batch())
+    assert max(relative_error(result.steps, expected.steps) for result in results) < 1e-5
+
+
 @pytest.mark.parametrize("layout", ["DP2+OVERLAP", "CP2+DIST", "TP2+SP+FULL", "TP2+SELECTIVE"])
 def test_overlap_and_recompute_change_nothing(on_ranks, model_folder, reference, layout):
     expected = reference("qwen3")

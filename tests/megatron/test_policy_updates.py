@@ -39,7 +39,7 @@ def test_ranks_without_a_sequence_take_part(on_ranks, model_folder, layout):
 
 SETTINGS = {
     "clipped with dual clip": LossSettings(ratio_clip_c=3.0),
-    "gspo": LossSettings(type="gspo", ratio_clip_min=3e-4, ratio_clip_max=4e-4),
+    "gspo": LossSettings(type="gspo"),
     "cispo": LossSettings(type="cispo"),
     "target_po": LossSettings(type="target_po"),
     "kl and entropy": LossSettings(reference_policy_kl_penalty=0.1, entropy_bonus=0.01),

@@ -16,7 +16,7 @@ VOCABULARIES = [(100, 100), (99, 100), (3, 8)]
 def random_case(vocabulary: int, padded: int, tokens: int = 37):
     rng = np.random.default_rng(vocabulary)
     logits = rng.normal(0, 4, (tokens, padded)).astype(np.float32)
-    logits[0] += 1e4  # far from zero: only a shifted exponential survives this
+    logits[0] += 300  # exp(300) is not a float32: the largest logit has to be taken off first
     targets = rng.integers(0, vocabulary, tokens)
     gradients = rng.normal(size=(2, tokens)).astype(np.float32)
     return logits, targets, gradients
@@ -40,10 +40,9 @@ def test_values_and_gradients_equal_log_softmax(on_ranks, layout, vocabulary, pa
     results = on_ranks(layout, rank_cases.token_values, logits, targets, options, gradients)
     logprobs, entropy, grad = expected_values(logits, targets, gradients, vocabulary, temperature)
     for result in results:
-        np.testing.assert_allclose(result[0], logprobs, atol=3e-3 * (np.arange(37) == 0) + 1e-5)
-        np.testing.assert_allclose(result[1], entropy, atol=3e-3 * (np.arange(37) == 0) + 1e-5)
-    np.testing.assert_allclose(np.concatenate([r[2] for r in results], -1)[1:], grad[1:], atol=1e-5)
-    assert np.isfinite([r[2] for r in results]).all()
+        np.testing.assert_allclose(result[0], logprobs, atol=1e-4, rtol=0)
+        np.testing.assert_allclose(result[1], entropy, atol=1e-4, rtol=0)
+    np.testing.assert_allclose(np.concatenate([r[2] for r in results], -1), grad, atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("layout", ["TP1", "TP2"])
