@@ -1,0 +1,207 @@
+"""Engines, weight updates and their proofs on a live Ray session: one policy rank, two vLLM engines, kept for all tests."""
+
+from __future__ import annotations
+
+import copy
+import os
+import signal
+import time
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+from gdpo_nemo.cluster.fleet import EngineFleet
+from gdpo_nemo.cluster.policy_group import PolicyGroup
+from gdpo_nemo.cluster.session import WorkerDied, gather, ray, session
+from gdpo_nemo.cluster.weight_sync import WeightSync
+from gdpo_nemo.config.load import load_config
+from gdpo_nemo.data.packing import TrainSequence
+from gdpo_nemo.errors import RunError
+from gdpo_nemo.generation.requests import SampleRequest, Sampling
+from gdpo_nemo.weights.manifest import pack
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+SAMPLING = Sampling(temperature=1.0, top_p=1.0, top_k=-1, max_new_tokens=16)
+PROBE = np.arange(20, dtype=np.int32)
+
+
+class Parts:
+    """What the tests share."""
+
+    def __init__(self, config, model):
+        self.config = config
+        self.policy = PolicyGroup(config, str(model), total_updates=10)
+        self.fleet = EngineFleet(config, str(model))
+        self.policy.ready()
+        self.fleet.ready()
+        self.sync = WeightSync(self.policy, self.fleet, PROBE, 1e-4)
+
+
+@pytest.fixture(scope="module")
+def parts(digit_model):
+    config = load_config(
+        REPOSITORY / "configs" / "gdpo_tiny_cpu.yaml",
+        [f"policy.model_name={digit_model}", "policy.generation.engines=2", "loss_fn.reference_policy_kl_penalty=0.1"],
+    )
+    with session(config.cluster):
+        yield Parts(config, digit_model)
+
+
+def requests(count: int, prompt_length: int = 6) -> list[SampleRequest]:
+    rng = np.random.default_rng(3)
+    return [SampleRequest(rng.integers(2, 12, prompt_length).astype(np.int32), 100 + i) for i in range(count)]
+
+
+def draw(fleet: EngineFleet, wanted: list[SampleRequest]):
+    return fleet.collect(fleet.submit(wanted, SAMPLING))
+
+
+def train_once(policy: PolicyGroup, learning_rate_sign: float = 1.0) -> None:
+    """Change every weight a little, as training does."""
+    from gdpo_nemo.algorithms import LossSettings
+
+    rng = np.random.default_rng(0)
+    sequence = TrainSequence(
+        rng.integers(2, 12, 6).astype(np.int32),
+        rng.integers(2, 20, 12).astype(np.int32),
+        np.zeros(12, np.float32),
+        advantage=learning_rate_sign,
+        weight=1 / 12,
+    )
+    policy.train([sequence], LossSettings())
+
+
+def same(left, right) -> bool:
+    return all(
+        np.array_equal(a.token_ids, b.token_ids) and np.array_equal(a.logprobs, b.logprobs)
+        for a, b in zip(left.completions, right.completions, strict=True)
+    )
+
+
+def test_samples_depend_on_prompt_and_seed_alone(parts):
+    parts.sync.publish(0)
+    wanted = requests(12)
+    together, alone = draw(parts.fleet, wanted), [draw(parts.fleet, [r]).completions[0] for r in wanted[:3]]
+    assert [c.token_ids.tolist() for c in together.completions[:3]] == [c.token_ids.tolist() for c in alone]
+    twice = [SampleRequest(wanted[0].prompt_ids, seed) for seed in range(8)]
+    assert len({tuple(c.token_ids) for c in draw(parts.fleet, twice).completions}) > 1
+
+
+def test_sampled_logprobs_are_the_trainers(parts):
+    parts.sync.publish(1)
+    wanted = requests(10)
+    batch = draw(parts.fleet, wanted)
+    sequences = [TrainSequence(r.prompt_ids, c.token_ids, c.logprobs) for r, c in zip(wanted, batch.completions)]
+    for mine, completion in zip(parts.policy.logprobs(sequences), batch.completions):
+        assert np.abs(mine - completion.logprobs).max() < 1e-4
+    assert batch.version == 1
+
+
+def test_published_weights_reach_every_engine_and_stale_prefixes_are_forgotten(parts):
+    """The long prompt stays in the engines' prefix caches; after an update its old keys and values must not be used."""
+    long = requests(4, prompt_length=40)
+    before = draw(parts.fleet, long)
+    train_once(parts.policy)
+    row = parts.sync.publish(2)
+    assert row["parity/probe"] < 1e-4
+    after = draw(parts.fleet, long)
+    assert not same(before, after) and after.version == 2
+    sequences = [TrainSequence(r.prompt_ids, c.token_ids, c.logprobs) for r, c in zip(long, after.completions)]
+    for mine, completion in zip(parts.policy.logprobs(sequences), after.completions):
+        assert np.abs(mine - completion.logprobs).max() < 1e-4
+
+
+def test_engines_that_hold_other_weights_are_found_by_the_probe(parts):
+    train_once(parts.policy)
+    manifest, buffer = parts.policy.pack_weights(3)
+    parts.fleet.update(manifest, buffer)
+    train_once(parts.policy)
+    train_once(parts.policy)
+    with pytest.raises(RunError, match="does not hold the weights of version 3"):
+        parts.sync._difference(3)
+    parts.sync.publish(4)
+
+
+def test_an_update_that_misses_a_tensor_is_refused_before_it_touches_the_engine(parts):
+    parts.sync.publish(5)
+    manifest, _ = ray.get(list(parts.policy.pack_weights(6)))
+    short = copy.replace(manifest, entries=manifest.entries[1:]) if hasattr(copy, "replace") else None
+    short = short or type(manifest)(manifest.version, manifest.entries[1:])
+    with pytest.raises(RunError, match="1 tensors missing"):
+        short.check_names({e.name for e in manifest.entries})
+    twice = type(manifest)(manifest.version, (*manifest.entries, manifest.entries[0]))
+    with pytest.raises(RunError, match="1 tensors twice"):
+        twice.check_names({e.name for e in manifest.entries})
+
+
+def test_a_changed_byte_in_transport_is_named():
+    import torch
+
+    from gdpo_nemo.weights.manifest import unpack
+
+    manifest, buffer = pack([("a", torch.ones(3)), ("b", torch.arange(5, dtype=torch.bfloat16))], 1)
+    whole = dict(unpack(manifest, buffer))
+    assert torch.equal(whole["a"], torch.ones(3)) and torch.equal(whole["b"], torch.arange(5, dtype=torch.bfloat16))
+    buffer[manifest.entries[1].offset] ^= 1
+    with pytest.raises(RunError, match="checksum of b"):
+        dict(unpack(manifest, buffer))
+
+
+def test_a_prompt_without_room_for_a_completion_is_refused_and_the_engine_lives_on(parts):
+    with pytest.raises(RunError, match="a prompt of 64 tokens fills the context of 64"):
+        draw(parts.fleet, requests(1, prompt_length=64))
+    (one,) = draw(parts.fleet, requests(1, prompt_length=63)).completions
+    assert len(one.token_ids) == 1
+
+
+def test_the_reference_model_stays_where_training_started(parts):
+    sequence = TrainSequence(PROBE[:6], PROBE[6:], np.zeros(14, np.float32))
+    (reference,), (now,) = parts.policy.logprobs([sequence], reference=True), parts.policy.logprobs([sequence])
+    train_once(parts.policy)
+    (later_reference,), (later,) = parts.policy.logprobs([sequence], reference=True), parts.policy.logprobs([sequence])
+    assert np.array_equal(reference, later_reference)
+    assert not np.array_equal(now, later) and not np.array_equal(now, reference)
+
+
+def test_a_killed_engine_is_replaced_with_the_newest_weights_and_its_samples_are_drawn_again(parts):
+    parts.sync.publish(7)
+    wanted = requests(16)
+    before = draw(parts.fleet, wanted)
+    ticket = parts.fleet.submit(wanted, SAMPLING)
+    _kill_one_engine()
+    after = parts.fleet.collect(ticket)
+    assert same(before, after) and after.version == 7
+    assert parts.sync.publish(8)["parity/probe"] < 1e-4
+
+
+def _kill_one_engine() -> None:
+    engines = [p for p in psutil.Process().children(recursive=True) if p.name().startswith("ray::Engine")]
+    assert len(engines) == 2
+    os.kill(engines[0].pid, signal.SIGKILL)
+
+
+def test_a_worker_that_does_not_answer_ends_the_wait_with_a_sentence(parts):
+    @ray.remote(num_cpus=0)
+    def slow():
+        time.sleep(60)
+
+    @ray.remote(num_cpus=0)
+    def dies():
+        os._exit(1)
+
+    with pytest.raises(RunError, match="the slow thing: 1 of 1 workers did not answer within 2 s"):
+        gather([slow.remote()], "the slow thing", 2)
+    start = time.monotonic()
+    with pytest.raises(RunError):
+        gather([slow.remote(), dies.options(max_retries=0).remote()], "both", 50)
+    assert time.monotonic() - start < 30
+
+
+def test_a_dead_policy_rank_surfaces_as_an_error_of_the_call(parts):
+    """Last of the file: the policy is gone afterwards."""
+    ranks = [p for p in psutil.Process().children(recursive=True) if p.name().startswith("ray::PolicyRank")]
+    os.kill(ranks[0].pid, signal.SIGKILL)
+    with pytest.raises(WorkerDied, match="exporting weights: a worker process died"):
+        parts.policy.pack_weights(9)
