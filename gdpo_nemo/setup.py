@@ -72,13 +72,13 @@ def standing(config: Config) -> Iterator[Parts]:
     run_dir = Path(config.run.dir)
     stop = Stop()
     with _signals(stop), contextlib.ExitStack() as stack:
-        prompts, held_out, tokenizer, folder = _data(config)
+        prompts, held_out, tokenizer, folder, refused = _data(config)
         checkpoints, state, found, complaints = _resume(config, run_dir, prompts, folder)
         save_config(config, run_dir / "config.yaml")
         log = RunLog(config, run_dir, state.step)
         outcome = ["failed"]
         stack.callback(lambda: log.close(outcome[0]))
-        for line in complaints:
+        for line in (*refused, *complaints):
             log.alert(line)
         parts = Parts(config, run_dir, log, stop, checkpoints, state, validation_prompts=held_out)
         try:
@@ -118,11 +118,17 @@ def _data(config: Config):
     room = config.policy.max_total_sequence_length - 1
     common = dict(seed=config.run.seed, max_prompt_tokens=room)
     prompts = PromptSource(config.data.train, environments, tokenizer, split="train", **common)
-    held_out = []
+    held_out, sources = [], {"train": prompts}
     if config.data.validation and (config.gdpo.val_period or config.gdpo.val_at_start):
         source = PromptSource(config.data.validation, environments, tokenizer, split="validation", **common)
-        held_out = source.head(config.gdpo.val_prompts)
-    return prompts, held_out, tokenizer, folder
+        held_out, sources["validation"] = source.head(config.gdpo.val_prompts), source
+    refused = [
+        f"data.{split}: {len(source.refused)} prompts are longer than {room} tokens and are left out, "
+        f"the first of them {source.refused[0].id} with {source.refused[0].tokens}"
+        for split, source in sources.items()
+        if source.refused
+    ]
+    return prompts, held_out, tokenizer, folder, refused
 
 
 def _check_rewards(config: Config) -> None:

@@ -62,7 +62,7 @@ def initialize(runtime: Runtime, rank: int, world_size: int, init_method: str, t
 
 def lay_out(layout: MegatronConfig, seed: int) -> None:
     """Build Megatron's process groups for ``layout`` and seed every random stream."""
-    from megatron.core import parallel_state, tensor_parallel
+    from megatron.core import parallel_state
 
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tensor_model_parallel_size,
@@ -72,6 +72,13 @@ def lay_out(layout: MegatronConfig, seed: int) -> None:
         expert_model_parallel_size=layout.expert_model_parallel_size,
         expert_tensor_parallel_size=layout.expert_tensor_parallel_size,
     )
+    seed_everything(seed)
+
+
+def seed_everything(seed: int) -> None:
+    """Seed Python, NumPy, torch and Megatron's named random streams."""
+    from megatron.core import tensor_parallel
+
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)

@@ -1,14 +1,16 @@
 """A pool of long-lived rank processes, laid out anew for every case.
 
-Importing megatron.core takes seconds, so ranks are started once and keep their process group as long as the number of
-ranks stays the same. A rank that fails or dies fails the case with its traceback, a rank that hangs fails it at the
+Importing megatron.core takes seconds, so ranks are started once; they keep their process groups as long as the layout
+stays the same. A rank that fails or dies fails the case with its traceback, a rank that hangs fails it at the
 deadline; the pool is then replaced, because its other ranks may wait in a collective for ever.
 """
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import multiprocessing.connection
+import os
 import time
 import traceback
 from dataclasses import dataclass
@@ -19,6 +21,7 @@ from typing import Any, Callable
 _GRACE_S = 2.0
 DIED = "the process died"
 _GROUP_TIMEOUT_S = 60.0
+_THREADS = 500
 # Importing Megatron takes 10 s, several times that on a busy machine.
 _START_S = 240.0
 
@@ -54,7 +57,7 @@ class RankPool:
     def __init__(self, folder: Path):
         self.folder, self.groups = folder, 0
         self.processes: list[tuple[Any, Any]] = []
-        self.world = 0
+        self.laid_out = None
 
     def run(self, function: Callable, ranks: int, layout, *arguments, deadline_s: float = 90.0, seed: int = 1) -> list:
         """``function(place, *arguments)`` on every rank of ``layout``; the results by rank.
@@ -63,12 +66,19 @@ class RankPool:
         """
         # The second rank imports while the first does: most layouts take two.
         self._start(max(2, ranks))
-        if self.world != ranks:
-            self.groups, self.world = self.groups + 1, ranks
+        if self.laid_out != (ranks, layout):
+            self.groups, self.laid_out = self.groups + 1, (ranks, layout)
         group = (ranks, f"file://{self.folder}/group_{self.groups}")
         for _, pipe in self.processes[:ranks]:
             pipe.send((group, layout, seed, function, arguments))
-        return self._collect(range(ranks), deadline_s)
+        results = self._collect(range(ranks), deadline_s)
+        self._renew_if_crowded()
+        return results
+
+    def _renew_if_crowded(self) -> None:
+        """Distributed optimizers keep their gloo groups, and each group a polling thread: enough of them slow everybody."""
+        if any(len(os.listdir(f"/proc/{process.pid}/task")) > _THREADS for process, _ in self.processes):
+            self.close()
 
     def close(self) -> None:
         """End all ranks."""
@@ -76,7 +86,7 @@ class RankPool:
             pipe.close()
             process.kill()
             process.join()
-        self.processes, self.world = [], 0
+        self.processes, self.laid_out = [], None
 
     def _start(self, ranks: int) -> None:
         """Have at least ``ranks`` processes that have imported Megatron."""
@@ -108,7 +118,7 @@ class RankPool:
         if failures or waiting:
             failures.update({rank: "no answer" for rank in waiting.values()})
             # Where every rank raised none is left waiting in a collective, and a new process group is new enough.
-            self.world = 0
+            self.laid_out = None
             if waiting or DIED in failures.values():
                 self.close()
             raise RankFailure("\n".join(f"rank {rank}: {text}" for rank, text in sorted(failures.items())))
@@ -133,19 +143,15 @@ def _serve(rank: int, pipe) -> None:
             return
         try:
             if group != joined:
+                # All groups of the last layout go: each gloo group keeps threads that would pile up over the cases.
+                joined = None
+                gc.collect()
                 runtime.tear_down()
                 runtime.initialize(here, rank, group[0], group[1], timeout_s=_GROUP_TIMEOUT_S)
+                runtime.lay_out(layout, seed)
                 joined = group
-            pipe.send((True, _laid_out(function, Place(here, layout, rank, group[0], before), seed, arguments)))
+            runtime.seed_everything(seed)
+            pipe.send((True, function(Place(here, layout, rank, group[0], before), *arguments)))
         except BaseException:
             pipe.send((False, traceback.format_exc()))
 
-
-def _laid_out(function, place: Place, seed: int, arguments):
-    from megatron.core import parallel_state
-
-    from gdpo_nemo.megatron import runtime
-
-    parallel_state.destroy_model_parallel()
-    runtime.lay_out(place.layout, seed)
-    return function(place, *arguments)
