@@ -84,9 +84,11 @@ def _weighted(z: np.ndarray, live: np.ndarray, weights: np.ndarray) -> Terms:
 
 def gdpo(table: RewardTable, settings: Settings) -> Terms:
     """A = sum_k w_k z_k: each reward normalised in its group, weights after it (arXiv 2601.05242 eq. 4, 5, 7)."""
-    if len(table.names) == 1 and settings.single_reward == "error":
-        raise ValueError(f"this variant of gdpo needs two components or more, got only {table.names[0]!r}; use grpo")
-    if len(table.names) == 1 and settings.single_reward == "grpo":
+    weighted = np.flatnonzero(table.weights)
+    if len(weighted) == 1 and settings.single_reward == "error":
+        only = table.names[weighted[0]]
+        raise ValueError(f"this variant of gdpo needs two components or more with a weight, got only {only!r}; use grpo")
+    if len(weighted) == 1 and settings.single_reward == "grpo":
         return grpo(table, settings)
     return _weighted(*z_scores(table, settings), table.weights)
 
