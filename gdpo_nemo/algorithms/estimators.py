@@ -15,6 +15,9 @@ from gdpo_nemo.algorithms.groups import moments
 from gdpo_nemo.algorithms.settings import Settings
 from gdpo_nemo.algorithms.table import RewardTable, nearest
 
+ROUNDING = 1e-12
+"""z-scores smaller than this are rounding noise: samples that are exactly average."""
+
 
 @dataclass(frozen=True)
 class Terms:
@@ -55,6 +58,8 @@ def _z_score(table: RewardTable, k: int, settings: Settings) -> tuple[np.ndarray
     else:
         z = stats.deviation
         z *= groups.rows(np.where(stats.constant, 0.0, 1.0 / np.maximum(stats.std + settings.epsilon, 1e-300)))
+    # A value at the mean of its group has rounding noise for a z, with a sign that depends on the order of the rows.
+    z[np.abs(z) < ROUNDING] = 0.0
     if settings.singleton == "raw":
         alone = groups.rows(stats.count == 1) & present
         z[alone] = table.columns[k, alone] / (1.0 + settings.epsilon)
