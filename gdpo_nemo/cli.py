@@ -1,4 +1,4 @@
-"""The command line: ``gdpo-nemo train | explain | health | report``.
+"""The command line: ``gdpo-nemo train | explain | explain-advantages | health | report``.
 
 Exit status 0: done as asked. 1: the run failed. 2: the command or the config is wrong. Wrong input costs one line on
 stderr, never a traceback. Heavy imports happen inside the commands that need them, so ``--dry-run`` stays instant.
@@ -56,6 +56,16 @@ def explain(arguments: argparse.Namespace) -> int:
     from gdpo_nemo.config.explain import explain as explanation
 
     print(explanation(arguments.key), end="")
+    return 0
+
+
+def explain_advantages(arguments: argparse.Namespace) -> int:
+    """Prints what the rewards of a recorded step did to its advantages."""
+    from rich.console import Console
+
+    from gdpo_nemo.rollouts.explain import explain_step
+
+    Console().print(explain_step(arguments.file, arguments.config, arguments.overrides, arguments.groups))
     return 0
 
 
@@ -117,6 +127,12 @@ def _parser() -> argparse.ArgumentParser:
     command = commands.add_parser("explain", help="what a config key does")
     command.add_argument("key", nargs="?", default="", metavar="KEY", help="a section or a dotted key; none: all sections")
     command.set_defaults(command=explain)
+    command = commands.add_parser("explain-advantages", help="what a recorded step's rewards did to its advantages")
+    command.add_argument("file", metavar="FILE", help="for instance results/tiny/rollouts/step_0007.jsonl")
+    command.add_argument("--config", metavar="FILE", help="default: config.yaml of the run")
+    command.add_argument("--groups", type=int, default=3, metavar="N", help="groups to show in full (%(default)s)")
+    command.add_argument("overrides", nargs="*", metavar="section.key=value", help="changes to the config: what if")
+    command.set_defaults(command=explain_advantages)
     command = commands.add_parser("health", help="hold the metrics of a run against thresholds")
     command.add_argument("run_dir", metavar="RUN_DIR", help="the folder of the run, for instance results/tiny")
     command.add_argument("--thresholds", default=str(CONFIGS / "health_tiny.yaml"), metavar="FILE", help="default: %(default)s")

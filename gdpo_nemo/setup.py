@@ -17,6 +17,7 @@ import numpy as np
 from gdpo_nemo.checkpoints import Checkpoints, RunState, model_fingerprint
 from gdpo_nemo.config.files import resolve_factory
 from gdpo_nemo.config.layout import resolve_layout, updates_per_step
+from gdpo_nemo.config.learning import check_components
 from gdpo_nemo.config.load import config_to_dict, save_config
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.data.prompts import PromptSource
@@ -111,7 +112,7 @@ def _signals(stop: Stop):
 
 def _data(config: Config):
     """Prompts, held-out prompts, tokenizer and model folder; everything about them that can be wrong is found here."""
-    _check_rewards(config)
+    check_components(config, [n for env, options in config.env.items() for n in environment_reward_names(env, options)])
     folder = _model_folder(config)
     tokenizer = _tokenizer(config, folder)
     environments = load_environments(config.env)
@@ -129,16 +130,6 @@ def _data(config: Config):
         if source.refused
     ]
     return prompts, held_out, tokenizer, folder, refused
-
-
-def _check_rewards(config: Config) -> None:
-    known = {name for env, options in config.env.items() for name in environment_reward_names(env, options)}
-    created = {str(rule.get("component")) for rule in config.gdpo.shaping}
-    for name in config.gdpo.rewards:
-        if name not in known | created:
-            raise ConfigError(
-                f"gdpo.rewards.{name}: no environment gives this component; available: {', '.join(sorted(known))}"
-            )
 
 
 def _model_folder(config: Config) -> Path:

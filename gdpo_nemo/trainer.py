@@ -13,7 +13,9 @@ import numpy as np
 
 from gdpo_nemo.algorithms import LossSettings, target_po_coefficients
 from gdpo_nemo.checkpoints import RunState
+from gdpo_nemo.config.learning import kl_in_reward
 from gdpo_nemo.config.schema import Config
+from gdpo_nemo.data.packing import TrainSequence
 from gdpo_nemo.errors import RunError
 from gdpo_nemo.rollouts.learning import (
     advantages_of,
@@ -61,13 +63,21 @@ class Trainer:
         rollout = self.stream.take(self.state.step)
         taken = time.time()
         check_failures(rollout.trajectories, self.config.rollout.max_env_failure_share)
-        advantages = advantages_of(rollout.groups, self.config)
+        advantages = advantages_of(rollout.groups, self.config, self._kl(rollout))
         results = self.train(rollout, advantages.values.numpy())
         trained = time.time()
         version, self.state.step = self.state.step, self.state.step + 1
         self.state.position = rollout.next_position
         published = self.sync.publish(self.state.step)
         self.record(rollout, advantages, results, version, published, (start, taken, trained, time.time()))
+
+    def _kl(self, rollout: Rollout) -> np.ndarray | None:
+        """Summed log-ratio of sampler to starting model per trajectory, where a shaping rule makes it a reward."""
+        if not kl_in_reward(self.config):
+            return None
+        sequences = [TrainSequence(t.prompt.token_ids, t.completion_ids, t.logprobs) for t in rollout.trajectories]
+        reference = self.policy.logprobs(sequences, reference=True)
+        return np.array([np.nansum(s.sampler_logprobs - r, dtype=np.float64) for s, r in zip(sequences, reference)])
 
     def train(self, rollout: Rollout, advantages: np.ndarray) -> list:
         """The optimizer updates of a step.

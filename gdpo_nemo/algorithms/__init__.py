@@ -1,31 +1,38 @@
-"""Reward vectors to updates: advantages, losses, off-policy corrections, diagnostics. Tensor code and nothing else."""
+"""Reward vectors to updates: advantages, losses, off-policy corrections, diagnostics. Tensor code and nothing else.
 
-from gdpo_nemo.algorithms.advantages import Advantages, compute_advantages
-from gdpo_nemo.algorithms.diagnostics import Diagnostics, GroupSignal, groups_with_signal
-from gdpo_nemo.algorithms.estimators import ESTIMATORS
-from gdpo_nemo.algorithms.losses import token_weights
-from gdpo_nemo.algorithms.offpolicy import OffPolicySettings
-from gdpo_nemo.algorithms.policy_loss import LossMetrics, LossSettings, TokenFields, policy_loss
-from gdpo_nemo.algorithms.rewards import apply_shaping, check_shaping
-from gdpo_nemo.algorithms.settings import PRESETS, Settings
-from gdpo_nemo.algorithms.target_po import target_po_coefficients
+The names below are imported when first asked for, because those that check a configuration (estimators, settings, reward
+shaping) need no torch and are wanted without its import. The function ``policy_loss`` is in the module of that name.
+"""
 
-__all__ = [
-    "ESTIMATORS",
-    "PRESETS",
-    "Advantages",
-    "Diagnostics",
-    "GroupSignal",
-    "LossMetrics",
-    "LossSettings",
-    "OffPolicySettings",
-    "Settings",
-    "TokenFields",
-    "apply_shaping",
-    "check_shaping",
-    "compute_advantages",
-    "groups_with_signal",
-    "policy_loss",
-    "target_po_coefficients",
-    "token_weights",
-]
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+_HOMES = {
+    "advantages": ("Advantages", "compute_advantages"),
+    "diagnostics": ("Diagnostics", "GroupSignal", "groups_with_signal"),
+    "estimators": ("ESTIMATORS",),
+    "losses": ("token_weights",),
+    "offpolicy": ("OffPolicySettings",),
+    "policy_loss": ("LossMetrics", "LossSettings", "TokenFields"),
+    "rewards": ("apply_shaping", "check_shaping"),
+    "selection": ("check_selection",),
+    "settings": ("PRESETS", "Settings"),
+    "target_po": ("target_po_coefficients",),
+}
+_HOME = {name: module for module, names in _HOMES.items() for name in names}
+
+__all__ = sorted(_HOME)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]

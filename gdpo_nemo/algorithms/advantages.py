@@ -8,8 +8,7 @@ rank or per micro-batch would be others.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -17,11 +16,10 @@ import numpy as np
 import torch
 
 from gdpo_nemo.algorithms.diagnostics import Diagnostics, diagnose
-from gdpo_nemo.algorithms.estimators import ESTIMATORS, Estimator, Terms
-from gdpo_nemo.algorithms.settings import PRESETS, SETTING_NAMES, Settings
-from gdpo_nemo.algorithms.table import RewardTable, build_table, nearest
-
-DEFAULT_EPSILON = 1e-6
+from gdpo_nemo.algorithms.estimators import Terms
+from gdpo_nemo.algorithms.selection import DEFAULT_EPSILON, select
+from gdpo_nemo.algorithms.settings import Settings
+from gdpo_nemo.algorithms.table import RewardTable, build_table
 
 
 @dataclass(frozen=True)
@@ -81,7 +79,7 @@ def compute_advantages(
     Raises:
         ValueError: the message says which name, row or component is wrong, and the nearest name that exists.
     """
-    entry, settings, own = _resolve(estimator, preset, batch_norm, epsilon, options)
+    entry, settings, own = select(estimator, preset, batch_norm, epsilon, options)
     table = build_table(rewards, group_ids, weights, valid, lengths)
     if settings.missing != "exclude":
         table = _fill_missing(table, settings)
@@ -95,30 +93,6 @@ def compute_advantages(
         live=torch.from_numpy(put(terms.live)),
         _table=table,
     )
-
-
-def _resolve(
-    estimator: str, preset: str | None, batch_norm: bool | None, epsilon: float, options: Mapping[str, Any]
-) -> tuple[Estimator, Settings, dict[str, Any]]:
-    """The estimator, its settings and its own options; unknown names are refused."""
-    if estimator not in ESTIMATORS:
-        raise ValueError(f"unknown estimator {estimator!r}; {nearest(estimator, tuple(ESTIMATORS))}")
-    if preset is not None and preset not in PRESETS:
-        raise ValueError(f"unknown preset {preset!r}; {nearest(preset, tuple(PRESETS))}")
-    if preset is not None and estimator != "gdpo":
-        raise ValueError(f"preset {preset!r} is a variant of gdpo and has no meaning for estimator {estimator!r}")
-    entry = ESTIMATORS[estimator]
-    base = PRESETS[preset] if preset else Settings(batch_norm=entry.batch_norm)
-    own = {name: value for name, value in options.items() if name in entry.options}
-    shared = {name: value for name, value in options.items() if name not in own}
-    for name in shared:
-        if name not in SETTING_NAMES:
-            raise ValueError(f"unknown option {name!r} of {estimator}; {nearest(name, entry.options + SETTING_NAMES)}")
-    if batch_norm is not None:
-        shared["batch_norm"] = batch_norm
-    if preset is None or epsilon != DEFAULT_EPSILON:
-        shared["epsilon"] = epsilon
-    return entry, replace(base, **shared), own
 
 
 def _fill_missing(table: RewardTable, settings: Settings) -> RewardTable:

@@ -15,6 +15,9 @@ from gdpo_nemo.algorithms.groups import moments
 from gdpo_nemo.algorithms.settings import Settings
 from gdpo_nemo.algorithms.table import RewardTable, nearest
 
+ROUNDING = 1e-12
+"""z-scores smaller than this are rounding noise: samples that are exactly average."""
+
 
 @dataclass(frozen=True)
 class Terms:
@@ -55,6 +58,8 @@ def _z_score(table: RewardTable, k: int, settings: Settings) -> tuple[np.ndarray
     else:
         z = stats.deviation
         z *= groups.rows(np.where(stats.constant, 0.0, 1.0 / np.maximum(stats.std + settings.epsilon, 1e-300)))
+    # A value at the mean of its group has rounding noise for a z, with a sign that depends on the order of the rows.
+    z[np.abs(z) < ROUNDING] = 0.0
     if settings.singleton == "raw":
         alone = groups.rows(stats.count == 1) & present
         z[alone] = table.columns[k, alone] / (1.0 + settings.epsilon)
@@ -84,9 +89,11 @@ def _weighted(z: np.ndarray, live: np.ndarray, weights: np.ndarray) -> Terms:
 
 def gdpo(table: RewardTable, settings: Settings) -> Terms:
     """A = sum_k w_k z_k: each reward normalised in its group, weights after it (arXiv 2601.05242 eq. 4, 5, 7)."""
-    if len(table.names) == 1 and settings.single_reward == "error":
-        raise ValueError(f"this variant of gdpo needs two components or more, got only {table.names[0]!r}; use grpo")
-    if len(table.names) == 1 and settings.single_reward == "grpo":
+    weighted = np.flatnonzero(table.weights)
+    if len(weighted) == 1 and settings.single_reward == "error":
+        only = table.names[weighted[0]]
+        raise ValueError(f"this variant of gdpo needs two components or more with a weight, got only {only!r}; use grpo")
+    if len(weighted) == 1 and settings.single_reward == "grpo":
         return grpo(table, settings)
     return _weighted(*z_scores(table, settings), table.weights)
 

@@ -89,7 +89,7 @@ def _linear(values: np.ndarray, ranges: Mapping[str, Sequence[float]], context: 
 
 def _condition(values: np.ndarray, rule: Mapping[str, Any], context: Context) -> np.ndarray:
     """The reward counts only where another one passes a threshold (GDPO paper eq. 8); elsewhere it is `else`."""
-    other, operator, threshold = _parse_condition(rule)
+    other, operator, threshold = parse_condition(rule)
     gate = context.columns[other]
     result = np.where(COMPARISONS[operator](gate, threshold), values, rule.get("else", 0.0))
     return np.where(np.isnan(gate) | np.isnan(values), np.nan, result)
@@ -205,7 +205,7 @@ def _order(rules: Sequence[Mapping[str, Any]], components: Sequence[str]) -> lis
         if name not in graph:
             raise ValueError(f"shaping rule {dict(rule)}: unknown component {name!r}; {nearest(name, known)}")
         if "condition" in rule:
-            other = _labelled(rule, lambda rule=rule: _parse_condition(rule["condition"]))[0]
+            other = _labelled(rule, lambda rule=rule: parse_condition(rule["condition"]))[0]
             if other not in graph:
                 raise ValueError(f"shaping rule {dict(rule)}: unknown component {other!r}; {nearest(other, known)}")
             graph[name].add(other)
@@ -252,8 +252,14 @@ def _options(given: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str,
     return {**defaults, **given}
 
 
-def _parse_condition(rule: Mapping[str, Any]) -> tuple[str, str, float]:
-    """Other component, comparison, threshold."""
+def parse_condition(rule: Mapping[str, Any]) -> tuple[str, str, float]:
+    """Other component, comparison, threshold.
+
+    Raises:
+        ValueError: one of them is missing, or something else is there.
+    """
+    # YAML 1.1 reads the bare word `on` as true.
+    rule = {"on" if key is True else key: value for key, value in rule.items()}
     operators = [key for key in rule if key in COMPARISONS]
     unknown = [key for key in rule if key not in (*COMPARISONS, "on", "else")]
     if unknown:

@@ -1,6 +1,7 @@
 """The reward table: one column per named component, checked once, sorted by group.
 
-Missing entries (NaN or None) are "not applicable", never a reward of 0; rows outside `valid` exist for nobody.
+Missing entries (NaN or None) are "not applicable", never a reward of 0; rows outside `valid` exist for nobody. Tensors
+are taken as they come, but torch is not imported here: a configuration is checked with this code in an instant.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import torch
 
 from gdpo_nemo.algorithms.groups import Groups
 
@@ -110,9 +110,13 @@ def _columns(rewards: Any, weights: Any) -> tuple[tuple[str, ...], np.ndarray]:
     return names, columns
 
 
+def _is_tensor(values: Any) -> bool:
+    return hasattr(values, "detach")
+
+
 def _as_float(values: Any, what: str) -> np.ndarray:
     """float64 array; None becomes NaN."""
-    if isinstance(values, torch.Tensor):
+    if _is_tensor(values):
         return values.detach().cpu().double().numpy()
     try:
         return np.asarray(values, dtype=np.float64)
@@ -121,7 +125,7 @@ def _as_float(values: Any, what: str) -> np.ndarray:
 
 
 def _integers(group_ids: Any, count: int) -> np.ndarray:
-    ids = group_ids.detach().cpu().numpy() if isinstance(group_ids, torch.Tensor) else np.asarray(group_ids)
+    ids = group_ids.detach().cpu().numpy() if _is_tensor(group_ids) else np.asarray(group_ids)
     if ids.shape != (count,):
         raise ValueError(f"group_ids must have one entry per row ({count}), got shape {ids.shape}")
     if ids.dtype.kind not in "iu":
@@ -153,7 +157,7 @@ def _weights(weights: Any, names: tuple[str, ...]) -> np.ndarray:
 def _row_mask(valid: Any, count: int) -> np.ndarray:
     if valid is None:
         return np.ones(count, dtype=bool)
-    mask = valid.detach().cpu().numpy() if isinstance(valid, torch.Tensor) else np.asarray(valid)
+    mask = valid.detach().cpu().numpy() if _is_tensor(valid) else np.asarray(valid)
     if mask.shape != (count,) or mask.dtype != bool:
         raise ValueError(f"valid must be a boolean per row ({count}), got {mask.dtype} {mask.shape}")
     return mask

@@ -10,6 +10,7 @@ from typing import Any, Sequence
 import numpy as np
 
 from gdpo_nemo.cluster.session import cores, gather, ray, thread_environment
+from gdpo_nemo.config.learning import kl_in_reward
 from gdpo_nemo.config.schema import Config, MegatronConfig, PolicyConfig
 from gdpo_nemo.data.packing import TrainSequence, assign
 from gdpo_nemo.data.results import UpdateResult
@@ -119,7 +120,7 @@ class PolicyGroup:
         )
         self.ranks = [actor.remote(rank, world) for rank in range(world)]
         meeting = self.ranks[0].rendezvous.remote()
-        reference = config.loss_fn.reference_policy_kl_penalty > 0
+        reference = config.loss_fn.reference_policy_kl_penalty > 0 or kl_in_reward(config)
         self._building = [
             rank.build.remote(config.policy, config.run.seed, folder, meeting, total_updates, reference)
             for rank in self.ranks

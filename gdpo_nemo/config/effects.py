@@ -41,6 +41,21 @@ EFFECTS = (
         "with loss_fn.type target_po, which clips nothing",
     ),
     Effect(
+        ("loss_fn.ratio_clip_c",),
+        lambda c: c.loss_fn.type != "cispo",
+        "with loss_fn.type cispo, which bounds the weight of every token anyway",
+    ),
+    Effect(
+        ("loss_fn.aggregation",),
+        lambda c: c.loss_fn.type != "target_po" or c.loss_fn.reference_policy_kl_penalty or c.loss_fn.entropy_bonus,
+        "with loss_fn.type target_po alone, whose coefficients weigh the sequences",
+    ),
+    Effect(
+        ("gdpo.epsilon",),
+        lambda c: c.gdpo.estimator not in ("dr_grpo", "rloo") or c.gdpo.batch_norm,
+        "with an estimator that divides by no standard deviation",
+    ),
+    Effect(
         ("loss_fn.target_temperature", "loss_fn.target_length_normalize"),
         lambda c: c.loss_fn.type == "target_po",
         "unless loss_fn.type is target_po",

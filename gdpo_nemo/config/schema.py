@@ -29,7 +29,8 @@ class DynamicSamplingConfig:
     """Replace groups that carry no signal before the update (DAPO), decided per component."""
 
     enabled: bool = False
-    """Drop groups in which every weighted component is constant and sample further prompts instead."""
+    """Drop groups in which every weighted component, as shaped, is constant and sample further prompts instead. Needs
+    rollout.max_staleness 0."""
     max_rounds: int = 4
     """Generation rounds after which the step goes on with the groups it has."""
 
@@ -47,11 +48,13 @@ class GdpoConfig:
     rewards: Dict[str, float] = MISSING
     """Reward components that are trained and their weights, by name: `{correctness: 1.0, format: 1.0}`."""
     shaping: List[Dict[str, Any]] = field(default_factory=list)
-    """Ordered per-component transformations (scale, clip, condition, overlong, ...) applied before the advantages."""
+    """Ordered per-component transformations applied before the advantages: clip, scale, linear, condition, length,
+    overlong, truncated, kl. For instance `{component: length, condition: {on: correctness, ge: 1.0}}`."""
     batch_norm: Optional[bool] = None
-    """Divide by the standard deviation over the sequences of the batch. Null: on for gdpo, off for the others."""
+    """Standardise the advantages over the sequences of the batch. Null: as published, on for gdpo, gd2po, sa_mrpo and
+    dara, off for the others."""
     epsilon: float = 1.0e-6
-    """Added to every standard deviation."""
+    """Added to every standard deviation. A preset brings its own, which only a value unlike 1e-6 replaces."""
     num_prompts_per_step: int = 16
     """Prompts in one step."""
     num_generations_per_prompt: int = 8
@@ -78,13 +81,14 @@ class OffPolicyConfig:
     """Correction for the gap between the sampler's and the trainer's log-probs."""
 
     mode: str = "none"
-    """none, truncate (TIS), mask (MIS) or icepop."""
+    """none; truncate (TIS) weighs by the importance ratio of `level`, at most ratio_max; mask (MIS) by that ratio inside
+    both bounds and by 0 outside; icepop by the token's own ratio, with the ratio of `level` only deciding who stays."""
     level: str = "token"
     """Level of the importance ratio: token, sequence or geometric (per-token mean over the sequence)."""
     ratio_max: float = 2.0
-    """Upper bound of the importance ratio."""
+    """Upper bound of the importance ratio: truncate cuts there, mask and icepop leave out what is above."""
     ratio_min: float = 0.0
-    """Lower bound of the importance ratio (mask and icepop)."""
+    """Lower bound of the importance ratio; mask and icepop, which act on both sides, leave out what is below."""
     sequence_mask_threshold: Optional[float] = None
     """Mask sequences with negative advantage whose mean log-prob gap exceeds this (DeepSeek-V3.2); null: off."""
 

@@ -11,6 +11,7 @@ import math
 from gdpo_nemo.config.effects import SWITCHED_OFF, keys_without_effect, value_of
 from gdpo_nemo.config.files import check_files
 from gdpo_nemo.config.layout import Layout, resolve_layout, updates_per_step
+from gdpo_nemo.config.learning import check_learning
 from gdpo_nemo.config.schema import Config, DatasetConfig
 from gdpo_nemo.errors import ConfigError
 
@@ -59,6 +60,7 @@ def validate(config: Config) -> list[str]:
     idle = keys_without_effect(config)
     if idle:
         raise ConfigError(f"{idle[0]}; remove it")
+    check_learning(config)
     check_files(config, layout)
     return [*_notes(config, layout), *keys_without_effect(config, SWITCHED_OFF)]
 
@@ -95,8 +97,8 @@ def _check_ranges(config: Config) -> None:
         raise ConfigError(f"loss_fn.ratio_clip_c: must be above 1, got {loss.ratio_clip_c}")
     if loss.ratio_clip_min > 1:
         raise ConfigError(f"loss_fn.ratio_clip_min: must be at most 1, got {loss.ratio_clip_min}")
-    if loss.off_policy.ratio_min > loss.off_policy.ratio_max:
-        raise ConfigError("loss_fn.off_policy.ratio_min: is larger than loss_fn.off_policy.ratio_max")
+    if loss.off_policy.ratio_min >= loss.off_policy.ratio_max:
+        raise ConfigError("loss_fn.off_policy.ratio_min: must be below loss_fn.off_policy.ratio_max")
 
 
 def _check_rewards(config: Config) -> None:
@@ -198,6 +200,12 @@ def _notes(config: Config, layout: Layout) -> list[str]:
         notes.append(f"checkpointing.metric_name: {metric} needs gdpo.val_period; no checkpoint will count as best")
     if config.gdpo.val_temperature == 0 and config.gdpo.val_generations_per_prompt > 1:
         notes.append("gdpo.val_generations_per_prompt: greedy samples (val_temperature 0) are all alike")
+    loss = config.loss_fn
+    if loss.reference_policy_kl_penalty and loss.reference_policy_kl_type == "k1":
+        notes.append(
+            "loss_fn.reference_policy_kl_type: k1 in the loss has an expected gradient of 0 and does not hold the policy; "
+            "k2 and k3 do, and so does a kl rule in gdpo.shaping"
+        )
     unset = [name for name, weight in config.gdpo.rewards.items() if weight == 0]
     if unset:
         notes.append(f"gdpo.rewards: weight 0, measured but not trained: {', '.join(unset)}")

@@ -6,18 +6,50 @@ from typing import Sequence
 
 import numpy as np
 
-from gdpo_nemo.algorithms import Advantages, apply_shaping, compute_advantages, token_weights
+from gdpo_nemo.algorithms import Advantages, apply_shaping, compute_advantages, groups_with_signal, token_weights
+from gdpo_nemo.algorithms.rewards import CREATING, transformation_of
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.data.packing import TrainSequence
-from gdpo_nemo.data.records import Outcome, Trajectory
+from gdpo_nemo.data.records import Group, Outcome, Trajectory
 from gdpo_nemo.data.results import UpdateResult
 from gdpo_nemo.errors import RunError
 
 
-def advantages_of(groups: Sequence, config: Config) -> Advantages:
+def reward_columns(trajectories: Sequence[Trajectory], config: Config, kl: np.ndarray | None = None) -> dict[str, np.ndarray]:
+    """Every component of the trajectories after ``gdpo.shaping``: float64 [trajectories], NaN for "not applicable".
+
+    A weighted component that none of these trajectories has is there too, missing throughout.
+
+    Args:
+        kl: summed log-ratio to the starting model [trajectories], where a rule takes it as a reward.
+    """
+    rules = config.gdpo.shaping
+    given = dict.fromkeys(name for t in trajectories for name in t.rewards)
+    # What a rule will create must not be there before it, all missing: whatever is added to missing stays missing.
+    created = {rule["component"] for rule in rules if transformation_of(rule) in CREATING}
+    names = [*(name for name in config.gdpo.rewards if name in given or name not in created), *given]
+    columns = {
+        name: np.array([_number(t.rewards.get(name)) for t in trajectories], np.float64) for name in dict.fromkeys(names)
+    }
+    if not rules:
+        return columns
+    return apply_shaping(
+        columns,
+        rules,
+        lengths=np.array([len(t.completion_ids) for t in trajectories]),
+        max_length=config.policy.generation.max_new_tokens,
+        truncated=np.array([t.finish_reason == "length" for t in trajectories]),
+        kl=kl,
+    )
+
+
+def advantages_of(groups: Sequence[Group], config: Config, kl: np.ndarray | None = None) -> Advantages:
     """Advantages of all trajectories of a step, in group order, over the whole batch at once.
 
     Components without a weight take part with weight 0, for the metrics.
+
+    Args:
+        kl: as in ``reward_columns``.
 
     Raises:
         RunError: no trajectory carries any weighted reward.
@@ -25,26 +57,14 @@ def advantages_of(groups: Sequence, config: Config) -> Advantages:
     gdpo = config.gdpo
     trajectories = [t for group in groups for t in group.trajectories]
     ids = np.repeat(np.arange(len(groups)), [len(group.trajectories) for group in groups])
-    names = dict.fromkeys([*gdpo.rewards, *(name for t in trajectories for name in t.rewards)])
-    columns = {
-        name: np.array([_number(t.rewards.get(name)) for t in trajectories], np.float64) for name in names
-    }
-    lengths = np.array([len(t.completion_ids) for t in trajectories])
-    if gdpo.shaping:
-        columns = apply_shaping(
-            columns,
-            gdpo.shaping,
-            lengths=lengths,
-            max_length=config.policy.generation.max_new_tokens,
-            truncated=np.array([t.finish_reason == "length" for t in trajectories]),
-        )
     try:
+        columns = reward_columns(trajectories, config, kl)
         return compute_advantages(
             columns,
             ids,
             weights={name: gdpo.rewards.get(name, 0.0) for name in columns},
             valid=np.array([t.trains for t in trajectories]),
-            lengths=lengths,
+            lengths=np.array([len(t.completion_ids) for t in trajectories]),
             estimator=gdpo.estimator,
             preset=gdpo.preset,
             batch_norm=gdpo.batch_norm,
@@ -53,6 +73,18 @@ def advantages_of(groups: Sequence, config: Config) -> Advantages:
         )
     except ValueError as error:
         raise RunError(f"advantages: {error}") from error
+
+
+def has_signal(group: Group, config: Config) -> bool:
+    """Whether some weighted component, as shaped, varies inside the group."""
+    members = [t for t in group.trajectories if t.trains]
+    if len(members) < 2:
+        return False
+    weights = config.gdpo.rewards
+    columns = {name: column for name, column in reward_columns(members, config).items() if weights.get(name)}
+    if all(np.isnan(column).all() for column in columns.values()):
+        return False
+    return bool(groups_with_signal(columns, np.zeros(len(members), np.int64)).alive.any())
 
 
 def _number(value: float | None) -> float:

@@ -15,13 +15,13 @@ from typing import Sequence
 
 import numpy as np
 
-from gdpo_nemo.algorithms import groups_with_signal
 from gdpo_nemo.cluster.fleet import EngineFleet
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.data.prompts import PromptSource
 from gdpo_nemo.data.records import Group, Outcome, Prompt, Trajectory
 from gdpo_nemo.environments.pool import EnvironmentPool
 from gdpo_nemo.generation.requests import CompletionBatch, SampleRequest, Sampling
+from gdpo_nemo.rollouts.learning import has_signal
 
 Span = tuple[str, str, float, float]
 """(lane, name, start, end) in seconds since the epoch, for the trace."""
@@ -136,14 +136,14 @@ class RolloutStream:
 
         Only without staleness, so no other batch is in flight and the positions stay consecutive.
         """
-        weights, limit = self._config.gdpo.rewards, self._config.gdpo.dynamic_sampling.max_rounds
-        kept = [g for g in rollout.groups if has_signal(g, weights)]
-        spare = [g for g in rollout.groups if not has_signal(g, weights)]
+        limit = self._config.gdpo.dynamic_sampling.max_rounds
+        kept = [g for g in rollout.groups if has_signal(g, self._config)]
+        spare = [g for g in rollout.groups if not has_signal(g, self._config)]
         while len(kept) < wanted and rollout.rounds < limit:
             position, count = self._position, wanted - len(kept)
             self._position += count
             extra = self._verified(*self._submit(position, count), self._position)
-            kept += [g for g in extra.groups if has_signal(g, weights)]
+            kept += [g for g in extra.groups if has_signal(g, self._config)]
             rollout.next_position = self._position
             rollout.generation_s += extra.generation_s
             rollout.verify_s += extra.verify_s
@@ -212,13 +212,3 @@ def judge(trajectories: Sequence[Trajectory], pool: EnvironmentPool) -> None:
             trajectory.outcome = verdict.outcome
         elif trajectory.finish_reason == "length":
             trajectory.outcome = Outcome.TRUNCATED
-
-
-def has_signal(group: Group, weights: dict[str, float]) -> bool:
-    """Whether some weighted component varies inside the group."""
-    members = [t for t in group.trajectories if t.trains]
-    if len(members) < 2:
-        return False
-    names = [name for name, weight in weights.items() if weight]
-    columns = {name: [t.rewards.get(name) for t in members] for name in names}
-    return bool(groups_with_signal(columns, np.zeros(len(members), np.int64)).alive.any())

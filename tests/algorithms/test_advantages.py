@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from gdpo_nemo.algorithms import ESTIMATORS, compute_advantages
@@ -32,6 +32,7 @@ few = settings(max_examples=25, deadline=None)
 
 @few
 @given(seeds, st.sampled_from(PLAIN))
+@example(0, "gd2po")  # has a sample that is exactly average, whose rounding noise must not count as a sign
 def test_advantages_follow_their_rows_through_any_permutation(seed, estimator):
     rewards, ids = batch(seed, missing=0.1)
     order = np.random.default_rng(seed).permutation(len(ids))

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from gdpo_nemo.algorithms import LossSettings, OffPolicySettings, TokenFields, policy_loss, token_weights
+from gdpo_nemo.algorithms import LossSettings, OffPolicySettings, TokenFields, token_weights
 from gdpo_nemo.algorithms.losses import cispo_loss, clipped_policy_loss, gspo_loss, kl_penalty
-from gdpo_nemo.algorithms.policy_loss import LOSS_TYPES
+from gdpo_nemo.algorithms.policy_loss import LOSS_TYPES, policy_loss
 
 LENGTHS = [5, 0, 9, 3, 1, 7]
 

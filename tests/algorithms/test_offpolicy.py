@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from gdpo_nemo.algorithms import LossSettings, OffPolicySettings, TokenFields, policy_loss
+from gdpo_nemo.algorithms import LossSettings, OffPolicySettings, TokenFields
 from gdpo_nemo.algorithms.offpolicy import importance_weights, sequence_keep_mask
+from gdpo_nemo.algorithms.policy_loss import policy_loss
 
 IDS = torch.tensor([0, 0, 1, 1, 1])
 RATIOS = torch.tensor([4.0, 0.5, 1.0, 0.1, 2.0])

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import yaml
 
 from gdpo_nemo.algorithms import apply_shaping, check_shaping
 
@@ -120,3 +121,9 @@ def test_a_rule_without_what_it_looks_at_is_refused():
             apply_shaping({"a": [1.0]}, [{"component": "a", **rule}])
     with pytest.raises(ValueError, match="needs max_length"):
         apply_shaping({"a": [1.0]}, [{"component": "a", "overlong": {"buffer": 5}}], lengths=[1])
+
+
+def test_a_condition_reads_the_same_from_yaml_which_takes_the_bare_word_on_for_true():
+    rules = yaml.safe_load("[{component: short, condition: {on: right, ge: 1.0, else: -1.0}}]")
+    assert True in rules[0]["condition"]
+    assert apply_shaping({"right": [0.0, 1.0], "short": [1.0, 1.0]}, rules)["short"].tolist() == [-1.0, 1.0]

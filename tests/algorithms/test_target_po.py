@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from gdpo_nemo.algorithms import LossSettings, TokenFields, policy_loss, target_po_coefficients, token_weights
+from gdpo_nemo.algorithms import LossSettings, TokenFields, target_po_coefficients, token_weights
+from gdpo_nemo.algorithms.policy_loss import policy_loss
 
 LENGTHS = np.array([3, 2, 4, 1, 0, 5])
 GROUPS = np.array([7, 7, 7, 2, 2, 2])

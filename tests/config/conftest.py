@@ -10,7 +10,7 @@ MINIMAL = """\
 gdpo: {rewards: {correctness: 1.0, format: 0.5}}
 policy: {model_name: organisation/model, precision: float32}
 data: {train: {environment: toy}}
-env: {toy: {}}
+env: {toy: {plugin: digit_sort}}
 """
 
 

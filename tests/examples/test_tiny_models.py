@@ -5,6 +5,7 @@ import importlib.util
 import itertools
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -249,3 +250,16 @@ def test_the_command_line_makes_the_model_and_reports_a_taken_folder_in_one_line
     assert makers.main(arguments) == 2
     printed = capfd.readouterr()
     assert printed.out == "" and printed.err.count("\n") == 1 and "exists already" in printed.err
+
+
+def test_the_small_model_is_the_demos_with_another_shape(tmp_path, monkeypatch):
+    asked = {}
+
+    def no_warm_up(start, result, seed, steps, rows):
+        asked["steps"] = steps
+        shutil.copytree(start, result, dirs_exist_ok=True)
+
+    monkeypatch.setattr(makers, "_warm_up", no_warm_up)
+    makers.make_small_model(str(tmp_path / "small"), 0)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "small")
+    assert sum(p.numel() for p in model.parameters()) == 224_256 and asked == {"steps": 250}

@@ -1,0 +1,118 @@
+"""From names to an estimator: which one, with which settings, and whether the options make sense for it.
+
+What a configuration says is checked with this before there is any reward, so nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from gdpo_nemo.algorithms.estimators import ESTIMATORS, Estimator
+from gdpo_nemo.algorithms.settings import PRESETS, SETTING_NAMES, Settings
+from gdpo_nemo.algorithms.table import build_table, nearest
+
+DEFAULT_EPSILON = 1e-6
+
+_BATCH_SETTINGS = ("batch_epsilon", "batch_epsilon_inside", "batch_unit", "batch_rows", "residue")
+_Z_SCORE_SETTINGS = ("singleton", "leave_one_out")
+_SUMMING = ("grpo", "dr_grpo", "rloo", "corr_grpo")
+"""Estimators that normalise the sum of the rewards, not each of them."""
+
+
+def select(
+    estimator: str, preset: str | None, batch_norm: bool | None, epsilon: float, options: Mapping[str, Any]
+) -> tuple[Estimator, Settings, dict[str, Any]]:
+    """The estimator, its settings and its own options.
+
+    Args: as those of `compute_advantages`.
+
+    Raises:
+        ValueError: an unknown name (with the nearest one), or a preset of another estimator.
+    """
+    if estimator not in ESTIMATORS:
+        raise ValueError(f"unknown estimator {estimator!r}; {nearest(estimator, tuple(ESTIMATORS))}")
+    if preset is not None and preset not in PRESETS:
+        raise ValueError(f"unknown preset {preset!r}; {nearest(preset, tuple(PRESETS))}")
+    if preset is not None and estimator != "gdpo":
+        raise ValueError(f"preset {preset!r} is a variant of gdpo and has no meaning for estimator {estimator!r}")
+    entry = ESTIMATORS[estimator]
+    base = PRESETS[preset] if preset else Settings(batch_norm=entry.batch_norm)
+    own = {name: value for name, value in options.items() if name in entry.options}
+    shared = {name: value for name, value in options.items() if name not in own}
+    for name in shared:
+        if name not in SETTING_NAMES:
+            raise ValueError(f"unknown option {name!r} of {estimator}; {nearest(name, entry.options + SETTING_NAMES)}")
+    if batch_norm is not None:
+        shared["batch_norm"] = batch_norm
+    if preset is None or epsilon != DEFAULT_EPSILON:
+        shared["epsilon"] = epsilon
+    return entry, replace(base, **shared), own
+
+
+def check_selection(
+    estimator: str,
+    preset: str | None,
+    batch_norm: bool | None,
+    epsilon: float,
+    options: Mapping[str, Any],
+    weights: Mapping[str, float],
+) -> None:
+    """Refuse, before any reward exists, what `compute_advantages` would refuse or silently ignore.
+
+    Args:
+        weights: of the components, by name.
+
+    Raises:
+        ValueError: as `select`; also an option of the wrong type, or one that does nothing here.
+    """
+    entry = ESTIMATORS.get(estimator)
+    for name, value in options.items():
+        default = _default(entry, name)
+        if default is not None and not _same_kind(value, default):
+            raise ValueError(f"option {name!r} must be like {default!r}, got {value!r}")
+    entry, settings, own = select(estimator, preset, batch_norm, epsilon, options)
+    for name in options:
+        reason = _idle(name, estimator, settings)
+        if reason:
+            raise ValueError(f"option {name!r} has no effect {reason}")
+    # The estimator itself judges the rest: it sees one group in which every component takes both ends of its range.
+    bounds = own.get("bounds") or {}
+    try:
+        columns = {name: list(bounds.get(name, (0.0, 1.0))) for name in weights}
+        entry.function(build_table(columns, [0, 0], dict(weights)), settings, **own)
+    except (TypeError, AttributeError) as error:
+        raise ValueError(f"options of {estimator}: {error}") from None
+
+
+def _default(entry: Estimator | None, name: str) -> Any:
+    """Default of an estimator's own option or of a shared setting; None where there is none to compare with."""
+    if entry is not None and name in entry.options:
+        return inspect.signature(entry.function).parameters[name].default
+    return getattr(Settings(), name, None) if name in SETTING_NAMES else None
+
+
+def _same_kind(value: Any, default: Any) -> bool:
+    numbers = (int, float)
+    if isinstance(default, bool) or isinstance(value, bool):
+        return isinstance(default, bool) and isinstance(value, bool)
+    if isinstance(default, numbers):
+        return isinstance(value, numbers)
+    return isinstance(value, type(default))
+
+
+def _idle(name: str, estimator: str, settings: Settings) -> str | None:
+    """Why an option does nothing, or None."""
+
+    def among(names: Iterable[str]) -> bool:
+        return name in names and name not in ESTIMATORS[estimator].options
+
+    if among(_BATCH_SETTINGS) and not settings.batch_norm:
+        return "without the batch norm"
+    if among(_Z_SCORE_SETTINGS) and estimator in _SUMMING:
+        return f"with {estimator}, which normalises the sum of the rewards"
+    if among(("single_reward",)) and estimator not in ("gdpo", "gd2po"):
+        return f"with {estimator}"
+    return None

@@ -1,0 +1,114 @@
+"""Checks of what the update is made of: reward components and their shaping, the estimator's options, the loss.
+
+Calls the algorithms' own checks, those parts of them that need no torch, so that the two cannot come to differ.
+"""
+
+from __future__ import annotations
+
+from typing import Sequence
+
+from gdpo_nemo.algorithms.rewards import CREATING, check_shaping, parse_condition, transformation_of
+from gdpo_nemo.algorithms.selection import check_selection
+from gdpo_nemo.config.layout import updates_per_step
+from gdpo_nemo.config.schema import Config
+from gdpo_nemo.errors import ConfigError
+
+_INSTANT = ("digit_sort", "gsm8k", "math", "reasoning_gym", "tool_calling")
+"""Built-in environments that cost nothing to build. Others run their author's code, which waits for the run."""
+
+
+def check_learning(config: Config) -> None:
+    """Refuses what would fail, or silently do nothing, once there are rewards.
+
+    Raises:
+        ConfigError: names the key and the remedy.
+    """
+    _check_shaping_alone(config)
+    _check_estimator(config)
+    _check_loss(config)
+    _check_dynamic_sampling(config)
+    known = _instant_names(config)
+    if known is not None:
+        check_components(config, known)
+
+
+def check_components(config: Config, known: Sequence[str]) -> None:
+    """Refuses weights and shaping rules for components that nothing gives.
+
+    Args:
+        known: components that the environments may return.
+
+    Raises:
+        ConfigError: names the key, and what there is.
+    """
+    try:
+        names = check_shaping(config.gdpo.shaping, sorted(known))
+    except ValueError as error:
+        raise ConfigError(f"gdpo.shaping: {error}") from None
+    for name in config.gdpo.rewards:
+        if name not in names:
+            raise ConfigError(f"gdpo.rewards.{name}: no environment gives this component; available: {', '.join(names)}")
+
+
+def kl_in_reward(config: Config) -> bool:
+    """Whether a shaping rule needs the log-probs of the starting model."""
+    return any("kl" in rule for rule in config.gdpo.shaping)
+
+
+def _instant_names(config: Config) -> set[str] | None:
+    """Components of all environments, or None where one of them would have to run its author's code."""
+    from gdpo_nemo.environments.registry import environment_reward_names
+
+    sections = {name: options or {} for name, options in config.env.items()}
+    if not all(options.get("plugin", name) in _INSTANT for name, options in sections.items()):
+        return None
+    return {component for name, options in sections.items() for component in environment_reward_names(name, options)}
+
+
+def _check_shaping_alone(config: Config) -> None:
+    """The rules by themselves, taking for granted that the components they name exist."""
+    rules = config.gdpo.shaping
+    try:
+        named = {str(rule["component"]) for rule in rules if transformation_of(rule) not in CREATING}
+        named |= {str(parse_condition(rule["condition"])[0]) for rule in rules if "condition" in rule}
+        check_shaping(rules, sorted(named))
+    except (AttributeError, TypeError, ValueError) as error:
+        raise ConfigError(f"gdpo.shaping: {error}") from None
+    if kl_in_reward(config) and config.gdpo.dynamic_sampling.enabled:
+        raise ConfigError(
+            "gdpo.dynamic_sampling.enabled: cannot go with a kl rule in gdpo.shaping; that component varies in every group"
+        )
+
+
+def _check_estimator(config: Config) -> None:
+    gdpo = config.gdpo
+    try:
+        check_selection(gdpo.estimator, gdpo.preset, gdpo.batch_norm, gdpo.epsilon, gdpo.options, gdpo.rewards)
+    except ValueError as error:
+        key = "gdpo.options" if gdpo.options else "gdpo.preset" if gdpo.preset else "gdpo.estimator"
+        raise ConfigError(f"{key}: {error}") from None
+
+
+def _check_loss(config: Config) -> None:
+    loss, size = config.loss_fn, config.policy.train_global_batch_size
+    sampled = loss.old_logprobs == "sampler" or (loss.old_logprobs is None and config.rollout.max_staleness > 0)
+    if sampled and loss.off_policy.mode != "none":
+        because = "loss_fn.old_logprobs is sampler" if loss.old_logprobs else "rollout.max_staleness is above 0"
+        raise ConfigError(
+            f"loss_fn.off_policy.mode: has no effect where the ratio starts from the sampler's log-probs, as it does when "
+            f"{because}; set loss_fn.old_logprobs: trainer, or mode: none"
+        )
+    group = config.gdpo.num_generations_per_prompt
+    if loss.type == "target_po" and updates_per_step(config) > 1 and size % group:
+        raise ConfigError(
+            f"policy.train_global_batch_size: {size} splits groups of {group} samples between updates, which loss_fn.type "
+            f"target_po cannot have; use a multiple of gdpo.num_generations_per_prompt"
+        )
+
+
+def _check_dynamic_sampling(config: Config) -> None:
+    if config.gdpo.dynamic_sampling.enabled and config.rollout.max_staleness:
+        raise ConfigError(
+            f"gdpo.dynamic_sampling.enabled: needs rollout.max_staleness 0, not {config.rollout.max_staleness}; prompts "
+            "that replace dead groups would come between batches already in flight"
+        )

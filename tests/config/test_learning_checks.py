@@ -1,0 +1,169 @@
+"""Rewards, shaping, estimator options and loss: what would fail or do nothing at the first step is refused before it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from gdpo_nemo.config.load import load_config
+from gdpo_nemo.config.validate import validate
+from gdpo_nemo.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parents[2]
+CONDITION = "{component: format, condition: {on: correctness, ge: 1.0}}"
+
+
+def refused(path: Path, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        validate(load_config(path, overrides))
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "rules, expected",
+    [
+        ("[{component: format, clipp: [0, 1]}]", "did you mean 'clip'?"),
+        ("[{component: formt, clip: [0, 1]}]", "did you mean 'format'?"),
+        ("[{clip: [0, 1]}]", "write `component: name` and exactly one transformation"),
+        ("[{component: format, clip: [1, 0]}]", "limits must ascend"),
+        ("[{component: format, clip: 3}]", "gdpo.shaping: shaping rule"),
+        ("[{component: format, condition: {on: correctnes, ge: 1.0}}]", "did you mean 'correctness'?"),
+        ("[{component: format, condition: {on: correctness}}]", "a condition needs `on` and one of"),
+        ("[{component: format, condition: {on: correctness, ge: high}}]", "gdpo.shaping: shaping rule"),
+        (f"[{CONDITION}, {{component: correctness, condition: {{on: format, ge: 1.0}}}}]", "form a circle"),
+        ("[{component: brief, length: {full: 20, zero: 10}}]", "needs `full`, and `zero` above it"),
+        ("[{component: long, overlong: {bufer: 5}}]", "did you mean 'buffer'?"),
+        ("[{component: [format], clip: [0, 1]}]", "gdpo.shaping"),
+    ],
+)
+def test_a_shaping_rule_that_would_fail_on_the_first_batch_is_refused(minimal, rules, expected):
+    message = refused(minimal, f"gdpo.shaping={rules}")
+    assert message.startswith("gdpo.shaping: ") and expected in message
+
+
+def test_a_weight_needs_a_component_that_an_environment_gives_or_a_rule_creates(minimal):
+    assert "gdpo.rewards.brief: no environment gives this component" in refused(minimal, "gdpo.rewards.brief=1.0")
+    validate(load_config(minimal, ["gdpo.rewards.brief=1.0", "gdpo.shaping=[{component: brief, length: {full: 20}}]"]))
+
+
+def test_only_what_costs_nothing_to_build_is_asked_for_its_components(minimal, tmp_path):
+    author = tmp_path / "author.py"
+    author.write_text("raise RuntimeError('the dry run imported me')\n")
+    plugin = [f"env.toy.plugin={author}:Environment", "gdpo.rewards={anything: 1.0}"]
+    assert validate(load_config(minimal, plugin)) == []
+    assert "gdpo.shaping" in refused(minimal, *plugin, "gdpo.shaping=[{component: anything, clip: [1, 0]}]")
+
+
+@pytest.mark.parametrize(
+    "overrides, expected",
+    [
+        (["gdpo.preset=verl", "gdpo.estimator=grpo"], "gdpo.preset: preset 'verl' is a variant of gdpo"),
+        (["gdpo.preset=nemo_rl", "gdpo.rewards.format=0"], "gdpo.preset: this variant of gdpo needs two components"),
+        (["gdpo.options={gama: 0.5}", "gdpo.estimator=sa_mrpo"], "did you mean 'gamma'?"),
+        (["gdpo.options={gamma: 0.5}"], "gdpo.options: unknown option 'gamma' of gdpo"),
+        (["gdpo.options={gamma: much}", "gdpo.estimator=sa_mrpo"], "option 'gamma' must be like 0.5, got 'much'"),
+        (["gdpo.options={bounds: {formt: [0, 1]}}", "gdpo.estimator=sa_mrpo"], "did you mean 'format'?"),
+        (["gdpo.options={bounds: 3}", "gdpo.estimator=sa_mrpo"], "gdpo.options: "),
+        (["gdpo.options={mode: soft}", "gdpo.estimator=gd2po"], "mode must be 'hard' or 'snr'"),
+        (["gdpo.options={asymmetric: 1}", "gdpo.estimator=dara"], "option 'asymmetric' must be like False"),
+        (["gdpo.options={missing: ignore}"], "gdpo.options: missing='ignore'"),
+        (["gdpo.options={ddof: 2}"], "ddof must be 0 or 1"),
+        (["gdpo.options={batch_unit: token}", "gdpo.estimator=grpo"], "has no effect without the batch norm"),
+        (["gdpo.options={leave_one_out: true}", "gdpo.estimator=grpo"], "which normalises the sum"),
+        (["gdpo.epsilon=0.001", "gdpo.estimator=dr_grpo"], "gdpo.epsilon: has no effect"),
+    ],
+)
+def test_estimators_presets_and_options_must_fit_each_other(minimal, overrides, expected):
+    assert expected in refused(minimal, *overrides)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["gdpo.estimator=sa_mrpo", "gdpo.options={gamma: 1, bounds: {correctness: [-3, 3]}}"],
+        ["gdpo.estimator=gd2po", "gdpo.options={mode: snr, tau: 0.3, batch_unit: token}"],
+        ["gdpo.estimator=grpo", "gdpo.batch_norm=true", "gdpo.options={batch_epsilon: 0.001}"],
+        ["gdpo.preset=nemo_rl", "gdpo.options={leave_one_out: true}"],
+        [f"gdpo.shaping=[{CONDITION}, {{component: correctness, scale: 2.0}}]"],
+        ["gdpo.shaping=[{component: kl, kl: {coefficient: 0.001}}]", "gdpo.rewards.kl=1.0"],
+    ],
+)
+def test_what_fits_is_accepted(minimal, overrides):
+    assert validate(load_config(minimal, overrides)) == []
+
+
+@pytest.mark.parametrize(
+    "overrides, named",
+    [
+        (
+            ["loss_fn.off_policy.mode=truncate", "loss_fn.old_logprobs=sampler"],
+            ["loss_fn.off_policy.mode", "loss_fn.old_logprobs is sampler"],
+        ),
+        (
+            ["loss_fn.off_policy.mode=icepop", "rollout.max_staleness=1"],
+            ["loss_fn.off_policy.mode", "rollout.max_staleness", "loss_fn.old_logprobs: trainer"],
+        ),
+        (["loss_fn.off_policy.mode=mask", "loss_fn.off_policy.ratio_min=2.0"], ["ratio_min: must be below"]),
+        (
+            ["loss_fn.type=target_po", "policy.train_global_batch_size=4"],
+            ["policy.train_global_batch_size: 4 splits groups of 8", "target_po", "gdpo.num_generations_per_prompt"],
+        ),
+        (["loss_fn.type=target_po", "loss_fn.aggregation=sequence_mean"], ["loss_fn.aggregation: has no effect"]),
+        (["loss_fn.type=cispo", "loss_fn.ratio_clip_c=3.0"], ["loss_fn.ratio_clip_c: has no effect"]),
+        (
+            ["gdpo.dynamic_sampling.enabled=true", "rollout.max_staleness=1"],
+            ["gdpo.dynamic_sampling.enabled", "rollout.max_staleness"],
+        ),
+        (
+            ["gdpo.dynamic_sampling.enabled=true", "gdpo.shaping=[{component: kl, kl: {}}]"],
+            ["gdpo.dynamic_sampling.enabled", "gdpo.shaping"],
+        ),
+        (["loss_fn.reference_policy_kl_penalty=-0.1"], ["loss_fn.reference_policy_kl_penalty: must be 0 or more"]),
+    ],
+)
+def test_combinations_of_the_loss_that_cannot_work_name_every_key_involved(minimal, overrides, named):
+    message = refused(minimal, *overrides)
+    assert all(text in message for text in named), message
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["loss_fn.off_policy.mode=truncate"],
+        ["loss_fn.off_policy.mode=icepop", "rollout.max_staleness=1", "loss_fn.old_logprobs=trainer"],
+        ["loss_fn.type=target_po", "policy.train_global_batch_size=16"],
+        ["loss_fn.type=target_po", "loss_fn.aggregation=sequence_mean", "loss_fn.entropy_bonus=0.001"],
+        ["gdpo.dynamic_sampling.enabled=true"],
+        ["loss_fn.reference_policy_kl_penalty=0.1", "loss_fn.reference_policy_kl_type=mse"],
+    ],
+)
+def test_combinations_of_the_loss_that_work_are_accepted(minimal, overrides):
+    assert validate(load_config(minimal, overrides)) == []
+
+
+def test_a_kl_loss_whose_gradient_vanishes_on_average_is_noted(minimal):
+    kl = ["loss_fn.reference_policy_kl_penalty=0.1", "loss_fn.reference_policy_kl_type=k1"]
+    assert any("k1 in the loss" in note for note in validate(load_config(minimal, kl)))
+
+
+def test_a_dry_run_that_uses_every_check_imports_no_torch(minimal):
+    overrides = [
+        "gdpo.estimator=sa_mrpo",
+        "gdpo.options={gamma: 0.7}",
+        f"gdpo.shaping=[{CONDITION}, {{component: brief, length: {{full: 20}}}}]",
+        "loss_fn.type=target_po",
+        "gdpo.dynamic_sampling.enabled=true",
+    ]
+    program = (
+        "import sys; from gdpo_nemo.cli import main\n"
+        f"assert main(['train', '--dry-run', '--config', {str(minimal)!r}, *{overrides!r}]) == 0\n"
+        "sys.exit(' '.join(m for m in ('torch', 'ray', 'transformers', 'megatron', 'vllm') if m in sys.modules) or 0)\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    result = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr

@@ -1,0 +1,349 @@
+"""From verdicts to updates, on hand-made trajectories: who may change whose advantage, and what every token weighs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from gdpo_nemo.algorithms import LossSettings, target_po_coefficients
+from gdpo_nemo.config.load import load_config
+from gdpo_nemo.config.schema import Config
+from gdpo_nemo.data.records import Group, Outcome, Prompt, Trajectory
+from gdpo_nemo.data.results import UpdateResult
+from gdpo_nemo.environments.digit_sort import DigitSort
+from gdpo_nemo.errors import RunError
+from gdpo_nemo.rollouts.learning import (
+    advantages_of,
+    check_failures,
+    has_signal,
+    reward_columns,
+    update_metrics,
+    updates_of,
+)
+
+DEMO = Path(__file__).resolve().parents[2] / "configs" / "gdpo_tiny_cpu.yaml"
+C, F = "correctness", "format"
+
+
+def config(*overrides: str) -> Config:
+    """The demo's config with two rewards and groups of four."""
+    base = ["gdpo.num_generations_per_prompt=4", "gdpo.num_prompts_per_step=2", "gdpo.rewards={correctness: 1, format: 1}"]
+    loaded = load_config(DEMO, [*base, *overrides])
+    # Overrides add to the demo's mapping; these tests want only what they name.
+    if not any("length" in text for text in overrides):
+        loaded.gdpo.rewards.pop("length")
+    return loaded
+
+
+def trajectory(prompt: Prompt, sample: int, rewards: dict, tokens: int = 5, **changes) -> Trajectory:
+    values = dict(
+        prompt=prompt,
+        sample_index=sample,
+        completion_ids=np.arange(tokens, dtype=np.int32),
+        logprobs=np.full(tokens, -0.5 - 0.1 * sample, np.float32),
+        policy_version=0,
+        text="",
+        finish_reason="stop",
+        rewards=rewards,
+    )
+    return Trajectory(**{**values, **changes})
+
+
+def group(name: str, *rows: dict) -> Group:
+    """One trajectory per row of rewards."""
+    prompt = Prompt(name, np.arange(3, dtype=np.int32), name, "digit_sort", {"digits": "32145"})
+    return Group(prompt, [trajectory(prompt, sample, row, tokens=4 + sample) for sample, row in enumerate(rows)])
+
+
+def two_groups() -> list[Group]:
+    return [
+        group("a", {C: 1.0, F: 0.0}, {C: 0.0, F: 1.0}, {C: 1.0, F: 1.0}, {C: 0.0, F: 1.0}),
+        group("b", {C: 0.0, F: 0.0}, {C: 0.0, F: 1.0}, {C: 0.0, F: 1.0}, {C: 1.0, F: 1.0}),
+    ]
+
+
+def values_of(groups: list[Group], settings: Config) -> np.ndarray:
+    return advantages_of(groups, settings).values.numpy()
+
+
+def all_of(groups: list[Group]) -> list[Trajectory]:
+    return [t for g in groups for t in g.trajectories]
+
+
+# -- advantages -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("outcome", [Outcome.ENV_FAILED, Outcome.ABORTED])
+def test_a_failed_trajectory_gets_nothing_and_changes_nobody_elses_advantage(outcome):
+    groups, without = two_groups(), two_groups()
+    del without[0].trajectories[1]
+    groups[0].trajectories[1].outcome = outcome
+    groups[0].trajectories[1].rewards = {C: 1e9, F: -1e9}
+    values = values_of(groups, config())
+    assert values[1] == 0
+    np.testing.assert_array_equal(np.delete(values, 1), values_of(without, config()))
+
+
+def test_a_failed_trajectory_without_any_reward_is_not_a_reward_of_0():
+    groups, zero = two_groups(), two_groups()
+    groups[1].trajectories[3].outcome, groups[1].trajectories[3].rewards = Outcome.ENV_FAILED, {}
+    zero[1].trajectories[3].rewards = {C: 0.0, F: 0.0}
+    values = values_of(groups, config("gdpo.batch_norm=false"))
+    assert values[7] == 0 and not np.allclose(values[4:7], values_of(zero, config("gdpo.batch_norm=false"))[4:7])
+
+
+def test_a_truncated_trajectory_trains_with_its_own_rewards():
+    groups = two_groups()
+    groups[0].trajectories[0].outcome = Outcome.TRUNCATED
+    np.testing.assert_array_equal(values_of(groups, config()), values_of(two_groups(), config()))
+
+
+def test_groups_that_have_other_components_are_normalised_by_those_they_have():
+    judged, free = two_groups()[0], group("c", {F: 1.0}, {F: 0.0}, {F: None}, {F: 0.0})
+    mixed = advantages_of([judged, free], config("gdpo.batch_norm=false"))
+    np.testing.assert_array_equal(mixed.values[:4], values_of([judged], config("gdpo.batch_norm=false")))
+    only = config("gdpo.batch_norm=false")
+    only.gdpo.rewards.pop(C)
+    np.testing.assert_array_equal(mixed.values[4:], values_of([free], only))
+    assert mixed.values[6] == 0
+    assert mixed.diagnostics.metrics()[f"reward/{C}/missing"] == 0.5
+
+
+def test_a_weighted_component_that_a_whole_step_lacks_is_missing_and_not_an_error():
+    advantages = advantages_of([group("c", {F: 1.0}, {F: 0.0})], config())
+    assert advantages.values.abs().min() > 0
+    assert advantages.diagnostics.metrics()[f"reward/{C}/missing"] == 1.0
+
+
+def test_components_without_a_weight_are_measured_and_change_nothing():
+    groups = two_groups()
+    for number, t in enumerate(all_of(groups)):
+        t.rewards["noise"] = float(number**2)
+    advantages = advantages_of(groups, config())
+    np.testing.assert_array_equal(advantages.values.numpy(), values_of(two_groups(), config()))
+    assert advantages.diagnostics.metrics()["reward/noise/mean"] == 17.5
+
+
+def test_a_step_without_any_reward_ends_the_run_in_one_sentence():
+    with pytest.raises(RunError, match="every reward is missing"):
+        advantages_of([group("a", {C: None, F: None}, {C: None, F: None})], config())
+
+
+def test_groups_are_the_samples_of_one_prompt_and_not_one_sample_of_every_prompt():
+    # Against its own group a sample is judged by what it did; along the other axis by which prompt it had. A run with
+    # that fault learns and looks healthy where prompts are equally hard; only a comparison like this shows it.
+    easy = group("easy", {C: 1.0}, {C: 1.0}, {C: 1.0}, {C: 0.9})
+    hard = group("hard", {C: 0.0}, {C: 0.0}, {C: 0.1}, {C: 0.0})
+    settings = config("gdpo.rewards.format=0")
+    right = values_of([easy, hard], settings)
+    assert np.sign(right).tolist() == [1, 1, 1, -1, -1, -1, 1, -1]
+    across = [Group(easy.prompt, list(pair)) for pair in zip(easy.trajectories, hard.trajectories)]
+    assert np.sign(values_of(across, settings)).tolist() == [1, -1] * 4
+
+
+def test_the_stream_gives_every_completion_to_the_prompt_it_was_sampled_for():
+    from gdpo_nemo.generation.requests import Completion, CompletionBatch
+    from gdpo_nemo.rollouts.stream import grouped
+
+    prompts = [group(name, {}).prompt for name in "abc"]
+    completions = [Completion(np.array([i], np.int32), np.zeros(1, np.float32), "stop") for i in range(12)]
+    tokenizer = SimpleNamespace(batch_decode=lambda ids, **_: [str(i) for (i,) in ids])
+    groups = grouped(prompts, CompletionBatch(completions, version=3, seconds=0.0), tokenizer)
+    assert [g.prompt.id for g in groups] == ["a", "b", "c"]
+    assert [[t.text for t in g.trajectories] for g in groups] == [["0", "1", "2", "3"], ["4", "5", "6", "7"], ["8", "9", "10", "11"]]
+    assert all(t.prompt is g.prompt and t.sample_index == j for g in groups for j, t in enumerate(g.trajectories))
+
+
+def test_the_order_of_groups_and_of_samples_within_them_changes_nothing():
+    groups = two_groups()
+    expected = dict(zip(map(id, all_of(groups)), values_of(groups, config())))
+    shuffled = [Group(g.prompt, g.trajectories[::-1]) for g in groups[::-1]]
+    for t, value in zip(all_of(shuffled), values_of(shuffled, config())):
+        assert value == pytest.approx(expected[id(t)], abs=1e-12)
+
+
+def test_the_same_prompt_twice_in_a_step_makes_two_groups():
+    groups = [two_groups()[0], two_groups()[0]]
+    for t in groups[1].trajectories:
+        t.rewards = {C: t.rewards[C] + 10, F: t.rewards[F]}
+    values = values_of(groups, config())
+    np.testing.assert_allclose(values[:4], values[4:], rtol=1e-12)
+
+
+# -- shaping --------------------------------------------------------------------------------------------------------
+
+
+def test_length_conditioned_in_yaml_equals_the_environments_own():
+    rule = "gdpo.shaping=[{component: length, condition: {on: correctness, ge: 3.0}}]"
+    texts = ["<t></t><a>12345</a>", "<t>....</t><a>12345</a>", "<t></t><a>54321</a>", "12345"]
+    shaped, own = [], []
+    for groups, conditioned in ((shaped, False), (own, True)):
+        environment = DigitSort({"correctness_values": [-3.0, 3.0], "length_if_correct": conditioned, "length_limit": 20})
+        made = group("a", {}, {}, {}, {})
+        for t, text in zip(made.trajectories, texts):
+            t.text, t.completion_ids = text, np.zeros(len(text) + 1, np.int32)
+        for t, verdict in zip(made.trajectories, environment.verify(made.trajectories)):
+            t.rewards = dict(verdict.rewards)
+        groups.append(made)
+    flags = [t.rewards["length"] for t in shaped[0].trajectories]
+    assert flags == [1.0, 0.0, 1.0, 1.0]  # unconditioned, the wrong and short answer is paid for its length
+    columns = reward_columns(shaped[0].trajectories, config("gdpo.rewards.length=1", rule))
+    assert columns["length"].tolist() == [t.rewards["length"] for t in own[0].trajectories] == [1.0, 0.0, 0.0, 1.0]
+    np.testing.assert_array_equal(
+        values_of(shaped, config("gdpo.rewards.length=1", rule)), values_of(own, config("gdpo.rewards.length=1"))
+    )
+
+
+def test_a_penalty_that_a_rule_creates_is_trained_though_no_environment_gives_it():
+    rules = "gdpo.shaping=[{component: overlong, overlong: {buffer: 4, max_length: 8}}]"
+    settings = config("gdpo.rewards.overlong=1.0", rules)
+    groups = two_groups()  # 4, 5, 6 and 7 tokens
+    assert reward_columns(all_of(groups), settings)["overlong"].tolist() == [0, -0.25, -0.5, -0.75] * 2
+    assert not np.array_equal(values_of(groups, settings), values_of(groups, config()))
+
+
+def test_kl_in_the_reward_is_subtracted_where_the_rule_says():
+    settings = config("gdpo.rewards.kl=1.0", "gdpo.shaping=[{component: kl, kl: {coefficient: 0.5}}]")
+    groups = [group("a", *[{C: 1.0, F: 1.0}] * 4)]
+    values = advantages_of(groups, settings, kl=np.array([0.0, 1.0, 2.0, 3.0])).values
+    assert (values.diff() < 0).all()
+    with pytest.raises(RunError, match="needs kl"):
+        advantages_of(groups, settings)
+
+
+# -- dynamic sampling -----------------------------------------------------------------------------------------------
+
+
+def test_a_group_has_signal_when_one_weighted_component_varies_even_if_the_sum_does_not():
+    assert has_signal(group("a", {C: 1.0, F: 0.0}, {C: 0.0, F: 1.0}), config())
+    assert not has_signal(group("a", {C: 1.0, F: 0.0}, {C: 1.0, F: 0.0}), config())
+    assert not has_signal(group("a", {C: 1.0, F: 0.0}, {C: 1.0, F: 1.0}), config("gdpo.rewards.format=0"))
+    assert not has_signal(group("a", {C: 1.0, F: None}, {C: None, F: 0.0}), config())
+    assert not has_signal(group("a", {C: None}, {C: None}), config())
+
+
+def test_failed_trajectories_lend_a_group_no_signal():
+    dead = group("a", {C: 1.0}, {C: 1.0}, {C: 0.0})
+    dead.trajectories[2].outcome = Outcome.ENV_FAILED
+    assert not has_signal(dead, config())
+
+
+def test_signal_is_judged_on_the_rewards_as_shaped():
+    wrong = group("a", {C: 0.0, "length": 1.0}, {C: 0.0, "length": 0.0})
+    conditioned = config("gdpo.rewards.length=1", "gdpo.shaping=[{component: length, condition: {on: correctness, ge: 1}}]")
+    assert has_signal(wrong, config("gdpo.rewards.length=1")) and not has_signal(wrong, conditioned)
+    made = config("gdpo.rewards={brief: 1, correctness: 0}", "gdpo.shaping=[{component: brief, length: {full: 4}}]")
+    assert has_signal(group("a", {C: 0.0}, {C: 0.0}), made)
+
+
+# -- updates --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean"])
+@pytest.mark.parametrize("size", [None, 4, 2])
+def test_the_token_weights_of_every_update_add_up_to_1(aggregation, size):
+    settings = config(f"loss_fn.aggregation={aggregation}")
+    settings.policy.train_global_batch_size = size
+    groups = two_groups()
+    groups[0].trajectories[2].outcome = Outcome.ENV_FAILED
+    updates = updates_of(all_of(groups), values_of(groups, settings), settings)
+    assert len(updates) == 8 // (size or 8)
+    for update in updates:
+        assert sum(s.weight * len(s.completion_ids) for s in update) == pytest.approx(1.0)
+
+
+def test_failed_and_masked_trajectories_weigh_nothing_and_the_others_share_their_part():
+    settings = config("loss_fn.mask_truncated=true")
+    groups, without = two_groups(), two_groups()
+    groups[0].trajectories[1].outcome = Outcome.ENV_FAILED
+    groups[1].trajectories[0].outcome = Outcome.TRUNCATED
+    (update,) = updates_of(all_of(groups), np.full(8, 2.0), settings)
+    assert [s.weight == 0 for s in update] == [i in (1, 4) for i in range(8)]
+    assert [s.advantage for s in update] == [0.0 if i in (1, 4) else 2.0 for i in range(8)]
+    del without[0].trajectories[1], without[1].trajectories[0]
+    (fewer,) = updates_of(all_of(without), np.full(6, 2.0), settings)
+    assert [s.weight for s in update if s.weight] == [s.weight for s in fewer]
+
+
+def test_an_advantage_that_is_not_finite_is_left_out_and_not_trained_as_0():
+    (update,) = updates_of(all_of(two_groups()), np.array([np.nan, np.inf, *np.ones(6)]), config())
+    assert [s.weight > 0 for s in update] == [False, False, *[True] * 6]
+
+
+def test_the_sampler_gives_the_old_log_probs_when_samples_may_be_stale():
+    trajectories, values = all_of(two_groups()), np.ones(8)
+    assert all(s.old_logprobs is None for s in updates_of(trajectories, values, config())[0])
+    for override in ("rollout.max_staleness=1", "loss_fn.old_logprobs=sampler"):
+        (update,) = updates_of(trajectories, values, config(override))
+        assert all(s.old_logprobs is t.logprobs for s, t in zip(update, trajectories))
+
+
+def test_target_po_aims_every_update_by_its_own_whole_groups():
+    from gdpo_nemo.trainer import Trainer
+
+    settings = config("loss_fn.type=target_po")
+    settings.policy.train_global_batch_size = 4
+    groups = two_groups()
+    groups[0].trajectories[1].outcome = Outcome.ENV_FAILED
+    values = values_of(groups, settings)
+    now = {id(t): t.logprobs + np.float32(0.1 * t.sample_index) for t in all_of(groups)}
+    trainer = Trainer.__new__(Trainer)
+    trainer.config, trainer.loss = settings, LossSettings(type="target_po")
+    aimed = []
+    for update, members in zip(updates_of(all_of(groups), values, settings), groups):
+        trainer.policy = SimpleNamespace(logprobs=lambda _, members=members: [now[id(t)] for t in members.trajectories])
+        trainer._aim(update)
+        aimed.append([s.advantage * s.weight for s in update])
+    for update, members, place in zip(aimed, groups, (slice(0, 4), slice(4, 8))):
+        trained = [t.trains for t in members.trajectories]
+        expected = target_po_coefficients(
+            [now[id(t)].sum() for t in members.trajectories],
+            [t.logprobs.sum() for t in members.trajectories],
+            values[place],
+            np.zeros(4, np.int64),
+            valid=trained,
+            lengths=[len(t.completion_ids) for t in members.trajectories],
+        )
+        np.testing.assert_allclose(update, expected, rtol=1e-9)
+        pulls = [a * len(t.completion_ids) for a, t in zip(update, members.trajectories)]
+        assert sum(pulls) == pytest.approx(0, abs=1e-12)  # both distributions of a group add up to 1
+    assert aimed[0][1] == 0
+
+
+# -- metrics and failures -------------------------------------------------------------------------------------------
+
+
+def result(tokens: float, **changes) -> UpdateResult:
+    sums = {"tokens": tokens, "entropy": 0.5 * tokens, "ratio": tokens, "parity_abs": 0.25 * tokens, "parity_kl": tokens}
+    maxima = {"ratio": 1.5, "parity_abs": 0.75}
+    values = dict(loss=1.0, grad_norm=2.0, lr=0.1, skipped=False, sums=sums, maxima=maxima)
+    return UpdateResult(**{**values, **changes})
+
+
+def test_metrics_of_several_updates_are_means_over_their_tokens():
+    other = result(30.0, sums={**result(30.0).sums, "entropy": 30.0}, loss=3.0, lr=0.2)
+    row = update_metrics([result(10.0), other], on_policy=True)
+    assert row["policy/entropy"] == pytest.approx((5 + 30) / 40)
+    assert (row["loss"], row["lr"], row["policy/ratio_mean"], row["policy/ratio_max"]) == (2.0, 0.2, 1.0, 1.5)
+    assert (row["parity/mean_abs"], row["parity/max_abs"], row["parity/kl"]) == (0.25, 0.75, 1.0)
+
+
+def test_parity_is_measured_only_where_sampler_and_trainer_had_the_same_weights():
+    assert not [key for key in update_metrics([result(10.0)], on_policy=False) if key.startswith("parity")]
+
+
+def test_an_update_that_trained_no_token_gives_finite_metrics():
+    row = update_metrics([result(0.0, maxima={})], on_policy=True)
+    assert np.isfinite(list(row.values())).all() and "policy/ratio_max" not in row
+
+
+def test_more_environment_failures_than_allowed_stop_the_run_with_the_first_ones_reason():
+    trajectories = all_of(two_groups())
+    for t in trajectories[:2]:
+        t.outcome, t.detail = Outcome.ENV_FAILED, "time limit"
+    check_failures(trajectories, 0.25)
+    with pytest.raises(RunError, match=r"2 of 8 samples .* 'digit_sort' .* 0.2\): time limit"):
+        check_failures(trajectories, 0.2)
