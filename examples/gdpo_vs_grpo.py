@@ -307,10 +307,13 @@ def draw(curves: Curves, path: Path) -> None:
             axes.spines[["top", "right"]].set_visible(False)
             axes.grid(alpha=0.25)
             if place == len(settings) - 1:
-                axes.set_xlabel(f"step (mean of the last {WINDOW}; band: one standard error)", fontsize=9)
+                axes.set_xlabel("step")
             if k == 0:
                 axes.set_ylabel("share of samples")
-    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=len(handles), frameon=False)
+    note = f"mean of the last {WINDOW} steps; band: one standard error over the seeds"
+    figure.legend(
+        handles.values(), handles.keys(), loc="outside lower center", ncols=len(handles), frameon=False, title=note
+    )
     figure.savefig(path, dpi=120)
 
 
