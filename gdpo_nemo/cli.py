@@ -61,24 +61,20 @@ def explain(arguments: argparse.Namespace) -> int:
 
 def explain_advantages(arguments: argparse.Namespace) -> int:
     """Prints what the rewards of a recorded step did to its advantages."""
-    from rich.console import Console
-
     from gdpo_nemo.rollouts.explain import explain_step
 
-    Console().print(explain_step(arguments.file, arguments.config, arguments.overrides, arguments.groups))
+    _terminal().print(explain_step(arguments.file, arguments.config, arguments.overrides, arguments.groups))
     return 0
 
 
 def health(arguments: argparse.Namespace) -> int:
     """Holds a run against thresholds; exit status 1 where it fails one."""
-    from rich.console import Console
-
     from gdpo_nemo.observe.health import check_health, findings_table, healthy
 
     findings = check_health(arguments.run_dir, arguments.thresholds)
     sound = healthy(findings)
     title = f"{arguments.run_dir} against {arguments.thresholds}"
-    Console().print(findings_table(findings, title))
+    _terminal().print(findings_table(findings, title))
     print("healthy" if sound else "not healthy")
     return 0 if sound else 1
 
@@ -102,6 +98,13 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     if overrides is not None:
         overrides.extend(rest)
     return arguments
+
+
+def _terminal():
+    """Standard output for tables; 120 columns where it is no terminal."""
+    from rich.console import Console
+
+    return Console(width=None if sys.stdout.isatty() else 120)
 
 
 def _fail(error: Exception, status: int) -> int:

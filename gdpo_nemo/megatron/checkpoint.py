@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import queue
 import random
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,11 @@ from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from torch.distributed.checkpoint.api import CheckpointException
+
+from gdpo_nemo.errors import RunError
+
+_NO_SPACE = 4 << 20
 
 # Megatron hands write results to itself through a manager process, for the sake of asynchronous saves. Ours are
 # synchronous and stay in this process: a plain queue spares its start (seconds) and its orphan after a kill.
@@ -28,7 +34,7 @@ def save(policy, folder: str | Path) -> None:
     """Write the policy's whole state; collective.
 
     Raises:
-        OSError: the disk is full or not writable.
+        RunError: it could not be written; the text says why (the disk is full, say).
     """
     folder = Path(folder)
     if dist.get_rank() == 0:
@@ -37,8 +43,20 @@ def save(policy, folder: str | Path) -> None:
     _fill_moments(policy.built.optimizer)
     with policy.settled():
         state = _state(policy, is_loading=False)
-        dist_checkpointing.save(state, str(folder))
+        try:
+            dist_checkpointing.save(state, str(folder))
+        except (Exception, CheckpointException) as error:  # torch's is no Exception
+            raise RunError(_reason(error, folder)) from error
     dist.barrier()
+
+
+def _reason(error: BaseException, folder: Path) -> str:
+    """Why a write failed. Megatron's writer hands on the type of the error only, so a full disk is looked for first."""
+    free = shutil.disk_usage(folder).free
+    if free < _NO_SPACE:
+        return f"No space left on device ({free >> 10} KiB free)"
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[-1] if lines else 'no reason given'}"
 
 
 def _fill_moments(optimizer) -> None:
