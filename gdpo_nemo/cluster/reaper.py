@@ -9,6 +9,7 @@ It uses the standard library only and reads /proc, so it starts in milliseconds.
 from __future__ import annotations
 
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ import uuid
 
 MARK = "GDPO_NEMO_RUN"
 _GRACE_S = 3.0
+_LOOK_S = 1.0
 
 
 class Reaper:
@@ -41,36 +43,62 @@ class Reaper:
         self._process.wait()
 
 
-def marked(mark: str) -> list[int]:
+def marked(mark: str) -> set[int]:
     """Processes with ``mark`` in their environment, other than this one and its parent."""
     wanted, own = f"{MARK}={mark}".encode(), {os.getpid(), os.getppid()}
-    found = []
-    for name in os.listdir("/proc"):
-        if not name.isdigit() or int(name) in own:
-            continue
+    found = set()
+    for pid in _pids() - own:
         try:
-            with open(f"/proc/{name}/environ", "rb") as file:
-                if wanted in file.read().split(b"\0") and not _is_zombie(name):
-                    found.append(int(name))
+            with open(f"/proc/{pid}/environ", "rb") as file:
+                if wanted in file.read().split(b"\0"):
+                    found.add(pid)
         except OSError:
             continue  # it ended meanwhile, or belongs to somebody else
     return found
 
 
-def _is_zombie(name: str) -> bool:
-    with open(f"/proc/{name}/stat", "rb") as file:
-        return file.read().rpartition(b")")[2].split()[0] == b"Z"
+def _pids() -> set[int]:
+    return {int(name) for name in os.listdir("/proc") if name.isdigit()}
+
+
+def _stat(pid: int) -> tuple[int, int] | None:
+    """(parent, start time) of a process that runs; None when it is gone or a zombie."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            fields = file.read().rpartition(b")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] == b"Z" else (int(fields[1]), int(fields[19]))
+
+
+def family(mark: str) -> dict[int, int]:
+    """Start times of the marked processes and all their descendants.
+
+    Descendants, because a process that writes its title over its environment, as Ray's agents do, loses the mark.
+    """
+    stats = {pid: stat for pid in _pids() if (stat := _stat(pid))}
+    members = marked(mark)
+    while more := {pid for pid, (parent, _) in stats.items() if parent in members and pid not in members}:
+        members |= more
+    return {pid: stats[pid][1] for pid in members - {os.getpid()} if pid in stats}
 
 
 def _watch(mark: str) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    sys.stdin.buffer.read()
+    known: dict[int, int] = {}
+    while not select.select([sys.stdin], [], [], _LOOK_S)[0]:
+        known.update(family(mark))
+
+    def left() -> list[int]:
+        known.update(family(mark))
+        return [pid for pid, born in known.items() if (stat := _stat(pid)) and stat[1] == born]
+
     deadline = time.monotonic() + _GRACE_S
-    while marked(mark) and time.monotonic() < deadline:
+    while left() and time.monotonic() < deadline:
         time.sleep(0.1)
-    while left := marked(mark):
-        for pid in left:
+    while pids := left():
+        for pid in pids:
             try:
                 os.kill(pid, signal.SIGKILL)
             except ProcessLookupError:

@@ -236,7 +236,7 @@ def test_reward_function_that_raises_ends_the_run_with_one_line(tmp_path, digit_
         digit_model,
         "env={mine: {plugin: functions, functions: {broken: '" + str(tmp_path / "mine.py") + ":broken'}}}",
         "gdpo.rewards={broken: 1.0}",
-        f"data.train={{path: {tmp_path / 'rows.jsonl'}}}",
+        f"data.train={{path: {tmp_path / 'rows.jsonl'}, environment: mine, split: null, size: null}}",
         "data.validation=null",
         "gdpo.val_period=0",
         "gdpo.val_at_start=false",

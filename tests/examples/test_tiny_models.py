@@ -82,7 +82,7 @@ def test_every_text_over_the_alphabet_is_one_token_per_character_and_comes_back(
 def test_training_rows_hold_the_tokens_that_the_tokenizer_gives(tokenizers):
     characters, _ = tokenizers
     prompt, completion = texts(1)[0]
-    (row,) = makers._sequences([next(makers._character_rows(1))])
+    (row,) = makers._sequences([next(makers._character_rows(0))])
     assert row.prompt_ids.tolist() == characters(prompt)["input_ids"]
     assert row.completion_ids.tolist() == [*characters(completion)["input_ids"], characters.eos_token_id]
     assert (characters.pad_token_id, characters.eos_token_id, len(characters)) == (makers.PAD, makers.EOS, 21)
