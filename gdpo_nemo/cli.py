@@ -101,10 +101,10 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _terminal():
-    """Standard output for tables; 120 columns where it is no terminal."""
+    """Standard output for tables; 120 columns where it is no terminal and COLUMNS says nothing."""
     from rich.console import Console
 
-    return Console(width=None if sys.stdout.isatty() else 120)
+    return Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else 120)
 
 
 def _fail(error: Exception, status: int) -> int:
