@@ -6,6 +6,7 @@ fails, the run goes on and says so once.
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any, Callable, Mapping, Sequence
 
@@ -71,8 +72,9 @@ class RunLog:
             self._try("the console", self._console.alert, text)
         try:
             write_alert(self._run_dir, self._step, text)
-        except OSError:
-            pass  # Shown already; a full disk is reported by the metrics.
+        except OSError as error:
+            # No end of the run: a full disk ends it through the metrics. But the alert must be seen somewhere.
+            print(f"alert could not be recorded ({error}): {text}", file=sys.stderr)
 
     def span(self, lane: str, name: str, start: float, end: float, **details: Any) -> None:
         """Adds a span to the timeline; seconds since the epoch."""
