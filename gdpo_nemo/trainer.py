@@ -63,12 +63,16 @@ class Trainer:
         rollout = self.stream.take(self.state.step)
         taken = time.time()
         check_failures(rollout.trajectories, self.config.rollout.max_env_failure_share)
-        advantages = advantages_of(rollout.groups, self.config, self._kl(rollout))
+        divergence = self._kl(rollout)
+        reckoning = time.time()
+        advantages = advantages_of(rollout.groups, self.config, divergence)
+        reckoned = time.time()
         results = self.train(rollout, advantages.values.numpy())
         trained = time.time()
         version, self.state.step = self.state.step, self.state.step + 1
         self.state.position = rollout.next_position
         published = self.sync.publish(self.state.step)
+        published["time/advantages"] = reckoned - reckoning
         self.record(rollout, advantages, results, version, published, (start, taken, trained, time.time()))
 
     def _kl(self, rollout: Rollout) -> np.ndarray | None:
@@ -136,6 +140,7 @@ class Trainer:
             **diagnostics.metrics(),
             "reward/total/mean": _weighted_mean(diagnostics, self.config.gdpo.rewards),
             **rollout_metrics(trajectories, version),
+            "rollout/dropped_groups": float(rollout.dropped_groups),
             "time/step": synced - start,
             "time/rollout": rollout.generation_s,
             "time/verify": rollout.verify_s,

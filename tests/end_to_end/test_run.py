@@ -206,6 +206,50 @@ def test_data_parallel_ranks_make_the_same_first_update_and_train_one_step_stale
     assert [row["staleness/max"] for row in rows(launch.run_dir) if "loss" in row] == [0.0, 1.0, 1.0]
 
 
+def test_kl_penalty_dynamic_sampling_and_several_updates_train_together(tmp_path, digit_model):
+    """Format alone is constant in many groups; the reference is the starting model, so its KL starts at 0 and grows."""
+    launch = Launch(
+        tmp_path / "run",
+        digit_model,
+        "gdpo.rewards={correctness: 0.0, format: 1.0, length: 0.0}",
+        "gdpo.dynamic_sampling={enabled: true, max_rounds: 6}",
+        "loss_fn={reference_policy_kl_penalty: 0.01, entropy_bonus: 0.001, off_policy: {mode: truncate}}",
+        "policy.train_global_batch_size=16",
+        "gdpo.num_generations_per_prompt=4",
+        "gdpo.num_prompts_per_step=8",
+        "gdpo.max_num_steps=2",
+        "gdpo.val_period=0",
+        "checkpointing.metric_name=null",
+    )
+    status, out, err = launch.finish()
+    assert status == 0, (out, err)
+    first, second = [row for row in rows(launch.run_dir) if "loss" in row]
+    assert first["rollout/dropped_groups"] > 0
+    assert first["reward/format/dead_groups"] == second["reward/format/dead_groups"] == 0.0
+    # Update 1 of step 1 has a KL of 0 (its model is the reference), so the step's mean is half of update 2's.
+    assert 0 < first["policy/reference_kl"] < second["policy/reference_kl"]
+    assert first["policy/ratio_max"] > 1.0
+    assert first["time/advantages"] < 0.01 * first["time/step"]
+
+
+def test_kl_to_the_starting_model_can_be_a_reward(tmp_path, digit_model):
+    launch = Launch(
+        tmp_path / "run",
+        digit_model,
+        "gdpo.shaping=[{component: kl, kl: {coefficient: 0.1}}]",
+        "gdpo.rewards={correctness: 1.0, format: 1.0, length: 1.0, kl: 0.5}",
+        "gdpo.max_num_steps=2",
+        "gdpo.val_period=0",
+        "checkpointing.metric_name=null",
+    )
+    status, out, err = launch.finish()
+    assert status == 0, (out, err)
+    first, second = [row for row in rows(launch.run_dir) if "loss" in row]
+    # Before any update sampler and reference are one model: what is left of the log-ratio is rounding.
+    assert abs(first["reward/kl/mean"]) < 1e-4 < second["reward/kl/std"]
+    assert first["reward/kl/missing"] == 0.0
+
+
 def _same_first_update(one: list[dict], many: list[dict]) -> None:
     one, many = (next(row for row in found if "loss" in row) for found in (one, many))
     assert one["reward/total/mean"] == many["reward/total/mean"]
