@@ -80,7 +80,16 @@ def family(mark: str) -> dict[int, int]:
     members = marked(mark)
     while more := {pid for pid, (parent, _) in stats.items() if parent in members and pid not in members}:
         members |= more
-    return {pid: stats[pid][1] for pid in members - {os.getpid()} if pid in stats}
+    return {pid: stats[pid][1] for pid in members - {os.getpid()} if pid in stats and not _ends_with_its_users(pid)}
+
+
+def _ends_with_its_users(pid: int) -> bool:
+    """Whether this is multiprocessing's resource tracker: it tidies up after its last user and ends by itself."""
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb") as file:
+            return b"multiprocessing.resource_tracker" in file.read()
+    except OSError:
+        return False
 
 
 def _watch(mark: str) -> None:

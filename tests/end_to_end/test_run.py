@@ -32,6 +32,7 @@ class Launch:
             "gdpo.val_period=3",
             "gdpo.val_prompts=8",
             "data.train.size=512",
+            "data.validation.size=512",
             "checkpointing.save_period=2",
             "logger.console=plain",
             *overrides,
