@@ -31,11 +31,16 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     Raises:
         ConfigError: in one line, for anything that does not fit the schema.
     """
-    sources = [*_read_with_parents(Path(path), ()), *map(_read_override, overrides)]
     merged = OmegaConf.structured(Config)
-    for source, content in sources:
+    for source, content, whole in [
+        *((source, content, True) for source, content in _read_with_parents(Path(path), ())),
+        *((*_read_override(text), text.startswith("gdpo.rewards=")) for text in overrides),
+    ]:
         _check(content, Config, "", source)
         try:
+            # Rewards given as a mapping are all the rewards there are; `gdpo.rewards.format=2` changes one of them.
+            if whole and (content.get("gdpo") or {}).get("rewards") is not None:
+                merged.gdpo.rewards = {}
             merged = OmegaConf.merge(merged, content)
         except OmegaConfBaseException as error:
             raise _translated(error, source) from None

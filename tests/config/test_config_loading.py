@@ -47,6 +47,14 @@ def test_a_file_wins_over_its_parents_and_later_parents_over_earlier(minimal, tm
     assert gdpo.rewards == {"correctness": 1.0, "format": 0.5}
 
 
+def test_rewards_given_as_a_mapping_are_all_there_are_while_a_dotted_override_changes_one(minimal, tmp_path):
+    child = tmp_path / "child.yaml"
+    child.write_text("defaults: minimal.yaml\ngdpo: {rewards: {brevity: 2}}\n")
+    assert load_config(child).gdpo.rewards == {"brevity": 2.0}
+    assert load_config(child, ["gdpo.rewards.format=0.5"]).gdpo.rewards == {"brevity": 2.0, "format": 0.5}
+    assert load_config(child, ["gdpo.rewards={format: 1}"]).gdpo.rewards == {"format": 1.0}
+
+
 def test_inheritance_that_runs_in_a_circle_is_refused(tmp_path):
     (tmp_path / "a.yaml").write_text("defaults: b.yaml\n")
     (tmp_path / "b.yaml").write_text("defaults: a.yaml\n")
