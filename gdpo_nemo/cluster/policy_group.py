@@ -47,7 +47,7 @@ class PolicyRank:
         runtime.lay_out(config.megatron_cfg, seed)
         from gdpo_nemo.megatron.policy import Policy
 
-        self.policy = Policy(config, folder, chosen, total_updates, reference)
+        self.policy = Policy(config, folder, chosen, total_updates, reference, seed)
         return sum(p.numel() for chunk in self.policy.chunks for p in chunk.parameters())
 
     def train(self, sequences, assignment, settings):
@@ -82,9 +82,15 @@ class PolicyRank:
         load(self.policy, folder)
 
     def export(self, folder: str) -> None:
-        """Write the weights as a Hugging Face folder (rank 0)."""
+        """Write the weights as a Hugging Face folder (rank 0), and LoRA's adapter as ``adapter`` beside it."""
         from gdpo_nemo.megatron.hf_files import write_model
+        from gdpo_nemo.megatron.lora import write_adapter
 
+        if self.policy.lora:
+            pairs = self.policy.adapter()
+            if self.rank == 0:
+                base = str(self.policy.folder)
+                write_adapter(os.path.join(os.path.dirname(folder), "adapter"), pairs, self.policy.lora, base)
         if self.rank == 0:
             write_model(folder, self.policy.weights(), self.policy.built.hf_config, self.policy.folder)
         else:

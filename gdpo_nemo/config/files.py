@@ -103,6 +103,12 @@ def _check_shape(content: dict[str, Any], config: Config, layout: Layout) -> Non
     if layout.expert > 1 and not experts:
         raise ConfigError(f"{megatron}.expert_model_parallel_size: the model in {config.policy.model_name} has no experts")
     _check_divides(f"{megatron}.expert_model_parallel_size", layout.expert, [(experts, "experts")])
+    if experts and config.policy.lora.rank and {"gate_proj", "up_proj", "down_proj"} & set(config.policy.lora.target_modules):
+        raise ConfigError(
+            "policy.lora.target_modules: the model's experts cannot be adapted; leave out gate_proj, up_proj, down_proj"
+        )
+    if experts and layout.tensor > 1 and not config.policy.megatron_cfg.sequence_parallel:
+        raise ConfigError(f"{megatron}.sequence_parallel: must be on for a model with experts under tensor parallelism")
     longest, wanted = content.get("max_position_embeddings"), config.policy.max_total_sequence_length
     if isinstance(longest, int) and longest < wanted:
         raise ConfigError(f"policy.max_total_sequence_length: {wanted} exceeds the model's {longest} positions")

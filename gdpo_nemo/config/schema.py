@@ -236,6 +236,22 @@ class GenerationConfig:
 
 
 @dataclass
+class LoraConfig:
+    """Low-rank adapters: the model stays as it is, small matrices beside its linear layers are trained."""
+
+    rank: int = 0
+    """Rank of the adapters; 0 trains the whole model."""
+    alpha: float = 32.0
+    """Adapters count alpha / rank times."""
+    dropout: float = 0.0
+    """Dropout before the adapters while training."""
+    target_modules: List[str] = field(
+        default_factory=lambda: ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    )
+    """Hugging Face names of the linear layers that get an adapter."""
+
+
+@dataclass
 class PolicyConfig:
     """The model: where it comes from, how it is trained and sampled."""
 
@@ -255,6 +271,7 @@ class PolicyConfig:
     """Token budget of one packed micro-batch on one data-parallel rank; never below the longest sequence."""
     num_threads: Optional[int] = None
     """CPU threads per policy rank; null: the cores divided by the ranks."""
+    lora: LoraConfig = field(default_factory=LoraConfig)
     megatron_cfg: MegatronConfig = field(default_factory=MegatronConfig)
     generation: GenerationConfig = field(default_factory=GenerationConfig)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import math
 
+from gdpo_nemo.config.choices import LORA_TARGETS
 from gdpo_nemo.config.effects import SWITCHED_OFF, keys_without_effect, value_of
 from gdpo_nemo.config.files import check_files
 from gdpo_nemo.config.layout import Layout, resolve_layout, updates_per_step
@@ -29,14 +30,14 @@ _AT_LEAST_ONE = (
     "cluster.num_nodes", "cluster.cpus_per_node", "checkpointing.save_period", "checkpointing.keep_last",
 )  # fmt: skip
 _NOT_NEGATIVE = (
-    "run.seed", "gdpo.val_period", "gdpo.val_temperature", "loss_fn.ratio_clip_min", "loss_fn.ratio_clip_max",
+    "run.seed", "policy.lora.rank", "gdpo.val_period", "gdpo.val_temperature", "loss_fn.ratio_clip_min", "loss_fn.ratio_clip_max",
     "loss_fn.reference_policy_kl_penalty", "loss_fn.off_policy.ratio_min", "policy.megatron_cfg.optimizer.lr",
     "policy.megatron_cfg.optimizer.min_lr", "policy.megatron_cfg.optimizer.weight_decay",
     "policy.megatron_cfg.optimizer.clip_grad", "policy.megatron_cfg.scheduler.lr_warmup_steps",
     "rollout.max_staleness", "rollout.max_env_failure_share", "cluster.gpus_per_node", "checkpointing.keep_best",
 )  # fmt: skip
 _POSITIVE = (
-    "gdpo.epsilon", "loss_fn.target_temperature", "loss_fn.off_policy.ratio_max", "policy.generation.temperature",
+    "gdpo.epsilon", "policy.lora.alpha", "loss_fn.target_temperature", "loss_fn.off_policy.ratio_max", "policy.generation.temperature",
     "policy.generation.parity_limit", "policy.megatron_cfg.optimizer.adam_eps", "rollout.env_timeout_s",
     "rollout.generation_timeout_s", "rollout.train_timeout_s",
 )  # fmt: skip
@@ -55,6 +56,7 @@ def validate(config: Config) -> list[str]:
     _check_environments(config)
     _check_parallelism(config)
     _check_schedule(config)
+    _check_lora(config)
     layout = resolve_layout(config)
     updates_per_step(config)
     idle = keys_without_effect(config)
@@ -160,6 +162,23 @@ def _check_schedule(config: Config) -> None:
         raise ConfigError(
             f"{prefix}.lr_decay_steps: {schedule.lr_decay_steps} must be more than lr_warmup_steps {schedule.lr_warmup_steps}"
         )
+
+
+def _check_lora(config: Config) -> None:
+    lora = config.policy.lora
+    if not lora.rank:
+        return
+    for name in lora.target_modules:
+        if name not in LORA_TARGETS:
+            near = difflib.get_close_matches(name, LORA_TARGETS, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(LORA_TARGETS)}"
+            raise ConfigError(f"policy.lora.target_modules: {name!r} is not a linear layer of these models, {hint}")
+    if not lora.target_modules:
+        raise ConfigError("policy.lora.target_modules: names no layer, so nothing would be learnt")
+    if not 0 <= lora.dropout < 1:
+        raise ConfigError(f"policy.lora.dropout: must be at least 0 and below 1, got {lora.dropout}")
+    if config.policy.megatron_cfg.transformer_engine:
+        raise ConfigError("policy.megatron_cfg.transformer_engine: cannot go with policy.lora yet; use null or false")
 
 
 def _check_parallelism(config: Config) -> None:

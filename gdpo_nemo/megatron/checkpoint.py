@@ -15,15 +15,19 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.optimizer.optimizer import param_group_identifier_keys
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch.distributed.checkpoint.api import CheckpointException
 
 from gdpo_nemo.errors import RunError
+from gdpo_nemo.megatron.lora import load_adapters, sharded_adapters
 
 _NO_SPACE = 4 << 20
+_SHARDING = "fully_reshardable"
 
 # Megatron hands write results to itself through a manager process, for the sake of asynchronous saves. Ours are
 # synchronous and stay in this process: a plain queue spares its start (seconds) and its orphan after a kill.
@@ -67,19 +71,43 @@ def _fill_moments(optimizer) -> None:
 
 def load(policy, folder: str | Path) -> None:
     """Read a checkpoint written at any layout; collective."""
-    wanted = _state(policy, is_loading=True)
+    wanted, there = _state(policy, is_loading=True), load_sharded_metadata(str(folder))
     # Random streams belong to ranks: with another number of ranks there is none to continue, and fresh ones are right.
-    if wanted["random"].unique_key not in load_sharded_metadata(str(folder)):
+    if wanted["random"].unique_key not in there:
         del wanted["random"]
+    _rename_main_weights(wanted["optimizer"], there)
     state = dist_checkpointing.load(wanted, str(folder))
     for name, chunk in _named_chunks(policy):
-        chunk.load_state_dict(state[name])
+        if policy.lora:
+            load_adapters(chunk, state[name])
+        else:
+            chunk.load_state_dict(state[name])
     optimizer = policy.built.optimizer
-    optimizer.load_state_dict(_fit_chains(state["optimizer"], len(getattr(optimizer, "chained_optimizers", [None]))))
+    parts = getattr(optimizer, "chained_optimizers", [optimizer])
+    fitting = _fit_chains(state["optimizer"], len(parts))
+    optimizer.load_state_dict(_fit_kind(fitting, parts[0]) if len(parts) == 1 else fitting)
     policy.built.scheduler.load_state_dict(state["scheduler"])
     if "random" in state:
         _set_random_state(state["random"])
     dist.barrier()
+
+
+_MAIN_WEIGHTS = ("optimizer.state.param.", "optimizer.state.fp32_param.", "")
+"""What precedes a weight's name in the main weights of a distributed optimizer, of a plain one in bfloat16, and of a plain one
+in float32, whose main weights are the model."""
+
+
+def _rename_main_weights(wanted, there) -> None:
+    """Ask for main weights under the names that the optimizer which wrote the checkpoint gave them."""
+    for tensor in nested_values(wanted):
+        key = getattr(tensor, "key", "")
+        prefix = next((p for p in _MAIN_WEIGHTS[:2] if key.startswith(p)), None)
+        if prefix is None or key in there:
+            continue
+        names = (other + key.removeprefix(prefix) for other in _MAIN_WEIGHTS)
+        tensor.key = next((name for name in names if name in there), key)
+        if not tensor.key.startswith("optimizer."):  # the model asks for this one too: mark ours as the second reader
+            tensor.replica_id = (*tensor.replica_id[:-1], 1 + tensor.replica_id[-1])
 
 
 def _named_chunks(policy):
@@ -89,12 +117,16 @@ def _named_chunks(policy):
 
 def _state(policy, is_loading: bool) -> dict:
     metadata = dict(
-        distrib_optim_sharding_type="fully_reshardable",
+        distrib_optim_sharding_type=_SHARDING,
         singleton_local_shards=False,
         chained_optim_avoid_prefix=True,
         dp_cp_group=parallel_state.get_data_parallel_group(with_context_parallel=True),
     )
-    chunks = {name: chunk.sharded_state_dict(metadata=metadata) for name, chunk in _named_chunks(policy)}
+    chunks = {
+        # The frozen model is where it came from; a checkpoint under LoRA holds the adapters.
+        name: sharded_adapters(chunk) if policy.lora else chunk.sharded_state_dict(metadata=metadata)
+        for name, chunk in _named_chunks(policy)
+    }
     model = chunks if len(chunks) > 1 else chunks["model"]
     return {
         **chunks,
@@ -122,6 +154,31 @@ def _fit_chains(state: dict, chains: int) -> dict:
         return {**common, **state[index], "optimizer": {"param_groups": own}}
 
     return {index: part(index) for index in range(chains)}
+
+
+def _fit_kind(state: dict, optimizer) -> dict:
+    """Optimizer state as a plain or a distributed optimizer wrote it -> as ``optimizer`` of the other kind loads it.
+
+    Tensors were asked for in the layout of ``optimizer``; what is left to bring over are the parameter groups (step count,
+    learning rate). A distributed optimizer writes them without their parameters and with the step inside.
+    """
+    by_distributed, distributed = "param_state_sharding_type" in state, "param_state" in state
+    if by_distributed == distributed:
+        return state
+    if distributed:
+        groups = state["param_groups"] if "param_groups" in state else state["optimizer"]["param_groups"]
+        groups = [{key: value for key, value in group.items() if key != "params"} for group in groups]
+        return {"optimizer": {"param_groups": groups}, "param_state": state["param_state"], "param_state_sharding_type": _SHARDING}
+    found = {_identity(group): group for group in state["optimizer"]["param_groups"]}
+    groups = [{**found[_identity(own)], "params": own["params"]} for own in optimizer.optimizer.state_dict()["param_groups"]]
+    if "state" in state:  # in float32 torch's own state stands on top
+        return {"param_groups": groups, "state": state["state"]}
+    return {**state, "optimizer": {**state["optimizer"], "param_groups": groups}}
+
+
+def _identity(group: dict) -> tuple:
+    """What Megatron tells parameter groups apart by."""
+    return tuple(group.get(key, group.get(f"pre_{key}")) for key in param_group_identifier_keys)
 
 
 def _random_object() -> ShardedObject:

@@ -34,6 +34,8 @@ def local_weights(
     family = family_of(config)
     for chunk in chunks:
         for name, parameter in chunk.named_parameters():
+            if ".adapters." in name:
+                continue
             match = _LAYER.fullmatch(name)
             if match is None:
                 yield parameter, TOP_WEIGHTS[name]

@@ -17,10 +17,11 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
 from transformers import PretrainedConfig
 
-from gdpo_nemo.config.schema import MegatronConfig
+from gdpo_nemo.config.schema import LoraConfig, MegatronConfig
 from gdpo_nemo.megatron.families import layer_symbols, rotary, transformer_fields
 from gdpo_nemo.megatron.layers import layer_spec, transformer_engine_is_usable
 from gdpo_nemo.megatron.logprobs import token_logprobs
+from gdpo_nemo.megatron.lora import attach
 
 # Logits of one chunk of tokens may take this many bytes (float32); more tokens are recomputed chunk by chunk.
 _LOGIT_BYTES = 256 << 20
@@ -48,6 +49,8 @@ class PolicyModel(HybridModel):
             Last stage: float32 [chosen, 2], log-prob and entropy. Other stages: hidden states.
         """
         embedded = self.embedding(input_ids=input_ids, position_ids=None) if self.pre_process else None
+        if embedded is not None and self.training and not embedded.requires_grad:
+            embedded.requires_grad_()  # frozen embeddings (LoRA): recomputation needs an input that carries gradients
         angles = None
         if self.position_embedding_type == "rope":
             angles = self.rotary_pos_emb(packing.max_seqlen_q, packed_seq=True)
@@ -244,17 +247,30 @@ def build_optimizer(layout: MegatronConfig, dtype: torch.dtype, wrapped: list, t
 
 
 def build(
-    folder: str | Path, layout: MegatronConfig, dtype: torch.dtype, temperature: float, total_updates: int
+    folder: str | Path,
+    layout: MegatronConfig,
+    dtype: torch.dtype,
+    temperature: float,
+    total_updates: int,
+    lora: LoraConfig | None = None,
+    seed: int = 0,
 ) -> BuiltModel:
-    """Model, wrappers, optimizer and schedule of this rank, with the weights of the Hugging Face ``folder``."""
+    """Model, wrappers, optimizer and schedule of this rank, with the weights of the Hugging Face ``folder``.
+
+    With ``lora`` those are frozen, and adapters drawn from ``seed`` are trained.
+    """
     from transformers import AutoConfig
 
     from gdpo_nemo.megatron.convert import load_hf
     from gdpo_nemo.megatron.hf_files import open_weights
 
     hf = AutoConfig.from_pretrained(folder)
+    if lora:  # its hooks stand beside Megatron's own linear layers
+        layout = dataclasses.replace(layout, transformer_engine=False)
     config, chunks = build_chunks(hf, layout, dtype, temperature)
     load_hf(chunks, open_weights(folder), hf)
+    if lora:
+        attach(chunks, hf, lora, seed)
     wrapped = wrap(config, chunks, layout)
     optimizer, scheduler = build_optimizer(layout, dtype, wrapped, total_updates)
     config.grad_scale_func = optimizer.scale_loss

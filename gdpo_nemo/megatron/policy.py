@@ -23,6 +23,7 @@ from gdpo_nemo.data.packing import Assignment, PackedRows, TrainSequence, lay_ou
 from gdpo_nemo.data.results import TokenValues, UpdateResult
 from gdpo_nemo.megatron.attention import local_positions, make_packing
 from gdpo_nemo.megatron.convert import export_hf
+from gdpo_nemo.megatron.lora import merged, switched_off, whole_pairs
 from gdpo_nemo.megatron.model import BuiltModel, build
 from gdpo_nemo.megatron.runtime import Runtime
 
@@ -42,7 +43,9 @@ class Policy:
         folder: Hugging Face folder with the starting weights.
         runtime: what ``runtime.prepare()`` returned.
         total_updates: optimizer updates of the whole run, the horizon of a decaying schedule.
-        keep_reference: hold a copy of the starting weights in host memory for ``logprobs(reference=True)``.
+        keep_reference: hold a copy of the starting weights in host memory for ``logprobs(reference=True)``; under LoRA
+            there is none, the model without its adapters is the reference.
+        seed: of LoRA's starting adapters.
     """
 
     def __init__(
@@ -52,13 +55,22 @@ class Policy:
         runtime: Runtime,
         total_updates: int,
         keep_reference: bool = False,
+        seed: int = 0,
     ):
         self.config, self.runtime, self.folder = config, runtime, Path(folder)
         self.layout = config.megatron_cfg
+        self.lora = config.lora if config.lora.rank else None
         self.built: BuiltModel = build(
-            folder, self.layout, DTYPES[config.precision], config.generation.temperature or 1.0, total_updates
+            folder,
+            self.layout,
+            DTYPES[config.precision],
+            config.generation.temperature or 1.0,
+            total_updates,
+            self.lora,
+            seed,
         )
         self._forward_backward = get_forward_backward_func()
+        keep_reference = keep_reference and not self.lora
         self._reference = [p.detach().to("cpu", copy=True) for p in self._parameters()] if keep_reference else None
 
     # -- what a rank knows of its place -------------------------------------------------------------------------
@@ -211,6 +223,10 @@ class Policy:
 
     @contextlib.contextmanager
     def _reference_weights(self):
+        if self.lora:
+            with switched_off(self.chunks):
+                yield
+            return
         with self.settled():
             live = [p.detach().clone() for p in self._parameters()]
             try:
@@ -286,6 +302,14 @@ class Policy:
                 wrapped.enable_forward_pre_hook()
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """All weights under their Hugging Face names, whole, on every rank (see ``convert.export_hf``)."""
+        """All weights under their Hugging Face names, whole, on every rank (see ``convert.export_hf``); adapters merged."""
         with self.settled():
-            yield from export_hf(self.chunks, self.built.hf_config)
+            tensors = export_hf(self.chunks, self.built.hf_config)
+            if self.lora:
+                tensors = merged(tensors, whole_pairs(self.chunks), self.lora.alpha / self.lora.rank)
+            yield from tensors
+
+    def adapter(self) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+        """LoRA's matrices by Hugging Face module, whole, on every rank (see ``lora.whole_pairs``)."""
+        with self.settled():
+            return whole_pairs(self.chunks)

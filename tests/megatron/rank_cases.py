@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gdpo_nemo.config.schema import GenerationConfig, PolicyConfig
+from gdpo_nemo.config.schema import GenerationConfig, LoraConfig, PolicyConfig
 from gdpo_nemo.data.packing import assign
 
 
@@ -23,7 +23,7 @@ class Updates:
     """rank 0: all Hugging Face tensors afterwards"""
 
 
-def build_policy(place, folder, precision="float32", temperature=1.0, keep_reference=False, updates=100):
+def build_policy(place, folder, precision="float32", temperature=1.0, keep_reference=False, updates=100, lora=None):
     """A Policy on this rank."""
     from gdpo_nemo.megatron.policy import Policy
 
@@ -31,6 +31,7 @@ def build_policy(place, folder, precision="float32", temperature=1.0, keep_refer
         model_name=str(folder),
         precision=precision,
         megatron_cfg=place.layout,
+        lora=lora or LoraConfig(),
         generation=GenerationConfig(temperature=temperature),
     )
     return Policy(config, folder, place.runtime, updates, keep_reference=keep_reference)
@@ -173,22 +174,22 @@ def poisoned_update(place, folder, batch, poisoned):
     return result.skipped, before, after, np.concatenate([first, train(policy, batch, assignment, 1)])
 
 
-def save_and_go_on(place, folder, batch, checkpoint, count=2):
+def save_and_go_on(place, folder, batch, checkpoint, count=2, precision="float32"):
     """One update, a checkpoint, and ``count`` more updates."""
     from gdpo_nemo.megatron.checkpoint import save
 
-    policy = build_policy(place, folder)
+    policy = build_policy(place, folder, precision)
     assignment = spread(place, batch)
     train(policy, batch, assignment, 1)
     save(policy, checkpoint)
     return train(policy, batch, assignment, count)
 
 
-def load_and_go_on(place, folder, batch, checkpoint, count=2):
+def load_and_go_on(place, folder, batch, checkpoint, count=2, precision="float32"):
     """The updates after a checkpoint."""
     from gdpo_nemo.megatron.checkpoint import load
 
-    policy = build_policy(place, folder)
+    policy = build_policy(place, folder, precision)
     load(policy, checkpoint)
     return train(policy, batch, spread(place, batch), count)
 
@@ -219,3 +220,49 @@ def changed_in_torch(place) -> list[str]:
 
     now = rank_pool.torch_names()
     return sorted(name for name, value in place.torch_before.items() if now.get(name) is not value)
+
+
+def lora_updates(place, folder, batch, lora, count=2, adapter_folder=None):
+    """Updates of adapters: what each measured, the merged weights, log-probs with the adapters and without."""
+    from gdpo_nemo.megatron.lora import write_adapter
+
+    policy = build_policy(place, folder, lora=lora, keep_reference=True)
+    assignment = spread(place, batch)
+    start = policy.logprobs(batch, assignment)
+    steps = train(policy, batch, assignment, count)
+    moved = policy.logprobs(batch, assignment)
+    reference = policy.logprobs(batch, assignment, reference=True)
+    pairs = policy.adapter()
+    if adapter_folder and place.rank == 0:
+        write_adapter(adapter_folder, pairs, lora, str(folder))
+    return steps, exported(policy), start, moved, reference, policy._reference is None
+
+
+def lora_checkpoint(place, folder, batch, lora, checkpoint, saves):
+    """Saves after one update, or loads; then two more updates."""
+    from gdpo_nemo.megatron.checkpoint import load, save
+
+    policy = build_policy(place, folder, lora=lora)
+    assignment = spread(place, batch)
+    if saves:
+        train(policy, batch, assignment, 1)
+        save(policy, checkpoint)
+    else:
+        load(policy, checkpoint)
+    return train(policy, batch, assignment, 2)
+
+
+def lora_targets_refused(place, folder, lora):
+    """The error of adapters that cannot be."""
+    from gdpo_nemo.errors import ConfigError
+
+    try:
+        build_policy(place, folder, lora=lora)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def lora_start(place, folder, lora):
+    """The pairs of matrices before any update, by Hugging Face module."""
+    return build_policy(place, folder, lora=lora).adapter()

@@ -43,6 +43,21 @@ def test_continuation_at_another_layout_is_the_same_run(on_ranks, model_folder, 
     assert relative_error(go_on(on_ranks, model_folder, after, checkpoint), undisturbed) < 1e-5
 
 
+@pytest.mark.parametrize("before, after", [("TP2", "DP2+DIST"), ("TP1", "TP2xPP2"), ("DP2+DIST", "PP2"), ("TP2xPP2", "CP2")])
+def test_plain_and_distributed_optimizers_read_each_other(on_ranks, model_folder, saved, before, after):
+    checkpoint, undisturbed = saved(before)
+    assert relative_error(go_on(on_ranks, model_folder, after, checkpoint), undisturbed) < 1e-5
+
+
+@pytest.mark.parametrize("before, after", [("TP2", "DP2+DIST"), ("DP2+DIST", "TP2")])
+def test_bfloat16_main_weights_survive_a_change_of_optimizer(on_ranks, model_folder, tmp_path, before, after):
+    """Main weights are float32: had they been read back from the bfloat16 model, the updates would differ in the third digit."""
+    arguments = (model_folder("qwen3"), tiny_models.make_batch(), tmp_path / "checkpoint", 2, "bfloat16")
+    undisturbed = on_ranks(before, rank_cases.save_and_go_on, *arguments)[0]
+    continued = on_ranks(after, rank_cases.load_and_go_on, *arguments)[0]
+    assert relative_error(continued, undisturbed) < 2e-2
+
+
 @pytest.mark.parametrize("layout", ["TP2", "DP2+DIST"])
 def test_random_streams_go_on_where_they_were_even_before_the_first_update(on_ranks, model_folder, tmp_path, layout):
     for first, second in on_ranks(layout, rank_cases.random_streams, model_folder("qwen3"), tmp_path / "checkpoint"):

@@ -1,0 +1,140 @@
+"""LoRA on Megatron's fused, sharded layers is LoRA on the Hugging Face modules, at every layout."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import hf_reference
+import layouts
+import numpy as np
+import pytest
+import rank_cases
+import tiny_models
+import torch
+from hf_reference import relative_error
+from safetensors.torch import load_file
+
+from gdpo_nemo.config.schema import LoraConfig
+
+SETTINGS = LoraConfig(rank=4, alpha=8.0)
+SOME = LoraConfig(rank=4, alpha=8.0, target_modules=["q_proj", "v_proj", "up_proj"])
+
+
+def with_adapters(folder, settings: LoraConfig, start: dict):
+    """The model of transformers with the pairs of ``start`` beside its linear layers; and those pairs by module."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model.requires_grad_(False)
+    pairs = {}
+    for name, module in model.named_modules():
+        if name.rpartition(".")[2] in settings.target_modules:
+            a, b = (torch.nn.Parameter(matrix.clone()) for matrix in start[name])
+            assert a.abs().max() > 0 and not b.any()
+            pairs[name] = (a, b)
+            module.register_forward_hook(
+                lambda module, args, out, a=a, b=b: out + (args[0] @ a.T @ b.T) * settings.alpha / settings.rank
+            )
+    return model, pairs
+
+
+@pytest.fixture(scope="module")
+def expected(on_ranks, model_folder):
+    """Two updates of the adapters alone, by transformers and torch."""
+
+    def run(settings: LoraConfig):
+        options, batch = layouts.optimizer(), tiny_models.make_batch()
+        start = on_ranks("TP1", rank_cases.lora_start, model_folder("qwen2-tied"), settings)[0]
+        model, pairs = with_adapters(model_folder("qwen2-tied"), settings, start)
+        assert start.keys() == pairs.keys()
+        parameters = [p for pair in pairs.values() for p in pair]
+        adam = torch.optim.AdamW(
+            parameters, lr=options.lr, betas=(options.adam_beta1, options.adam_beta2), eps=options.adam_eps,
+            weight_decay=options.weight_decay,
+        )  # fmt: skip
+        rows = []
+        for _ in range(2):
+            adam.zero_grad()
+            loss, entropy, _ = hf_reference._loss(model, batch, 1.0)
+            loss.backward()
+            norm = torch.nn.utils.clip_grad_norm_(parameters, options.clip_grad)
+            adam.step()
+            rows.append((loss.item(), norm.item(), entropy))
+        return np.array(rows), {name: (a.detach(), b.detach()) for name, (a, b) in pairs.items()}
+
+    every, some = run(SETTINGS), run(SOME)
+    return {"every": (SETTINGS, *every), "some": (SOME, *some)}
+
+
+@pytest.mark.parametrize(
+    "layout, which",
+    [("TP1", "every"), ("TP1", "some"), ("TP2", "every"), ("TP2+SP", "some"), ("TP2xPP2+SP+FULL", "every"),
+     ("PP2", "some"), ("DP2+DIST", "every"), ("CP2", "every")],
+)  # fmt: skip
+def test_adapters_learn_what_they_learn_in_transformers(on_ranks, model_folder, expected, layout, which, tmp_path):
+    settings, steps, pairs = expected[which]
+    folder = model_folder("qwen2-tied")
+    results = on_ranks(layout, rank_cases.lora_updates, folder, tiny_models.make_batch(), settings, 2, str(tmp_path))
+    assert max(relative_error(ours, steps) for ours, *_ in results) < 1e-5
+    # The export merges exactly these pairs into the frozen weights, and PEFT's file holds them under PEFT's names.
+    base, after, saved = load_file(folder / "model.safetensors"), results[0][1], load_file(tmp_path / "adapter_model.safetensors")
+    for name, value in base.items():
+        module = name.removesuffix(".weight")
+        if module in pairs:
+            a, b = pairs[module]
+            np.testing.assert_allclose(after[name], (value + 2.0 * b @ a).numpy(), atol=2e-6)
+            for letter, matrix in zip("AB", (a, b)):
+                np.testing.assert_allclose(saved[f"base_model.model.{module}.lora_{letter}.weight"], matrix, atol=2e-6)
+        else:
+            np.testing.assert_array_equal(after[name], value.numpy())
+    assert len(saved) == 2 * len(pairs)
+    described = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert (described["r"], described["lora_alpha"]) == (4, 8.0)
+    assert set(described["target_modules"]) == set(settings.target_modules)
+
+
+def test_without_adapters_the_model_is_the_reference_and_no_copy_is_kept(on_ranks, model_folder):
+    batch = tiny_models.make_batch()
+    results = on_ranks("TP2", rank_cases.lora_updates, model_folder("qwen2-tied"), batch, SETTINGS)
+    start, moved, reference = (rank_cases.by_sequence([r[i] for r in results], batch) for i in (2, 3, 4))
+    for s, m, r in zip(start, moved, reference):
+        np.testing.assert_array_equal(s, r)
+        assert np.abs(m - r).max() > 1e-4
+    assert all(result[5] for result in results)
+
+
+@pytest.mark.parametrize("saved, loaded", [("TP2xPP2", "TP1"), ("TP1", "DP2+DIST"), ("DP2+DIST", "TP2")])
+def test_a_checkpoint_of_adapters_goes_on_at_another_layout_and_holds_nothing_else(
+    on_ranks, model_folder, tmp_path, saved, loaded
+):
+    folder, batch = model_folder("qwen2-tied"), tiny_models.make_batch()
+    checkpoint = str(tmp_path / "checkpoint")
+    straight = on_ranks(saved, rank_cases.lora_checkpoint, folder, batch, SETTINGS, checkpoint, True)
+    resumed = on_ranks(loaded, rank_cases.lora_checkpoint, folder, batch, SETTINGS, checkpoint, False)
+    assert relative_error(resumed[0], straight[0]) < 1e-5
+    from torch.distributed.checkpoint import FileSystemReader
+
+    stored = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+    tensors = [key for key, kind in stored.items() if hasattr(kind, "size") and len(kind.size)]
+    assert tensors and all("lora_" in key for key in tensors)
+    assert sum(file.stat().st_size for file in Path(checkpoint).iterdir()) > 0
+
+
+def test_dropout_acts_on_updates_and_not_on_log_probs(on_ranks, model_folder):
+    folder, batch = model_folder("qwen2-tied"), tiny_models.make_batch()
+    dropped = LoraConfig(rank=4, alpha=8.0, dropout=0.5)
+    results = {
+        name: on_ranks("TP2+SP", rank_cases.lora_updates, folder, batch, settings)[0]
+        for name, settings in (("with", dropped), ("without", SETTINGS))
+    }
+    # At the first update B is 0, so dropout shows in the gradient of B alone; the loss is that of the frozen model.
+    assert results["with"][0][0, 0] == pytest.approx(results["without"][0][0, 0], rel=1e-6)
+    assert relative_error(results["with"][0][:, 1], results["without"][0][:, 1]) > 1e-2
+
+
+def test_experts_cannot_be_adapted_and_attention_beside_them_can(on_ranks, model_folder):
+    folder = model_folder("mixtral")
+    assert "experts" in on_ranks("TP1", rank_cases.lora_targets_refused, folder, SETTINGS)[0]
+    attention = LoraConfig(rank=4, alpha=8.0, target_modules=["q_proj", "o_proj"])
+    assert on_ranks("TP1", rank_cases.lora_targets_refused, folder, attention)[0] == ""
