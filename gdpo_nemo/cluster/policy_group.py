@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 from pathlib import Path
@@ -12,7 +13,7 @@ import numpy as np
 from gdpo_nemo.cluster.session import cores, gather, ray, thread_environment
 from gdpo_nemo.config.learning import kl_in_reward
 from gdpo_nemo.config.schema import Config, MegatronConfig, PolicyConfig
-from gdpo_nemo.data.packing import TrainSequence, assign
+from gdpo_nemo.data.packing import TrainSequence, assign, attention_cost, measure
 from gdpo_nemo.data.results import UpdateResult
 
 _START_S = 900.0
@@ -115,6 +116,7 @@ class PolicyGroup:
         self.config = config.policy
         self.layout = config.policy.megatron_cfg
         self.timeout_s = config.rollout.train_timeout_s
+        self._quadratic = attention_cost(json.loads((Path(folder) / "config.json").read_text()))
         world = layout_ranks(self.layout)
         on_gpu = config.cluster.gpus_per_node > 0
         threads = config.policy.num_threads or max(1, cores(config.cluster) // world)
@@ -140,22 +142,32 @@ class PolicyGroup:
         refs = [getattr(rank, method).remote(*arguments) for rank in self.ranks]
         return gather(refs, what, self.timeout_s)
 
+    @property
+    def _multiple(self) -> int:
+        """What each sequence is padded to: two chunks per context-parallel rank."""
+        context = self.layout.context_parallel_size
+        return 2 * context if context > 1 else 1
+
     def _assign(self, sequences: Sequence[TrainSequence]):
         # Each sequence may be padded to the layout's multiple; leave room for that in the budget.
-        context = self.layout.context_parallel_size
-        multiple = 2 * context if context > 1 else 1
+        multiple = self._multiple
         lengths = [-(-len(s) // multiple) * multiple for s in sequences]
         return assign(
             lengths,
             self.layout.data_parallel_size or 1,
             max(self.config.micro_batch_tokens, max(lengths)),
             self.layout.pipeline_model_parallel_size if self.layout.virtual_pipeline_model_parallel_size else 1,
+            self._quadratic,
         )
 
     def train(self, sequences: list[TrainSequence], settings) -> UpdateResult:
         """One optimizer update."""
-        batch = ray.put(sequences)
-        return self._call("train", batch, self._assign(sequences), settings, what="training")[0]
+        batch, assignment = ray.put(sequences), self._assign(sequences)
+        result = self._call("train", batch, assignment, settings, what="training")[0]
+        layout, lengths = self.layout, [len(s) for s in sequences]
+        total = layout.context_parallel_size * layout.tensor_model_parallel_size if layout.sequence_parallel else 1
+        result.packing = measure(assignment, lengths, self._multiple, total, self._quadratic)
+        return result
 
     def logprobs(
         self, sequences: list[TrainSequence], reference: bool = False, temperature: float | None = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -21,6 +21,8 @@ class UpdateResult:
     skipped: bool
     sums: dict[str, float]
     maxima: dict[str, float]
+    packing: dict[str, float] = field(default_factory=dict)
+    """How the update was packed (``data.packing.measure``)."""
 
 
 @dataclass

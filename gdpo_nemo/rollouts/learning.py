@@ -176,6 +176,8 @@ def update_metrics(results: Sequence[UpdateResult], on_policy: bool) -> dict[str
         "grad_norm": float(np.mean([r.grad_norm for r in results])),
         "lr": results[-1].lr,
     }
+    for name in results[0].packing:
+        row[f"packing/{name}"] = float(np.mean([r.packing[name] for r in results]))
     known = {"entropy": "policy/entropy", "clipped": "policy/clip_fraction", "ratio": "policy/ratio_mean"}
     for name, value in sums.items():
         if not name.startswith("parity_"):

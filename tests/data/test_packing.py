@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gdpo_nemo.data.packing import TrainSequence, assign, lay_out, pad_lengths
+from gdpo_nemo.data.packing import TrainSequence, assign, attention_cost, cost_of, lay_out, measure, pad_lengths
 
 BUDGET = 50
 lengths_of_a_batch = st.lists(st.integers(1, BUDGET), min_size=0, max_size=40)
@@ -42,6 +42,40 @@ def test_ranks_get_equally_many_micro_batches(lengths, ranks, multiple):
     counts = {len(share) for share in assign(lengths, ranks, BUDGET, multiple)}
     assert len(counts) == 1
     assert counts.pop() % multiple == 0
+
+
+@given(lengths=st.lists(st.integers(1, 40), min_size=1, max_size=60), ranks=st.integers(1, 4), quadratic=st.floats(0, 0.2))
+def test_no_rank_is_dearer_than_another_by_more_than_two_sequences(lengths, ranks, quadratic):
+    shares = assign(lengths, ranks, 10**6, quadratic=quadratic)
+    costs = [sum(cost_of(lengths[i], quadratic) for members in share for i in members) for share in shares]
+    assert max(costs) - min(costs) <= 2 * cost_of(max(lengths), quadratic) + 1e-6
+
+
+def test_long_sequences_are_balanced_by_what_attention_makes_them_cost():
+    """By tokens the long sequence is worth ten short ones; with attention it is dearer than all thirty, and stays alone."""
+    lengths, quadratic = [1000, *[100] * 30], 1e-2
+    shares = assign(lengths, 2, 4000, quadratic=quadratic)
+    by_cost = measure(shares, lengths, 1, 1, quadratic)["imbalance"]
+    by_tokens = measure(assign(lengths, 2, 4000), lengths, 1, 1, quadratic)["imbalance"]
+    assert by_cost == pytest.approx(11_000 / 8_500 - 1) and by_tokens == pytest.approx(13_000 / 8_500 - 1)
+    with_long = next(share for share in shares if any(0 in members for members in share))
+    assert sum(len(members) for members in with_long) == 1
+
+
+def test_padding_share_counts_what_the_layout_adds():
+    shares = assign([5, 3], 1, 100)
+    assert measure(shares, [5, 3], 1, 1, 0.0) == {"padding_share": 0.0, "micro_batches": 1.0, "imbalance": 0.0}
+    assert measure(shares, [5, 3], 4, 1, 0.0)["padding_share"] == pytest.approx(1 - 8 / 12)
+    assert measure(shares, [5, 3], 1, 12, 0.0)["padding_share"] == pytest.approx(1 - 8 / 12)
+
+
+def test_attention_costs_a_token_of_qwen2_5_7b_as_much_as_its_weights_at_some_seventy_thousand_tokens():
+    model = dict(hidden_size=3584, num_attention_heads=28, num_key_value_heads=4, intermediate_size=18944,
+                 num_hidden_layers=28, vocab_size=152064)  # fmt: skip
+    weights = 28 * (3584 * 128 * 2 * 32 + 3 * 3584 * 18944) + 3584 * 152064
+    assert 6.9e9 < weights < 7.2e9
+    assert 1 / attention_cost(model) == pytest.approx(weights / (28 * 28 * 128))
+    assert 65_000 < 1 / attention_cost(model) < 75_000
 
 
 @given(lengths=lengths_of_a_batch, ranks=st.integers(1, 4))
