@@ -1,4 +1,4 @@
-"""The command line: ``gdpo-nemo train | explain | explain-advantages | health | report``.
+"""The command line: ``gdpo-nemo train | explain | explain-advantages | health | report | parity | convert``.
 
 Exit status 0: done as asked. 1: the run failed. 2: the command or the config is wrong. Wrong input costs one line on
 stderr, never a traceback. Heavy imports happen inside the commands that need them, so ``--dry-run`` stays instant.
@@ -87,6 +87,31 @@ def report(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def parity(arguments: argparse.Namespace) -> int:
+    """Compares a layout and vLLM with one rank; exit status 1 where they differ by more than the threshold."""
+    import json
+
+    from gdpo_nemo.parity import describe as described
+    from gdpo_nemo.parity import measure_parity
+
+    found = measure_parity(
+        arguments.model, arguments.layout, arguments.record, arguments.engine, arguments.precision, arguments.threshold
+    )
+    print(json.dumps(found.to_dict(), indent=1) if arguments.json else described(found))
+    return 0 if found.passed else 1
+
+
+def convert(arguments: argparse.Namespace) -> int:
+    """Converts between Hugging Face folders and checkpoints and says where the result is."""
+    from gdpo_nemo.convert import to_checkpoint, to_huggingface
+
+    if arguments.to == "hf":
+        print(to_huggingface(arguments.source, arguments.out, arguments.model, arguments.layout))
+    else:
+        print(to_checkpoint(arguments.source, arguments.out, arguments.layout, arguments.precision))
+    return 0
+
+
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parses the command line; overrides may stand before, between and after the options."""
     parser = _parser()
@@ -143,4 +168,26 @@ def _parser() -> argparse.ArgumentParser:
     command = commands.add_parser("report", help="write report.html for a run, finished or not")
     command.add_argument("run_dir", metavar="RUN_DIR", help="the folder of the run")
     command.set_defaults(command=report)
+    command = commands.add_parser("parity", help="the same tokens through one rank, a layout, and vLLM")
+    command.add_argument("--model", required=True, metavar="DIR", help="Hugging Face folder")
+    command.add_argument("--record", metavar="FILE", help="rollouts/step_N.jsonl to replay; default: fixed random sequences")
+    command.add_argument("--engine", action="store_true", help="compare with vLLM, too")
+    command.add_argument("--threshold", type=float, default=1e-4, help="largest difference that passes (%(default)s)")
+    command.add_argument("--json", action="store_true", help="print JSON")
+    _layout_arguments(command)
+    command.set_defaults(command=parity)
+    command = commands.add_parser("convert", help="Hugging Face folder to checkpoint, or back")
+    command.add_argument("--to", required=True, choices=("hf", "checkpoint"), help="what to write")
+    command.add_argument("source", metavar="SOURCE", help="checkpoints/step_N of a run, or a Hugging Face folder")
+    command.add_argument("out", metavar="OUT", help="folder to write; must be new")
+    command.add_argument("--model", metavar="DIR", help="with --to hf: the model the run started from; default: the run's")
+    _layout_arguments(command)
+    command.set_defaults(command=convert)
     return parser
+
+
+def _layout_arguments(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--layout", default="", metavar="SIZES", help="for instance tensor=2,pipeline=2,sequence; default: one rank"
+    )
+    command.add_argument("--precision", default="float32", choices=("float32", "bfloat16"), help="default: %(default)s")

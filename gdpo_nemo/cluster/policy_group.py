@@ -13,7 +13,7 @@ import numpy as np
 from gdpo_nemo.cluster.session import cores, gather, ray, thread_environment
 from gdpo_nemo.config.learning import kl_in_reward
 from gdpo_nemo.config.schema import Config, MegatronConfig, PolicyConfig
-from gdpo_nemo.data.packing import TrainSequence, assign, attention_cost, measure
+from gdpo_nemo.data.packing import TrainSequence, assign, assign_singly, attention_cost, measure
 from gdpo_nemo.data.results import UpdateResult
 
 _START_S = 900.0
@@ -76,11 +76,11 @@ class PolicyRank:
 
         save(self.policy, folder)
 
-    def load(self, folder: str) -> None:
+    def load(self, folder: str, weights_only: bool) -> None:
         """Read this rank's part of a checkpoint of any layout."""
-        from gdpo_nemo.megatron.checkpoint import load
+        from gdpo_nemo.megatron.checkpoint import load, load_weights
 
-        load(self.policy, folder)
+        (load_weights if weights_only else load)(self.policy, folder)
 
     def export(self, folder: str) -> None:
         """Write the weights as a Hugging Face folder (rank 0), and LoRA's adapter as ``adapter`` beside it."""
@@ -148,6 +148,11 @@ class PolicyGroup:
         context = self.layout.context_parallel_size
         return 2 * context if context > 1 else 1
 
+    @property
+    def _chunks(self) -> int:
+        """What the number of micro-batches is a multiple of: the stages, where they are interleaved."""
+        return self.layout.pipeline_model_parallel_size if self.layout.virtual_pipeline_model_parallel_size else 1
+
     def _assign(self, sequences: Sequence[TrainSequence]):
         # Each sequence may be padded to the layout's multiple; leave room for that in the budget.
         multiple = self._multiple
@@ -156,7 +161,7 @@ class PolicyGroup:
             lengths,
             self.layout.data_parallel_size or 1,
             max(self.config.micro_batch_tokens, max(lengths)),
-            self.layout.pipeline_model_parallel_size if self.layout.virtual_pipeline_model_parallel_size else 1,
+            self._chunks,
             self._quadratic,
         )
 
@@ -170,16 +175,19 @@ class PolicyGroup:
         return result
 
     def logprobs(
-        self, sequences: list[TrainSequence], reference: bool = False, temperature: float | None = None
+        self,
+        sequences: list[TrainSequence],
+        reference: bool = False,
+        temperature: float | None = None,
+        packed: bool = True,
     ) -> list[np.ndarray]:
         """float32 [completion tokens] for each sequence, under the current (or reference) weights.
 
-        ``temperature`` replaces the sampling temperature.
+        ``temperature`` replaces the sampling temperature; without ``packed`` each sequence is a micro-batch of its own.
         """
-        batch = ray.put(sequences)
-        shares = self._call(
-            "logprobs", batch, self._assign(sequences), reference, temperature, what="evaluating log-probs"
-        )
+        batch, data = ray.put(sequences), self.layout.data_parallel_size or 1
+        assignment = self._assign(sequences) if packed else assign_singly(len(sequences), data, self._chunks)
+        shares = self._call("logprobs", batch, assignment, reference, temperature, what="evaluating log-probs")
         found = [np.full(len(s.completion_ids), np.nan, np.float32) for s in sequences]
         for share in shares:
             if share is None:
@@ -198,9 +206,9 @@ class PolicyGroup:
         """Write a checkpoint."""
         self._call("save", str(folder), what=f"writing {folder}")
 
-    def load(self, folder: Path) -> None:
-        """Read a checkpoint."""
-        self._call("load", str(folder), what=f"reading {folder}")
+    def load(self, folder: Path, weights_only: bool = False) -> None:
+        """Read a checkpoint; ``weights_only`` leaves optimizer, schedule and random state as they are."""
+        self._call("load", str(folder), weights_only, what=f"reading {folder}")
 
     def export(self, folder: Path) -> None:
         """Write a Hugging Face folder."""

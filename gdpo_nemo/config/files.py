@@ -23,7 +23,7 @@ def check_files(config: Config, layout: Layout) -> None:
     Raises:
         ConfigError: something is missing, incomplete, or does not fit the layout.
     """
-    _check_model(config, layout)
+    check_model(config, layout)
     _check_tokenizer(config.policy.tokenizer_name)
     _check_data("data.train", config.data.train)
     if config.data.validation:
@@ -72,7 +72,8 @@ def local_model_config(config: Config) -> dict[str, Any] | None:
     return content
 
 
-def _check_model(config: Config, layout: Layout) -> None:
+def check_model(config: Config, layout: Layout) -> None:
+    """The model is there, and the layout divides it. Raises ConfigError."""
     name, folder = config.policy.model_name, Path(config.policy.model_name)
     if config.policy.model_factory:
         resolve_factory(config.policy.model_factory)

@@ -54,7 +54,7 @@ def validate(config: Config) -> list[str]:
     _check_rewards(config)
     _check_lengths(config)
     _check_environments(config)
-    _check_parallelism(config)
+    check_parallelism(config)
     _check_schedule(config)
     _check_lora(config)
     layout = resolve_layout(config)
@@ -181,7 +181,8 @@ def _check_lora(config: Config) -> None:
         raise ConfigError("policy.megatron_cfg.transformer_engine: cannot go with policy.lora yet; use null or false")
 
 
-def _check_parallelism(config: Config) -> None:
+def check_parallelism(config: Config) -> None:
+    """Refuses switches of the layout that contradict each other. Raises ConfigError."""
     megatron, gpus = config.policy.megatron_cfg, config.cluster.gpus_per_node
     prefix = "policy.megatron_cfg"
     if megatron.sequence_parallel and megatron.tensor_model_parallel_size == 1:

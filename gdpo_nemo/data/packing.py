@@ -70,6 +70,13 @@ def assign(
         count += 1
 
 
+def assign_singly(count: int, ranks: int, multiple_of: int = 1) -> Assignment:
+    """Every sequence in a micro-batch of its own, equally many per rank (some may be empty)."""
+    each = math.ceil(max(1, math.ceil(count / ranks)) / multiple_of) * multiple_of
+    bins = [[i] for i in range(count)] + [[] for _ in range(each * ranks - count)]
+    return [bins[rank::ranks] for rank in range(ranks)]
+
+
 def _fit(lengths: Sequence[int], count: int, budget: int, quadratic: float) -> list[list[int]] | None:
     """``count`` micro-batches, dearest first; None when the greedy fit finds no room."""
     heap = [(0.0, 0, index) for index in range(count)]

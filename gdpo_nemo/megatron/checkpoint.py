@@ -69,6 +69,20 @@ def _fill_moments(optimizer) -> None:
         part.init_state_fn(part.optimizer, part.config)
 
 
+def load_weights(policy, folder: str | Path) -> None:
+    """Read the model alone (or its adapters) from a checkpoint written at any layout; collective."""
+    _fill_model(policy, dist_checkpointing.load(_model_state(policy), str(folder)))
+    dist.barrier()
+
+
+def _fill_model(policy, state: dict) -> None:
+    for name, chunk in _named_chunks(policy):
+        if policy.lora:
+            load_adapters(chunk, state[name])
+        else:
+            chunk.load_state_dict(state[name])
+
+
 def load(policy, folder: str | Path) -> None:
     """Read a checkpoint written at any layout; collective."""
     wanted, there = _state(policy, is_loading=True), load_sharded_metadata(str(folder))
@@ -77,11 +91,7 @@ def load(policy, folder: str | Path) -> None:
         del wanted["random"]
     _rename_main_weights(wanted["optimizer"], there)
     state = dist_checkpointing.load(wanted, str(folder))
-    for name, chunk in _named_chunks(policy):
-        if policy.lora:
-            load_adapters(chunk, state[name])
-        else:
-            chunk.load_state_dict(state[name])
+    _fill_model(policy, state)
     optimizer = policy.built.optimizer
     parts = getattr(optimizer, "chained_optimizers", [optimizer])
     fitting = _fit_chains(state["optimizer"], len(parts))
@@ -115,18 +125,25 @@ def _named_chunks(policy):
     return [("model" if len(chunks) == 1 else f"model{i}", chunk) for i, chunk in enumerate(chunks)]
 
 
-def _state(policy, is_loading: bool) -> dict:
-    metadata = dict(
+def _metadata() -> dict:
+    return dict(
         distrib_optim_sharding_type=_SHARDING,
         singleton_local_shards=False,
         chained_optim_avoid_prefix=True,
         dp_cp_group=parallel_state.get_data_parallel_group(with_context_parallel=True),
     )
-    chunks = {
+
+
+def _model_state(policy) -> dict:
+    return {
         # The frozen model is where it came from; a checkpoint under LoRA holds the adapters.
-        name: sharded_adapters(chunk) if policy.lora else chunk.sharded_state_dict(metadata=metadata)
+        name: sharded_adapters(chunk) if policy.lora else chunk.sharded_state_dict(metadata=_metadata())
         for name, chunk in _named_chunks(policy)
     }
+
+
+def _state(policy, is_loading: bool) -> dict:
+    chunks, metadata = _model_state(policy), _metadata()
     model = chunks if len(chunks) > 1 else chunks["model"]
     return {
         **chunks,

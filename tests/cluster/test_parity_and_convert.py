@@ -1,0 +1,78 @@
+"""``gdpo-nemo parity`` and ``gdpo-nemo convert`` as a user calls them: real ranks in a Ray session of their own."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+def gdpo_nemo(*arguments: object) -> tuple[int, str, str]:
+    """Exit status, stdout and stderr of the command line."""
+    code = "import sys; from gdpo_nemo.cli import main; sys.exit(main(sys.argv[1:]))"
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code, *map(str, arguments)], capture_output=True, text=True, cwd=REPOSITORY
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_a_model_comes_back_bit_for_bit_through_checkpoints_of_other_layouts(digit_model, tmp_path):
+    status, out, err = gdpo_nemo("convert", "--to", "checkpoint", digit_model, tmp_path / "c", "--layout", "tensor=2")
+    assert status == 0, (out, err)
+    checkpoint = tmp_path / "c" / "step_0"
+    assert out.strip() == str(checkpoint)
+    back = ("convert", "--to", "hf", checkpoint, tmp_path / "hf", "--layout", "pipeline=2")
+    status, out, err = gdpo_nemo(*back)
+    assert status == 2 and "--model" in err
+    status, out, err = gdpo_nemo(*back, "--model", digit_model)
+    assert status == 0, (out, err)
+    assert (tmp_path / "hf" / "model.safetensors").read_bytes() == (digit_model / "model.safetensors").read_bytes()
+    status, out, err = gdpo_nemo(*back, "--model", digit_model)
+    assert status == 2 and "is not empty" in err
+
+
+@pytest.fixture(scope="module")
+def record(digit_model, tmp_path_factory) -> Path:
+    """A rollouts file whose second sample's log-probs are those of other weights."""
+    rng = np.random.default_rng(3)
+    rows = [
+        dict(prompt_ids=[1, 2, 3], completion_ids=rng.integers(0, 12, 20).tolist(), logprobs=[-9.0] * 20, advantage=a)
+        for a in (0.5, -0.5)
+    ]
+    file = tmp_path_factory.mktemp("record") / "step_0001.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+def test_parity_holds_between_one_rank_a_layout_and_vllm_and_a_false_record_is_caught(digit_model, record):
+    status, out, err = gdpo_nemo(
+        "parity", "--model", digit_model, "--layout", "tensor=2,sequence", "--engine", "--record", record, "--json"
+    )
+    assert status == 1, (out, err)
+    found = json.loads(out)
+    assert found["tokens"] == 40 and not found["passed"]
+    by_name = {c["name"]: c for c in found["comparisons"]}
+    assert set(by_name) == {"layout", "alone, not packed", "vLLM", "recorded by the sampler"}
+    recorded = by_name.pop("recorded by the sampler")
+    assert recorded["max_abs"] > 1 and recorded["causes"][0].startswith("other weights")
+    assert all(c["max_abs"] < 1e-5 and not c["causes"] for c in by_name.values())
+    assert max(found["updates"].values()) < 1e-5
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--layout", "tensor=3"], "possible: 1, 2, 4"),
+        (["--layout", "tensr=2"], "'tensr=2' is none of"),
+        (["--record", "nowhere.jsonl"], "nowhere.jsonl does not exist"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused_in_one_line(digit_model, arguments, message):
+    status, out, err = gdpo_nemo("parity", "--model", digit_model, *arguments)
+    assert status == 2 and message in err and err.count("\n") == 1
