@@ -1,0 +1,278 @@
+"""One policy update, forward, backward and step, beside ``transformers`` on the same batch: speed and memory.
+
+    python tests/benchmarks/policy.py [--size 8m] [--size 100m] [--rounds 5] [--threads 2]
+    python tests/benchmarks/policy.py --size 7b --tokens 32768 --precision bfloat16 --ours-only   # with a GPU: MFU, peak memory
+
+The batch is what rollouts look like: prompts of 32 to 128 tokens, completions of log-normal length (median 120, at most
+512). Ours packs them into micro-batches of ``--micro-batch`` tokens; the other side pads, as trainers on ``transformers`` do:
+prompts left, completions right, eight sequences at a time in the order they came, SDPA attention, logits of the completions
+only, torch's fused AdamW, gradients clipped at 1. Both start from the same weights and both report the loss.
+
+Each side lives in a process of its own and the sides take turns, so that other work on the machine hits both; medians over
+the rounds after a first one. ``tokens/s`` counts real tokens. Compare CPU seconds where the machine is shared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+SHAPES = {
+    # name: (hidden, layers, heads, key-value heads, MLP width, vocabulary, tied)
+    "8m": (256, 8, 4, 2, 768, 8192, True),
+    "100m": (768, 12, 12, 4, 2048, 32000, True),
+    "0.5b": (896, 24, 14, 2, 4864, 151936, True),
+    "1.5b": (1536, 28, 12, 2, 8960, 151936, True),
+    "7b": (3584, 28, 28, 4, 18944, 152064, False),
+}
+PADDED_BATCH = 8
+LEARNING_RATE = 1e-5
+
+
+def make_model(folder: Path, size: str, precision: str, longest: int) -> int:
+    """Write a random Qwen2 of that shape; returns its parameters."""
+    import torch
+    from transformers import AutoModelForCausalLM, Qwen2Config, logging
+
+    logging.disable_progress_bar()
+    torch.manual_seed(0)
+    hidden, layers, heads, groups, width, vocabulary, tied = SHAPES[size]
+    config = Qwen2Config(
+        vocab_size=vocabulary,
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=groups,
+        intermediate_size=width,
+        max_position_embeddings=longest,
+        tie_word_embeddings=tied,
+        dtype=precision,
+    )
+    torch.set_default_dtype(getattr(torch, precision))
+    model = AutoModelForCausalLM.from_config(config)
+    torch.set_default_dtype(torch.float32)
+    model.save_pretrained(folder)
+    return model.num_parameters()
+
+
+def make_batch(tokens: int, vocabulary: int, longest: int | None):
+    """Sequences of about ``tokens`` tokens together; ``longest`` fixes the length of each instead."""
+    import numpy as np
+
+    from gdpo_nemo.algorithms import token_weights
+    from gdpo_nemo.data.packing import TrainSequence
+
+    draw = np.random.default_rng(0)
+    pairs = []
+    while sum(map(sum, pairs)) < tokens:
+        pair = int(draw.integers(32, 129)), int(np.clip(draw.lognormal(np.log(120), 0.9), 8, 512))
+        pairs.append((longest // 4, longest - longest // 4) if longest else pair)
+    weights = token_weights([completion for _, completion in pairs], "token_mean").tolist()
+    return [
+        TrainSequence(
+            draw.integers(0, vocabulary, prompt).astype(np.int32),
+            draw.integers(0, vocabulary, completion).astype(np.int32),
+            np.full(completion, -9.0, np.float32),
+            advantage=float(draw.normal()),
+            weight=weight,
+        )
+        for (prompt, completion), weight in zip(pairs, weights)
+    ]
+
+
+# -- the two sides: each builds itself and returns a function that does one update -----------------------------------
+
+
+def ours(folder: Path, arguments):
+    """A Policy on one rank."""
+    from gdpo_nemo.megatron import runtime
+
+    chosen = runtime.prepare()
+    import torch
+
+    from gdpo_nemo.algorithms import LossSettings
+    from gdpo_nemo.config.schema import MegatronConfig, OptimizerConfig, PolicyConfig
+    from gdpo_nemo.data.packing import assign, attention_cost
+
+    runtime.initialize(chosen, 0, 1, f"file://{folder}/meeting")
+    layout = MegatronConfig(
+        data_parallel_size=1,
+        recompute=arguments.recompute,
+        optimizer=OptimizerConfig(lr=LEARNING_RATE, adam_beta2=0.999, clip_grad=1.0),
+    )
+    runtime.lay_out(layout, 0)
+    from gdpo_nemo.megatron.policy import Policy
+
+    config = PolicyConfig(precision=arguments.precision, megatron_cfg=layout)
+    policy = Policy(config, folder / "model", chosen, total_updates=1000)
+    quadratic = attention_cost(json.loads((folder / "model/config.json").read_text()))
+
+    def update(batch) -> float:
+        lengths = [len(s) for s in batch]
+        budget = max(arguments.micro_batch, max(lengths))
+        result = policy.train(batch, assign(lengths, 1, budget, 1, quadratic), LossSettings())
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        return result.loss
+
+    return update
+
+
+def theirs(folder: Path, arguments):
+    """transformers with padding, and torch's AdamW."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = getattr(torch, arguments.precision)
+    model = AutoModelForCausalLM.from_pretrained(folder / "model", attn_implementation="sdpa", dtype=dtype).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.999), weight_decay=0.0, fused=True)
+
+    def share(part) -> torch.Tensor:
+        left, right = max(len(s.prompt_ids) for s in part), max(len(s.completion_ids) for s in part)
+        ids = torch.zeros(len(part), left + right, dtype=torch.int64)
+        mask = torch.zeros_like(ids)
+        weight = torch.zeros(len(part), right)
+        for row, s in enumerate(part):
+            start, stop = left - len(s.prompt_ids), left + len(s.completion_ids)
+            ids[row, start:left], ids[row, left:stop] = torch.from_numpy(s.prompt_ids), torch.from_numpy(s.completion_ids)
+            mask[row, start:stop] = 1
+            weight[row, : len(s.completion_ids)] = s.weight * s.advantage
+        ids, mask, weight = ids.to(device), mask.to(device), weight.to(device)
+        logits = model(input_ids=ids, attention_mask=mask, logits_to_keep=right + 1, use_cache=False).logits[:, :-1]
+        flat, targets = logits.flatten(0, 1).float(), ids[:, left:].flatten()
+        logprobs = -torch.nn.functional.cross_entropy(flat, targets, reduction="none").view_as(weight)
+        return -((logprobs - logprobs.detach()).exp() * weight).sum()
+
+    def update(batch) -> float:
+        optimizer.zero_grad()
+        total = 0.0
+        for start in range(0, len(batch), PADDED_BATCH):
+            loss = share(batch[start : start + PADDED_BATCH])
+            loss.backward()
+            total += float(loss.detach())
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        return total
+
+    return update
+
+
+def serve(side: str, folder: Path, arguments) -> None:
+    """Build one side, then do one update per line read; answers go out as JSON lines."""
+    import torch
+
+    torch.set_num_threads(arguments.threads)
+    # What does not belong to the model: the libraries of that side, loaded before memory is measured.
+    __import__("gdpo_nemo.megatron.runtime").megatron.runtime.prepare() if side == "ours" else __import__("transformers")
+    before = memory(torch, "VmRSS")
+    batch = make_batch(arguments.tokens, SHAPES[arguments.size][5], arguments.length)
+    update = (ours if side == "ours" else theirs)(folder, arguments)
+    held = memory(torch, "VmRSS") - before
+    for _ in sys.stdin:
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
+        wall, cpu = time.perf_counter(), time.process_time()
+        loss = update(batch)
+        row = dict(loss=loss, wall=time.perf_counter() - wall, cpu=time.process_time() - cpu)
+        row |= dict(peak=memory(torch, "VmHWM") - before, held=held, tokens=sum(map(len, batch)))
+        print(json.dumps(row), flush=True)
+
+
+def memory(torch, field: str) -> int:
+    """Bytes: on a GPU what the allocator held (its peak for VmHWM), else the process's resident memory."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() if field == "VmHWM" else torch.cuda.memory_allocated()
+    (line,) = [x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith(field)]
+    return int(line.split()[1]) << 10
+
+
+# -- the race -------------------------------------------------------------------------------------------------------
+
+
+def compare(size: str, arguments) -> None:
+    """Run both sides on one model, in turns, and print what came out."""
+    sides = ["ours"] if arguments.ours_only else ["ours", "theirs"]
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        parameters = make_model(folder / "model", size, arguments.precision, max(1024, arguments.length or 0))
+        processes = {side: _start(side, size, folder, arguments) for side in sides}
+        rows: dict[str, list[dict]] = {side: [] for side in sides}
+        try:
+            for _ in range(arguments.rounds + 1):
+                for side, process in processes.items():
+                    process.stdin.write("go\n")
+                    process.stdin.flush()
+                    line = process.stdout.readline()
+                    if not line:
+                        raise SystemExit(f"{side} ended with status {process.wait()}")
+                    rows[side].append(json.loads(line))
+        finally:
+            for process in processes.values():
+                process.stdin.close()
+                process.wait()
+    _show(size, parameters, rows, arguments)
+
+
+def _start(side: str, size: str, folder: Path, arguments) -> subprocess.Popen:
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": str(arguments.threads),
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+    }
+    command = [sys.executable, "-W", "ignore", __file__, "--side", side, "--folder", str(folder), "--size", size]
+    for option in ("threads", "tokens", "micro_batch", "precision", "recompute", *(["length"] if arguments.length else [])):
+        command += [f"--{option.replace('_', '-')}", str(getattr(arguments, option))]
+    return subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+def _show(size: str, parameters: int, rows: dict, arguments) -> None:
+    tokens = rows["ours"][0]["tokens"]
+    print(f"\n{size}: {parameters:,} parameters, {tokens:,} real tokens, {arguments.precision}, {arguments.threads} threads")
+    print(f"{'':14s}{'wall s':>9s}{'CPU s':>9s}{'tokens/s':>10s}{'per CPU s':>11s}{'peak MiB':>10s}{'loss':>12s}")
+    rate = {}
+    for side, done in rows.items():
+        wall, cpu = (statistics.median(row[key] for row in done[1:]) for key in ("wall", "cpu"))
+        rate[side] = tokens / wall, tokens / cpu
+        name = "gdpo_nemo" if side == "ours" else "transformers"
+        peak = max(row["peak"] for row in done) >> 20
+        print(f"{name:14s}{wall:9.2f}{cpu:9.2f}{tokens / wall:10.0f}{tokens / cpu:11.0f}{peak:10d}{done[0]['loss']:12.6f}")
+    if len(rate) == 2:
+        by_wall, by_cpu = (rate["ours"][i] / rate["theirs"][i] for i in (0, 1))
+        print(f"gdpo_nemo / transformers: {by_wall:.2f} x by wall, {by_cpu:.2f} x by CPU seconds")
+
+
+def main() -> None:
+    """See the top of the file."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--size", action="append", choices=SHAPES, help="model shape, repeatable (8m and 100m)")
+    parser.add_argument("--rounds", type=int, default=5, help="updates that are counted (5)")
+    parser.add_argument("--threads", type=int, default=2, help="compute threads of each side (2)")
+    parser.add_argument("--tokens", type=int, default=6000, help="tokens of the batch, about (6000)")
+    parser.add_argument("--length", type=int, help="all sequences of this length instead of rollout-like ones")
+    parser.add_argument("--micro-batch", type=int, default=2048, help="tokens of one packed micro-batch (2048)")
+    parser.add_argument("--precision", default="float32", choices=("float32", "bfloat16"))
+    parser.add_argument("--recompute", default="none", help="none, selective or full (ours)")
+    parser.add_argument("--ours-only", action="store_true", help="leave transformers out")
+    parser.add_argument("--side", choices=("ours", "theirs"), help=argparse.SUPPRESS)
+    parser.add_argument("--folder", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.side:
+        arguments.size = arguments.size[0]
+        serve(arguments.side, Path(arguments.folder), arguments)
+        return
+    for size in arguments.size or ["8m", "100m"]:
+        compare(size, arguments)
+
+
+if __name__ == "__main__":
+    main()
