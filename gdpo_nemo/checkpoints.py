@@ -6,6 +6,7 @@ CRC-32 of every file). A folder without a whole ``files.json`` is not a checkpoi
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -48,6 +49,7 @@ class Checkpoints:
     def __init__(self, folder: str | Path, keep_last: int, keep_best: int, metric: str | None):
         self.folder = Path(folder)
         self._keep_last, self._keep_best, self._metric = keep_last, keep_best, metric
+        self._begun: tuple[Path, Path] | None = None
 
     def steps(self) -> list[int]:
         """Steps of the finished checkpoints, oldest first."""
@@ -66,22 +68,45 @@ class Checkpoints:
         Raises:
             RunError: it could not be written; nothing that was there before is lost.
         """
+        self.begin(state, write)
+        return self.finish(lambda: None)
+
+    @property
+    def pending(self) -> bool:
+        """Whether a checkpoint was begun and is not whole yet."""
+        return self._begun is not None
+
+    def begin(self, state: RunState, write: Callable[[Path], None]) -> None:
+        """Start a checkpoint; ``write(folder)`` need only start the policy's files. Raises as ``save``."""
         final, temporary = self.path(state.step), self.folder / f".writing_step_{state.step}"
-        try:
+        with self._all_or_nothing(final, temporary):
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir(parents=True)
-            write(temporary)
             (temporary / _STATE).write_text(json.dumps(asdict(state), indent=1))
+            write(temporary)
+        self._begun = final, temporary
+
+    def finish(self, wait: Callable[[], None]) -> Path:
+        """Make the checkpoint that was begun a whole one; ``wait()`` returns when its files are there. Raises as ``save``."""
+        (final, temporary), self._begun = self._begun, None
+        with self._all_or_nothing(final, temporary):
+            wait()
             _write_listing(temporary)
             if final.exists():
                 shutil.rmtree(final)
             os.replace(temporary, final)
+        self._prune()
+        return final
+
+    @contextlib.contextmanager
+    def _all_or_nothing(self, final: Path, temporary: Path):
+        try:
+            yield
         except (OSError, RunError) as error:
             shutil.rmtree(temporary, ignore_errors=True)
             kept = f"; step {self.steps()[-1]} is the last good one" if self.steps() else ""
-            raise RunError(f"checkpoint of step {state.step} could not be written: {error}{kept}") from error
-        self._prune()
-        return final
+            step = final.name.removeprefix("step_")
+            raise RunError(f"checkpoint of step {step} could not be written: {error}{kept}") from error
 
     def newest(self, complain: Callable[[str], None]) -> tuple[Path, RunState] | None:
         """The newest checkpoint whose files are as they were written; ``complain`` hears of each that is not."""

@@ -51,10 +51,12 @@ class Trainer:
             self.validate()
         while self.state.step < self.config.gdpo.max_num_steps and not self.stop.requested:
             self.step()
+            self.settle_checkpoint(wait=False)
             if self._due(self.config.gdpo.val_period):
                 self.validate()
             if self._due(self.config.checkpointing.save_period) or self.stop.requested:
                 self.save()
+        self.settle_checkpoint()
 
     def step(self) -> None:
         """One step: a rollout, its advantages, one or more optimizer updates, new weights for the engines."""
@@ -185,9 +187,21 @@ class Trainer:
         self.state.metrics = {name: value for name, value in row.items() if name != "step"}
 
     def save(self) -> None:
-        """Write a checkpoint of the state after the steps done."""
-        if self.config.checkpointing.enabled:
-            self.checkpoints.save(self.state, self.policy.save)
+        """Write a checkpoint of the state after the steps done, or start to: see ``checkpointing.async_save``."""
+        section = self.config.checkpointing
+        if not section.enabled:
+            return
+        start = time.time()
+        self.settle_checkpoint()
+        self.checkpoints.begin(self.state, lambda folder: self.policy.begin_save(folder, section.async_save))
+        if not section.async_save:
+            self.settle_checkpoint()
+        self.log.span("save", f"checkpoint {self.state.step}", start, time.time())
+
+    def settle_checkpoint(self, wait: bool = True) -> None:
+        """Complete the checkpoint that is being written, if there is one; without ``wait`` only when its files are there."""
+        if self.checkpoints.pending and (wait or self.policy.save_is_written()):
+            self.checkpoints.finish(self.policy.finish_save)
 
     def _due(self, period: int) -> bool:
         return period > 0 and (self.state.step % period == 0 or self.state.step == self.config.gdpo.max_num_steps)

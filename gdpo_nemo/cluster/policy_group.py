@@ -70,11 +70,20 @@ class PolicyRank:
             pass
         return None, None
 
-    def save(self, folder: str) -> None:
-        """Write this rank's part of a checkpoint."""
-        from gdpo_nemo.megatron.checkpoint import save
+    def begin_save(self, folder: str, background: bool) -> None:
+        """Start this rank's part of a checkpoint."""
+        from gdpo_nemo.megatron.checkpoint import Save
 
-        save(self.policy, folder)
+        self._save = Save(self.policy, folder, background)
+
+    def save_is_written(self) -> bool:
+        """Whether this rank's files are on disk."""
+        return self._save.is_written
+
+    def finish_save(self) -> None:
+        """Complete the checkpoint that was begun, and check it."""
+        self._save.finish()
+        del self._save
 
     def load(self, folder: str, weights_only: bool) -> None:
         """Read this rank's part of a checkpoint of any layout."""
@@ -202,9 +211,22 @@ class PolicyGroup:
         gather([manifest for manifest, _ in refs], "exporting weights", self.timeout_s)
         return refs[0]
 
+    def begin_save(self, folder: Path, background: bool = False) -> None:
+        """Start a checkpoint; in the ``background`` the ranks are free again once they hold a copy of their state."""
+        self._call("begin_save", str(folder), background, what=f"writing {folder}")
+
+    def save_is_written(self) -> bool:
+        """Whether the files of the checkpoint that was begun are all on disk."""
+        return all(self._call("save_is_written", what="asking after a checkpoint"))
+
+    def finish_save(self) -> None:
+        """Wait for the checkpoint that was begun, complete it and check it."""
+        self._call("finish_save", what="completing a checkpoint")
+
     def save(self, folder: Path) -> None:
         """Write a checkpoint."""
-        self._call("save", str(folder), what=f"writing {folder}")
+        self.begin_save(folder)
+        self.finish_save()
 
     def load(self, folder: Path, weights_only: bool = False) -> None:
         """Read a checkpoint; ``weights_only`` leaves optimizer, schedule and random state as they are."""

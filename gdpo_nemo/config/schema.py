@@ -144,6 +144,8 @@ class OptimizerConfig:
     """Added to the root of the second moment."""
     clip_grad: float = 1.0
     """Largest global gradient norm; 0 switches clipping off."""
+    offload: bool = False
+    """Between updates keep main weights and moments in host memory (bfloat16 on GPUs; on a CPU they are there anyway)."""
 
 
 @dataclass
@@ -185,7 +187,9 @@ class MegatronConfig:
     overlap_param_gather: bool = False
     """Overlap the parameter gather of the distributed optimizer with the forward pass."""
     recompute: str = "none"
-    """Activation recomputation: none, selective (attention) or full."""
+    """Activation recomputation: none, selective (attention) or full (whole layers)."""
+    recompute_layers: Optional[int] = None
+    """With `recompute: full`, only this many layers of each pipeline stage (or virtual stage), the first ones; null: all."""
     attention_backend: str = "auto"
     """auto, sdpa, or with TransformerEngine: flash, fused, unfused."""
     transformer_engine: Optional[bool] = None
@@ -354,6 +358,9 @@ class CheckpointingConfig:
     """Best checkpoints by metric_name that stay besides."""
     metric_name: Optional[str] = None
     """Metric that ranks checkpoints, larger is better, for instance validation/correctness."""
+    async_save: bool = False
+    """Write files beside training, from a copy of the state in host memory. A run that dies before they are whole resumes
+    from the checkpoint before."""
     export_hf: bool = True
     """Write the final weights as a Hugging Face folder (`model/` in the run folder)."""
 

@@ -193,6 +193,10 @@ def check_parallelism(config: Config) -> None:
         )
     if megatron.overlap_param_gather and megatron.use_distributed_optimizer and not megatron.overlap_grad_reduce:
         raise ConfigError(f"{prefix}.overlap_param_gather: needs overlap_grad_reduce")
+    if megatron.recompute_layers is not None and (megatron.recompute != "full" or megatron.recompute_layers < 1):
+        raise ConfigError(f"{prefix}.recompute_layers: needs recompute: full, and at least 1 layer")
+    if megatron.optimizer.offload and config.policy.precision == "float32":
+        raise ConfigError(f"{prefix}.optimizer.offload: needs policy.precision bfloat16; in float32 the model is the main weights")
     if megatron.transformer_engine and not gpus:
         raise ConfigError(f"{prefix}.transformer_engine: needs GPUs (cluster.gpus_per_node is 0)")
     if megatron.attention_backend in ("flash", "fused", "unfused") and (not gpus or megatron.transformer_engine is False):

@@ -1,14 +1,17 @@
 """Checkpoints of model, optimizer, schedule and random state, readable at any other layout.
 
 Megatron's ``dist_checkpointing`` in its fully reshardable format. The caller writes into a temporary folder and renames
-it, so a folder with the final name is whole.
+it, so a folder with the final name is whole. Files may be written beside training, from a copy in host memory.
 """
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import random
 import shutil
+import threading
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +20,7 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
-from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.optimizer.optimizer import param_group_identifier_keys
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
@@ -29,29 +32,128 @@ from gdpo_nemo.megatron.lora import load_adapters, sharded_adapters
 _NO_SPACE = 4 << 20
 _SHARDING = "fully_reshardable"
 
-# Megatron hands write results to itself through a manager process, for the sake of asynchronous saves. Ours are
-# synchronous and stay in this process: a plain queue spares its start (seconds) and its orphan after a kill.
+# Megatron hands write results to itself through a manager process, since its background saves are processes. Ours are
+# threads: a plain queue spares the manager's start (seconds) and its orphan after a kill.
 filesystem_async._results_queue = queue.Queue()
 
 
 def save(policy, folder: str | Path) -> None:
-    """Write the policy's whole state; collective.
+    """Write the policy's whole state and read the weights back; collective.
 
     Raises:
-        RunError: it could not be written; the text says why (the disk is full, say).
+        RunError: it could not be written, or not read back as it was; the text says why (the disk is full, say).
     """
-    folder = Path(folder)
-    if dist.get_rank() == 0:
-        folder.mkdir(parents=True, exist_ok=True)
-    dist.barrier()
-    _fill_moments(policy.built.optimizer)
-    with policy.settled():
-        state = _state(policy, is_loading=False)
+    Save(policy, folder, background=False).finish()
+
+
+class Save:
+    """A checkpoint on its way to disk. Constructing it and ``finish`` are collective.
+
+    Args:
+        background: copy the state and write the copy in a thread, while the policy goes on; else write here and now.
+
+    Raises:
+        RunError: it could not be written.
+    """
+
+    def __init__(self, policy, folder: str | Path, background: bool):
+        self._policy, self._folder = policy, Path(folder)
+        if dist.get_rank() == 0:
+            self._folder.mkdir(parents=True, exist_ok=True)
+        dist.barrier()
+        with policy.settled(), policy.optimizer_at_hand(), self._explained():
+            _fill_moments(policy.built.optimizer)
+            state = _state(policy, is_loading=False)
+            self._sums = _checksums(_weights(policy))
+            # "mcore": the other strategy needs NVIDIA's resiliency extension, whose wheels are for GPUs.
+            self._request = dist_checkpointing.save(
+                state, str(self._folder), async_sharded_save=True, async_strategy="mcore"
+            )
+            arguments = list(self._request.async_fn_args)
+            if self._request.async_fn is not None:
+                arguments[1] = _in_host_memory(arguments[1], background)
+        self._thread = threading.Thread(target=self._write, args=arguments, name="checkpoint", daemon=True)
+        self._thread.start()
+        if not background:
+            self._thread.join()
+
+    def _write(self, *arguments) -> None:
+        # What goes wrong reaches `finish` through Megatron's queue of results.
+        if self._request.async_fn is not None:
+            self._request.async_fn(*arguments)
+
+    @property
+    def is_written(self) -> bool:
+        """Whether this rank's files are on disk."""
+        return not self._thread.is_alive()
+
+    def finish(self) -> None:
+        """Wait for all files, write the index, and compare what the files hold with what the weights were.
+
+        Raises:
+            RunError: files could not be written, or hold something else.
+        """
+        self._thread.join()
+        with self._explained():
+            dist.barrier()
+            for function in self._request.finalize_fns:
+                function()
+            found = _checksums(_read_back(self._policy, self._folder))
+        wrong = sorted(name for name in self._sums if found.get(name) != self._sums[name])
+        if wrong:
+            raise RunError(f"{len(wrong)} tensors read back otherwise than they were, the first of them {wrong[0]}")
+        dist.barrier()
+
+    @contextlib.contextmanager
+    def _explained(self):
         try:
-            dist_checkpointing.save(state, str(folder))
+            yield
         except (Exception, CheckpointException) as error:  # torch's is no Exception
-            raise RunError(_reason(error, folder)) from error
-    dist.barrier()
+            raise RunError(_reason(error, self._folder)) from error
+
+
+def _in_host_memory(buckets: list, copy: bool) -> list:
+    """Megatron's write buckets with their tensors on the host; with ``copy`` none of them is a live one."""
+    return [
+        (path, key, (blobs, [(item, tensor.to("cpu", copy=copy)) for item, tensor in tensors]))
+        for path, key, (blobs, tensors) in buckets
+    ]
+
+
+def _weights(policy) -> dict[str, torch.Tensor]:
+    """This rank's weights (under LoRA its adapters) by chunk and name, as a checkpoint holds them."""
+    state = {name: _held(policy, chunk) for name, chunk in _named_chunks(policy)}
+    return {f"{name}.{key}": value for name, part in state.items() for key, value in part.items()}
+
+
+def _held(policy, chunk) -> dict[str, torch.Tensor]:
+    """The live tensors of one chunk that a checkpoint holds."""
+    if policy.lora:
+        return {key: tensor.data for key, tensor in sharded_adapters(chunk).items()}
+    return {key: value for key, value in chunk.state_dict().items() if isinstance(value, torch.Tensor)}
+
+
+def _read_back(policy, folder: Path) -> dict[str, torch.Tensor]:
+    """What the files hold for this rank, in fresh memory, named as in ``_weights``."""
+    state = _model_state(policy)
+    for part in nested_values(state):
+        if isinstance(part, (ShardedTensor, ShardedTensorFactory)):
+            part.data = torch.full_like(part.data, float("nan"))
+    state = dist_checkpointing.load(state, str(folder))
+    return {
+        f"{name}.{key}": value
+        for name, _ in _named_chunks(policy)
+        for key, value in state[name].items()
+        if isinstance(value, torch.Tensor)
+    }
+
+
+def _checksums(tensors: dict[str, torch.Tensor]) -> dict[str, int]:
+    """CRC-32 of every tensor's bytes."""
+    return {
+        name: zlib.crc32(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+        for name, tensor in tensors.items()
+    }
 
 
 def _reason(error: BaseException, folder: Path) -> str:
@@ -85,6 +187,12 @@ def _fill_model(policy, state: dict) -> None:
 
 def load(policy, folder: str | Path) -> None:
     """Read a checkpoint written at any layout; collective."""
+    with policy.optimizer_at_hand():
+        _load(policy, folder)
+    dist.barrier()
+
+
+def _load(policy, folder: str | Path) -> None:
     wanted, there = _state(policy, is_loading=True), load_sharded_metadata(str(folder))
     # Random streams belong to ranks: with another number of ranks there is none to continue, and fresh ones are right.
     if wanted["random"].unique_key not in there:
@@ -99,7 +207,6 @@ def load(policy, folder: str | Path) -> None:
     policy.built.scheduler.load_state_dict(state["scheduler"])
     if "random" in state:
         _set_random_state(state["random"])
-    dist.barrier()
 
 
 _MAIN_WEIGHTS = ("optimizer.state.param.", "optimizer.state.fp32_param.", "")

@@ -115,6 +115,9 @@ def transformer_config(
         "selective": dict(recompute_granularity="selective", recompute_modules=["core_attn"]),
         "full": dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1),
     }[layout.recompute]
+    if layout.recompute_layers is not None:
+        # A layer of the model is two of the Hybrid stack: attention and MLP.
+        recompute |= dict(recompute_method="block", recompute_num_layers=2 * layout.recompute_layers)
     return TransformerConfig(
         **transformer_fields(hf),
         **recompute,

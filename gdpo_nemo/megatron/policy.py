@@ -106,7 +106,8 @@ class Policy:
         skipped = not (math.isfinite(norm) and math.isfinite(sums["loss"]))
         if not skipped:
             self.built.scheduler.step(increment=1)
-            self.built.optimizer.step()
+            with self.optimizer_at_hand():
+                self.built.optimizer.step()
         lr = self.built.optimizer.param_groups[0]["lr"]
         return UpdateResult(sums.pop("loss"), norm, float(lr), skipped, sums, maxima)
 
@@ -178,6 +179,18 @@ class Policy:
         box = [value]
         dist.broadcast_object_list(box, parallel_state.get_pipeline_model_parallel_last_rank(), group=stages)
         return box[0]
+
+    @contextlib.contextmanager
+    def optimizer_at_hand(self):
+        """Main weights and moments on the device, where ``optimizer.offload`` otherwise keeps them in host memory."""
+        offloads = self.layout.optimizer.offload and self.runtime.device.type == "cuda"
+        if offloads:
+            self.built.optimizer.restore_from_cpu()
+        try:
+            yield
+        finally:
+            if offloads:
+                self.built.optimizer.offload_to_cpu()
 
     # -- evaluate -----------------------------------------------------------------------------------------------
 

@@ -23,6 +23,7 @@ _FLAGS = {
     "OVERLAP": dict(use_distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True),
     "SELECTIVE": dict(recompute="selective"),
     "FULL": dict(recompute="full"),
+    "FIRST": dict(recompute="full", recompute_layers=1),
 }
 
 

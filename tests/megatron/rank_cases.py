@@ -185,6 +185,51 @@ def save_and_go_on(place, folder, batch, checkpoint, count=2, precision="float32
     return train(policy, batch, assignment, count)
 
 
+def save_beside_training(place, folder, batch, checkpoint, count=2):
+    """As ``save_and_go_on``, but on a disk so slow that nothing is written before those updates are done."""
+    import threading
+
+    from gdpo_nemo.megatron.checkpoint import Save
+
+    trained = threading.Event()
+
+    class SlowDisk(Save):
+        def _write(self, *arguments):
+            trained.wait(60)
+            super()._write(*arguments)
+
+    policy = build_policy(place, folder)
+    assignment = spread(place, batch)
+    train(policy, batch, assignment, 1)
+    save = SlowDisk(policy, checkpoint, background=True)
+    rows = train(policy, batch, assignment, count)
+    assert not save.is_written
+    trained.set()
+    save.finish()
+    return rows
+
+
+def tampered_save(place, folder, batch, checkpoint):
+    """What a save says when one byte of the weights turns on its way to the disk."""
+    from pathlib import Path
+
+    from gdpo_nemo.errors import RunError
+    from gdpo_nemo.megatron.checkpoint import Save
+
+    policy = build_policy(place, folder)
+    save = Save(policy, checkpoint, background=False)
+    weight = next(policy.chunks[0].parameters()).detach().numpy().tobytes()
+    file = Path(checkpoint) / "__0_0.distcp"
+    data = bytearray(file.read_bytes())
+    data[data.find(weight) + 1] ^= 64
+    file.write_bytes(data)
+    try:
+        save.finish()
+    except RunError as error:
+        return str(error)
+    return ""
+
+
 def load_and_go_on(place, folder, batch, checkpoint, count=2, precision="float32"):
     """The updates after a checkpoint."""
     from gdpo_nemo.megatron.checkpoint import load

@@ -64,6 +64,19 @@ def test_random_streams_go_on_where_they_were_even_before_the_first_update(on_ra
         np.testing.assert_array_equal(first, second)
 
 
+@pytest.mark.parametrize("layout", ["TP1", "TP2xPP2", "DP2+OVERLAP"])
+def test_a_checkpoint_written_beside_training_holds_the_moment_it_began(on_ranks, model_folder, tmp_path, layout):
+    arguments = (model_folder("qwen3"), tiny_models.make_batch(), tmp_path / "checkpoint")
+    undisturbed = on_ranks(layout, rank_cases.save_beside_training, *arguments)[0]
+    np.testing.assert_array_equal(go_on(on_ranks, model_folder, layout, tmp_path / "checkpoint"), undisturbed)
+
+
+def test_a_byte_that_turns_on_the_way_to_disk_is_found_by_reading_back(on_ranks, model_folder, tmp_path):
+    arguments = (model_folder("qwen3"), tiny_models.make_batch(), tmp_path / "checkpoint")
+    (said,) = on_ranks("TP1", rank_cases.tampered_save, *arguments)
+    assert said == "1 tensors read back otherwise than they were, the first of them model.embedding.word_embeddings.weight"
+
+
 MIXTURE_LAYOUTS = ["TP1+DIST", "DP2xEP2+DIST", "TP2xEP2xETP1+SP+DIST", "PP2+DIST"]
 
 

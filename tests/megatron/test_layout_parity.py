@@ -29,7 +29,7 @@ def test_mixtures_equal_transformers_and_torch(on_ranks, model_folder, reference
     assert max(relative_error(result.steps, expected.steps) for result in results) < 1e-5
 
 
-@pytest.mark.parametrize("layout", ["DP2+OVERLAP", "CP2+DIST", "TP2+SP+FULL", "TP2+SELECTIVE"])
+@pytest.mark.parametrize("layout", ["DP2+OVERLAP", "CP2+DIST", "TP2+SP+FULL", "TP2+SELECTIVE", "PP2xVPP2+FIRST"])
 def test_overlap_and_recompute_change_nothing(on_ranks, model_folder, reference, layout):
     expected = reference("qwen3")
     results = on_ranks(layout, rank_cases.updates, model_folder("qwen3"), tiny_models.make_batch())

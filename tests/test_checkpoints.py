@@ -1,0 +1,84 @@
+"""The checkpoint folder of a run: whole or not there, checked before use, pruned by age and merit."""
+
+from __future__ import annotations
+
+import pytest
+
+from gdpo_nemo.checkpoints import Checkpoints, RunState
+from gdpo_nemo.errors import RunError
+
+
+def shards(folder):
+    """What a policy of two ranks would write."""
+    for rank in range(2):
+        (folder / f"__{rank}_0.distcp").write_bytes(bytes([rank]) * 5000)
+
+
+@pytest.fixture
+def checkpoints(tmp_path):
+    return Checkpoints(tmp_path / "checkpoints", keep_last=2, keep_best=1, metric="validation/correctness")
+
+
+def flip(folder):
+    """One bit of one shard."""
+    file = folder / "__1_0.distcp"
+    data = bytearray(file.read_bytes())
+    data[2500] ^= 1
+    file.write_bytes(data)
+
+
+DAMAGE = {
+    "__1_0.distcp has changed": flip,
+    "__0_0.distcp is missing": lambda folder: (folder / "__0_0.distcp").unlink(),
+    "__0_0.distcp has 4000 of 5000 bytes": lambda folder: (folder / "__0_0.distcp").write_bytes(bytes(4000)),
+    "files.json is not readable": lambda folder: (folder / "files.json").write_text('{"__0_0.dis'),
+}
+
+
+@pytest.mark.parametrize("sentence", DAMAGE)
+def test_damage_is_named_and_the_checkpoint_before_is_used(checkpoints, sentence):
+    for step in (4, 8):
+        checkpoints.save(RunState(step=step, position=10 * step), shards)
+    DAMAGE[sentence](checkpoints.path(8))
+    heard = []
+    folder, state = checkpoints.newest(heard.append)
+    assert (folder, state.step, state.position) == (checkpoints.path(4), 4, 40)
+    assert heard == [f"checkpoint {checkpoints.path(8)} is damaged ({sentence}) and is passed over"]
+
+
+def test_a_checkpoint_whose_files_are_still_being_written_is_none(checkpoints):
+    checkpoints.save(RunState(step=2), shards)
+    checkpoints.begin(RunState(step=4), shards)
+    assert checkpoints.pending
+    # What a process that starts now would find.
+    assert Checkpoints(checkpoints.folder, 2, 1, None).newest(pytest.fail)[1].step == 2
+    checkpoints.finish(lambda: None)
+    assert not checkpoints.pending and checkpoints.newest(pytest.fail)[1].step == 4
+
+
+def test_the_state_is_that_of_the_moment_the_checkpoint_began(checkpoints):
+    state = RunState(step=2, position=20, metrics={"validation/correctness": 0.5})
+    checkpoints.begin(state, shards)
+    state.step, state.position, state.metrics["validation/correctness"] = 3, 30, 0.9
+    checkpoints.finish(lambda: None)
+    found = checkpoints.newest(pytest.fail)[1]
+    assert (found.step, found.position, found.metrics) == (2, 20, {"validation/correctness": 0.5})
+
+
+@pytest.mark.parametrize("when", ["begin", "finish"])
+def test_a_failed_write_leaves_what_was_there_and_says_which_is_good(checkpoints, when):
+    checkpoints.save(RunState(step=2), shards)
+
+    def fail(*_):
+        raise RunError("a rank died")
+
+    with pytest.raises(RunError, match="checkpoint of step 4 could not be written: a rank died; step 2 is the last good one"):
+        checkpoints.begin(RunState(step=4), fail if when == "begin" else shards)
+        checkpoints.finish(fail)
+    assert [path.name for path in checkpoints.folder.iterdir()] == ["step_2"]
+
+
+def test_the_newest_and_the_best_are_kept(checkpoints):
+    for step, value in enumerate([0.1, 0.9, 0.3, 0.9, 0.2, 0.5, 0.4], 1):
+        checkpoints.save(RunState(step=step, metrics={"validation/correctness": value}), shards)
+    assert checkpoints.steps() == [4, 6, 7]
