@@ -273,6 +273,32 @@ def test_full_disk_on_a_checkpoint_ends_the_run_and_keeps_the_last_good_one(tmp_
     assert launch.survivors() == []
 
 
+def test_rank_killed_in_the_middle_of_a_save_costs_that_checkpoint_only(undisturbed, tmp_path, digit_model):
+    """Files go out beside training; the policy dies as soon as the folder of step 4 appears."""
+    options = ("gdpo.max_num_steps=4", "gdpo.val_period=0", "checkpointing.async_save=true")
+    launch = Launch(tmp_path / "run", digit_model, *options)
+    launch.wait_for_step(3)
+    writing = tmp_path / "run" / "checkpoints" / ".writing_step_4"
+    while not writing.exists():
+        assert launch.process.poll() is None, launch.process.communicate()
+    _process_of(launch, "ray::PolicyRank").kill()
+    status, out, err = launch.finish()
+    assert status == 1, (out, err)
+    assert "checkpoint of step 4 could not be written" in err and "step 2 is the last good one" in err, err
+    assert "Traceback" not in err and launch.survivors() == []
+    assert [p.name for p in writing.parent.iterdir()] == ["step_2"]
+
+    status, out, err = Launch(tmp_path / "run", digit_model, *options).finish()
+    assert status == 0 and "after step 2" in out, (out, err)
+    expected = [timeless(row) for row in rows(undisturbed[0].run_dir) if "loss" in row][:4]
+    assert [timeless(row) for row in rows(tmp_path / "run") if "loss" in row] == expected
+
+
+def _process_of(launch: Launch, title: str) -> psutil.Process:
+    children = psutil.Process(launch.process.pid).children(recursive=True)
+    return next(child for child in children if title in " ".join(child.cmdline()))
+
+
 def test_reward_function_that_raises_ends_the_run_with_one_line(tmp_path, digit_model):
     (tmp_path / "mine.py").write_text("def broken(completions, **columns):\n    return 1 / 0\n")
     (tmp_path / "rows.jsonl").write_text('{"prompt": "31524="}\n{"prompt": "99123="}\n')
