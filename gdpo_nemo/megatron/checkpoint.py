@@ -18,9 +18,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
-from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace, nested_values
 from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
-from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
+from megatron.core.dist_checkpointing.mapping import (
+    LocalNonpersistentObject,
+    ShardedObject,
+    ShardedTensor,
+    ShardedTensorFactory,
+)
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.optimizer.optimizer import param_group_identifier_keys
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
@@ -197,13 +202,15 @@ def _load(policy, folder: str | Path) -> None:
     # Random streams belong to ranks: with another number of ranks there is none to continue, and fresh ones are right.
     if wanted["random"].unique_key not in there:
         del wanted["random"]
-    _rename_main_weights(wanted["optimizer"], there)
+    apart = _rename_main_weights(wanted["optimizer"], there)
+    if not any(key.startswith(_MAIN_WEIGHTS[:2]) for key in there):
+        _read_apart(wanted["optimizer"], apart, str(folder))
     state = dist_checkpointing.load(wanted, str(folder))
     _fill_model(policy, state)
     optimizer = policy.built.optimizer
     parts = getattr(optimizer, "chained_optimizers", [optimizer])
-    fitting = _fit_chains(state["optimizer"], len(parts))
-    optimizer.load_state_dict(_fit_kind(fitting, parts[0]) if len(parts) == 1 else fitting)
+    saved = dist_checkpointing.load_common_state_dict(str(folder))["optimizer"]
+    optimizer.load_state_dict(_fit(state["optimizer"], saved, parts))
     policy.built.scheduler.load_state_dict(state["scheduler"])
     if "random" in state:
         _set_random_state(state["random"])
@@ -214,8 +221,14 @@ _MAIN_WEIGHTS = ("optimizer.state.param.", "optimizer.state.fp32_param.", "")
 in float32, whose main weights are the model."""
 
 
-def _rename_main_weights(wanted, there) -> None:
-    """Ask for main weights under the names that the optimizer which wrote the checkpoint gave them."""
+def _rename_main_weights(wanted: dict, there) -> dict:
+    """Ask for main weights under the names that the optimizer which wrote the checkpoint gave them.
+
+    Returns:
+        by number, those that are the model's own weights there. The model asks for these, too, and a tensor can be read
+        but once in one go: they are read apart (see ``_read_apart``).
+    """
+    apart = {}
     for tensor in nested_values(wanted):
         key = getattr(tensor, "key", "")
         prefix = next((p for p in _MAIN_WEIGHTS[:2] if key.startswith(p)), None)
@@ -223,8 +236,20 @@ def _rename_main_weights(wanted, there) -> None:
             continue
         names = (other + key.removeprefix(prefix) for other in _MAIN_WEIGHTS)
         tensor.key = next((name for name in names if name in there), key)
-        if not tensor.key.startswith("optimizer."):  # the model asks for this one too: mark ours as the second reader
-            tensor.replica_id = (*tensor.replica_id[:-1], 1 + tensor.replica_id[-1])
+        if not tensor.key.startswith("optimizer."):
+            apart[str(len(apart))] = tensor
+    return apart
+
+
+def _read_apart(wanted: dict, apart: dict, folder: str) -> None:
+    """Read the tensors ``apart`` and leave their values where ``wanted`` has them."""
+    places = {id(tensor): number for number, tensor in apart.items()}
+    values = dist_checkpointing.load(dict(apart), folder)
+
+    def settle(part):
+        return LocalNonpersistentObject(values[places[id(part)]]) if id(part) in places else part
+
+    dict_list_map_inplace(settle, wanted)
 
 
 def _named_chunks(policy):
@@ -260,49 +285,45 @@ def _state(policy, is_loading: bool) -> dict:
     }
 
 
-def _fit_chains(state: dict, chains: int) -> dict:
-    """Optimizer state as saved -> as an optimizer of ``chains`` parts loads it.
+def _fit(state: dict, saved: dict, parts: list) -> dict:
+    """Optimizer state as it was read -> as our optimizer, made of ``parts``, loads it.
 
-    With expert parallelism Megatron chains two optimizers (dense and expert parameters), whose step counts and the like
-    sit under 0 and 1; without, it makes one. Tensors are stored alike in both cases.
+    Tensors were asked for in our layout already. What differs are the parameter groups (step count, learning rate) in
+    ``saved``, the optimizer's part of what is no tensor: a plain optimizer writes them with their parameters, a
+    distributed one without; with expert parallelism Megatron chains two optimizers (dense and expert parameters), whose
+    groups sit under 0 and 1.
     """
-    if (chains > 1) == (0 in state and "optimizer" not in state):
+    sources = [saved[index] for index in (0, 1)] if 0 in saved else [saved]
+    pieces = [state[index] for index in range(len(parts))] if len(parts) > 1 else [state]
+    was_distributed = any("param_state_sharding_type" in source for source in sources)
+    if len(sources) == len(parts) and was_distributed == ("param_state" in pieces[0]):
         return state
-    common = {key: value for key, value in state.items() if key not in (0, 1)}
-    if chains == 1:
-        return {**state[0], **common}
-    groups = state["optimizer"]["param_groups"]
-
-    def part(index: int) -> dict:
-        own = [dict(group, is_expert_parallel=index == chains - 1) for group in groups]
-        return {**common, **state[index], "optimizer": {"param_groups": own}}
-
-    return {index: part(index) for index in range(chains)}
+    found = {_identity(group): group for source in sources for group in _groups(source)}
+    fitted = [_fit_part(piece, part, found) for piece, part in zip(pieces, parts)]
+    return dict(enumerate(fitted)) if len(parts) > 1 else fitted[0]
 
 
-def _fit_kind(state: dict, optimizer) -> dict:
-    """Optimizer state as a plain or a distributed optimizer wrote it -> as ``optimizer`` of the other kind loads it.
+def _groups(state: dict) -> list[dict]:
+    return state["param_groups"] if "param_groups" in state else state.get("optimizer", {}).get("param_groups", [])
 
-    Tensors were asked for in the layout of ``optimizer``; what is left to bring over are the parameter groups (step count,
-    learning rate). A distributed optimizer writes them without their parameters and with the step inside.
-    """
-    by_distributed, distributed = "param_state_sharding_type" in state, "param_state" in state
-    if by_distributed == distributed:
-        return state
-    if distributed:
-        groups = state["param_groups"] if "param_groups" in state else state["optimizer"]["param_groups"]
+
+def _fit_part(piece: dict, part, found: dict[tuple, dict]) -> dict:
+    own = part.optimizer.state_dict()["param_groups"]
+    mine = ("params", "is_expert_parallel")
+    groups = [{**found[_identity(group)], **{key: group[key] for key in mine if key in group}} for group in own]
+    if "param_state" in piece:
         groups = [{key: value for key, value in group.items() if key != "params"} for group in groups]
-        return {"optimizer": {"param_groups": groups}, "param_state": state["param_state"], "param_state_sharding_type": _SHARDING}
-    found = {_identity(group): group for group in state["optimizer"]["param_groups"]}
-    groups = [{**found[_identity(own)], "params": own["params"]} for own in optimizer.optimizer.state_dict()["param_groups"]]
-    if "state" in state:  # in float32 torch's own state stands on top
-        return {"param_groups": groups, "state": state["state"]}
-    return {**state, "optimizer": {**state["optimizer"], "param_groups": groups}}
+        kept = {"param_state": piece["param_state"], "param_state_sharding_type": _SHARDING}
+        return {"optimizer": {"param_groups": groups}, **kept}
+    if "state" in piece:  # in float32 torch's own state stands on top
+        return {"param_groups": groups, "state": piece["state"]}
+    return {**piece, "optimizer": {**piece["optimizer"], "param_groups": groups}}
 
 
 def _identity(group: dict) -> tuple:
-    """What Megatron tells parameter groups apart by."""
-    return tuple(group.get(key, group.get(f"pre_{key}")) for key in param_group_identifier_keys)
+    """What Megatron tells parameter groups apart by, but for experts, whose numbers are those of the others."""
+    keys = (key for key in param_group_identifier_keys if key != "is_expert_parallel")
+    return tuple(group.get(key, group.get(f"pre_{key}")) for key in keys)
 
 
 def _random_object() -> ShardedObject:
