@@ -12,6 +12,11 @@ import pytest
 REPOSITORY = Path(__file__).resolve().parents[1]
 
 
+def pytest_addoption(parser):
+    """``--layout-table FILE``: where tests/megatron write how far each layout is from transformers and torch."""
+    parser.addoption("--layout-table", help="write the table of layouts and models (Markdown) to this file")
+
+
 @pytest.fixture(scope="session")
 def digit_model(tmp_path_factory) -> Path:
     """The demo's model after a warm-up too short to learn much, made by the factory that users run."""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from functools import cache
+from pathlib import Path
 
 import hf_reference
 import layouts
 import pytest
+import rank_cases
 import tiny_models
 from rank_pool import RankPool
 
@@ -45,3 +47,33 @@ def reference(model_folder):
         return hf_reference.run(model_folder(name), tiny_models.make_batch(), 3, layouts.optimizer())
 
     return run
+
+
+@pytest.fixture(scope="session")
+def table(request):
+    """``table[model, layout] = (packed, alone)``: largest relative errors; written where ``--layout-table`` says."""
+    found: dict[tuple[str, str], tuple[float, float]] = {}
+    yield found
+    path = request.config.getoption("--layout-table")
+    if path:
+        lines = ["| model | layout | packed | each sequence alone |", "|---|---|---|---|"]
+        lines += [f"| {model} | {layout} | {packed:.1e} | {alone:.1e} |" for (model, layout), (packed, alone) in sorted(found.items())]
+        Path(path).write_text("\n".join(lines) + "\n")
+
+
+@pytest.fixture(scope="session")
+def packed_and_alone(on_ranks, model_folder, reference, table):
+    """``packed_and_alone(layout, model)`` holds three updates, the batch laid out both ways, against transformers and
+    torch: loss, gradient norm and entropy to 1e-5. Returns the weights after the packed ones."""
+
+    def compare(layout: str, model: str) -> dict:
+        expected = reference(model).steps
+        results = on_ranks(layout, rank_cases.packed_and_alone, model_folder(model), tiny_models.make_batch())
+        table[model, layout] = tuple(
+            max(hf_reference.relative_error(steps, expected) for steps in ways)
+            for ways in zip(*((packed.steps, alone) for packed, alone in results))
+        )
+        assert max(table[model, layout]) < 1e-5
+        return results[0][0].weights
+
+    return compare

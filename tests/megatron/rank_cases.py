@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from gdpo_nemo.config.schema import GenerationConfig, LoraConfig, PolicyConfig
-from gdpo_nemo.data.packing import assign
+from gdpo_nemo.data.packing import assign, assign_singly
 
 
 @dataclass
@@ -38,12 +38,14 @@ def build_policy(place, folder, precision="float32", temperature=1.0, keep_refer
 
 
 def spread(place, batch, budget=80):
-    """The batch's assignment to this layout's data-parallel ranks."""
+    """The batch's assignment to this layout's data-parallel ranks; without a budget each sequence is alone."""
     from megatron.core import parallel_state
 
-    layout = place.layout
+    layout, ranks = place.layout, parallel_state.get_data_parallel_world_size()
     multiple = layout.pipeline_model_parallel_size if layout.virtual_pipeline_model_parallel_size else 1
-    return assign([len(s) for s in batch], parallel_state.get_data_parallel_world_size(), budget, multiple)
+    if not budget:
+        return assign_singly(len(batch), ranks, multiple)
+    return assign([len(s) for s in batch], ranks, budget, multiple)
 
 
 def train(policy, batch, assignment, count, settings=None) -> np.ndarray:
@@ -73,6 +75,13 @@ def updates(
         steps = train(policy, batch, assignment, count, settings)
     weights = exported(policy)
     return Updates(before, steps, weights if place.rank == 0 else None)
+
+
+def packed_and_alone(place, folder, batch, count=3):
+    """``updates``, and the steps of the same updates with every sequence in a micro-batch of its own, padded by itself."""
+    packed = updates(place, folder, batch, count)
+    policy = build_policy(place, folder)
+    return packed, train(policy, batch, spread(place, batch, budget=None), count)
 
 
 @contextmanager
