@@ -21,6 +21,8 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "policy.precision": ("float32", "bfloat16"),
     "policy.megatron_cfg.recompute": ("none", "selective", "full"),
     "policy.megatron_cfg.attention_backend": ("auto", "sdpa", "flash", "fused", "unfused"),
+    "policy.megatron_cfg.fp8": ("e4m3", "hybrid"),
+    "policy.megatron_cfg.fp8_recipe": ("delayed", "tensorwise", "blockwise", "mxfp8"),
     "policy.megatron_cfg.scheduler.lr_decay_style": ("constant", "linear", "cosine"),
     "policy.generation.backend": ("vllm",),
     "logger.console": ("auto", "live", "plain"),

@@ -98,8 +98,11 @@ def _check_shape(content: dict[str, Any], config: Config, layout: Layout) -> Non
     layers, experts = content.get("num_hidden_layers"), content.get("num_experts") or content.get("num_local_experts")
     megatron = "policy.megatron_cfg"
     _check_divides(f"{megatron}.tensor_model_parallel_size", layout.tensor, [(heads, "heads"), (groups, "key-value heads")])
-    chunks = config.policy.megatron_cfg.virtual_pipeline_model_parallel_size or 1
-    _check_divides(f"{megatron}.pipeline_model_parallel_size", layout.pipeline, [(layers, "layers")], times=chunks)
+    _check_divides(f"{megatron}.pipeline_model_parallel_size", layout.pipeline, [(layers, "layers")])
+    chunks = config.policy.megatron_cfg.virtual_pipeline_model_parallel_size
+    if chunks and layers:
+        stage = [(layers // layout.pipeline, f"layers in each of {layout.pipeline} stages")]
+        _check_divides(f"{megatron}.virtual_pipeline_model_parallel_size", chunks, stage)
     _check_divides("policy.generation.vllm_cfg.tensor_parallel_size", layout.engine_tensor, [(heads, "heads")])
     if layout.expert > 1 and not experts:
         raise ConfigError(f"{megatron}.expert_model_parallel_size: the model in {config.policy.model_name} has no experts")
@@ -115,16 +118,12 @@ def _check_shape(content: dict[str, Any], config: Config, layout: Layout) -> Non
         raise ConfigError(f"policy.max_total_sequence_length: {wanted} exceeds the model's {longest} positions")
 
 
-def _check_divides(key: str, size: int, counts: list[tuple[int | None, str]], times: int = 1) -> None:
+def _check_divides(key: str, size: int, counts: list[tuple[int | None, str]]) -> None:
     counts = [(count, what) for count, what in counts if isinstance(count, int)]
     for count, what in counts:
-        if count % (size * times):
-            works = [n for n in range(1, count + 1) if all(c % (n * times) == 0 for c, _ in counts)]
-            factor = f" x {times} chunks" if times > 1 else ""
-            raise ConfigError(
-                f"{key}: {size}{factor} does not divide the model's {count} {what}; "
-                f"possible: {', '.join(map(str, works)) or 'none'}"
-            )
+        if count % size:
+            works = [n for n in range(1, count + 1) if all(c % n == 0 for c, _ in counts)]
+            raise ConfigError(f"{key}: {size} does not divide the model's {count} {what}; possible: {', '.join(map(str, works))}")
 
 
 def _check_tokenizer(name: str | None) -> None:

@@ -98,9 +98,11 @@ def _data_parallel_on_gpus(config: Config, gpus: int, model: int) -> int:
 def _check_experts(layout: Layout) -> None:
     ranks, experts = layout.tensor * layout.context * layout.data, layout.expert * layout.expert_tensor
     if ranks % experts:
+        works = [n for n in range(1, ranks + 1) if ranks % (n * layout.expert_tensor) == 0]
         raise ConfigError(
             f"policy.megatron_cfg.expert_model_parallel_size: {layout.expert} x expert tensor {layout.expert_tensor} "
-            f"= {experts} does not divide the {ranks} ranks of a pipeline stage (tensor x context x data)"
+            f"= {experts} does not divide the {ranks} ranks of a pipeline stage (tensor x context x data); "
+            f"possible with this expert tensor size: {', '.join(map(str, works)) or 'none'}"
         )
 
 

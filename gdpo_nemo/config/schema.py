@@ -191,9 +191,13 @@ class MegatronConfig:
     recompute_layers: Optional[int] = None
     """With `recompute: full`, only this many layers of each pipeline stage (or virtual stage), the first ones; null: all."""
     attention_backend: str = "auto"
-    """auto, sdpa, or with TransformerEngine: flash, fused, unfused."""
+    """auto, sdpa (torch's, in layers without TransformerEngine), or TransformerEngine's flash, fused, unfused."""
     transformer_engine: Optional[bool] = None
     """Layers of TransformerEngine. Null: when it imports and CUDA is there."""
+    fp8: Optional[str] = None
+    """Matrix products of TransformerEngine in 8 bits: e4m3 or hybrid (e5m2 for gradients); null: off."""
+    fp8_recipe: str = "delayed"
+    """How fp8 tensors are scaled: delayed, tensorwise, blockwise or mxfp8 (the last on Blackwell)."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
 

@@ -199,6 +199,12 @@ def check_parallelism(config: Config) -> None:
         raise ConfigError(f"{prefix}.optimizer.offload: needs policy.precision bfloat16; in float32 the model is the main weights")
     if megatron.transformer_engine and not gpus:
         raise ConfigError(f"{prefix}.transformer_engine: needs GPUs (cluster.gpus_per_node is 0)")
+    if megatron.attention_backend == "sdpa" and megatron.transformer_engine:
+        raise ConfigError(f"{prefix}.attention_backend: sdpa is torch's; it cannot go with transformer_engine: true")
+    if megatron.fp8 and (not gpus or megatron.transformer_engine is False or megatron.attention_backend == "sdpa"):
+        raise ConfigError(f"{prefix}.fp8: needs GPUs and the layers of TransformerEngine")
+    if megatron.fp8 and config.policy.precision != "bfloat16":
+        raise ConfigError(f"{prefix}.fp8: needs policy.precision bfloat16, which everything but the matrix products stays in")
     if megatron.attention_backend in ("flash", "fused", "unfused") and (not gpus or megatron.transformer_engine is False):
         raise ConfigError(
             f"{prefix}.attention_backend: {megatron.attention_backend} needs GPUs and transformer_engine; use auto or sdpa"

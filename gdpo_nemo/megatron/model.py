@@ -14,10 +14,12 @@ from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.module import Float16Module
 from transformers import PretrainedConfig
 
 from gdpo_nemo.config.schema import LoraConfig, MegatronConfig
+from gdpo_nemo.errors import ConfigError
 from gdpo_nemo.megatron.families import layer_symbols, rotary, transformer_fields
 from gdpo_nemo.megatron.layers import layer_spec, transformer_engine_is_usable
 from gdpo_nemo.megatron.logprobs import token_logprobs
@@ -110,17 +112,21 @@ def transformer_config(
     hf: PretrainedConfig, layout: MegatronConfig, dtype: torch.dtype, use_te: bool
 ) -> TransformerConfig:
     """Megatron's configuration of the architecture ``hf`` in ``layout``; fused kernels only where CUDA is."""
-    recompute = {
+    options = {
         "none": {},
         "selective": dict(recompute_granularity="selective", recompute_modules=["core_attn"]),
         "full": dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1),
     }[layout.recompute]
     if layout.recompute_layers is not None:
         # A layer of the model is two of the Hybrid stack: attention and MLP.
-        recompute |= dict(recompute_method="block", recompute_num_layers=2 * layout.recompute_layers)
+        options |= dict(recompute_method="block", recompute_num_layers=2 * layout.recompute_layers)
+    if use_te:
+        options |= dict(attention_backend=AttnBackend[layout.attention_backend])
+    if layout.fp8:
+        options |= dict(fp8=layout.fp8, fp8_recipe=layout.fp8_recipe)
     return TransformerConfig(
         **transformer_fields(hf),
-        **recompute,
+        **options,
         tensor_model_parallel_size=layout.tensor_model_parallel_size,
         pipeline_model_parallel_size=layout.pipeline_model_parallel_size,
         virtual_pipeline_model_parallel_size=layout.virtual_pipeline_model_parallel_size,
@@ -166,6 +172,9 @@ def build_chunks(
 ) -> tuple[TransformerConfig, list[PolicyModel]]:
     """This rank's model chunks (one, or one per virtual pipeline stage), on its device, randomly initialised."""
     use_te = transformer_engine_is_usable() if layout.transformer_engine is None else layout.transformer_engine
+    use_te = use_te and layout.attention_backend != "sdpa"
+    if layout.fp8 and not use_te:
+        raise ConfigError("policy.megatron_cfg.fp8: needs TransformerEngine, which is not usable here")
     config = transformer_config(hf, layout, dtype, use_te)
     frequencies = rotary(hf)
     virtual = layout.virtual_pipeline_model_parallel_size

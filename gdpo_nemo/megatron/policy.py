@@ -27,6 +27,7 @@ from gdpo_nemo.megatron.lora import merged, switched_off, whole_pairs
 from gdpo_nemo.megatron.model import BuiltModel, build
 from gdpo_nemo.megatron.runtime import Runtime
 
+_FP8_BLOCK = 32
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -265,6 +266,8 @@ class Policy:
         layout = self.layout
         context_size = layout.context_parallel_size
         total_multiple = context_size * layout.tensor_model_parallel_size if layout.sequence_parallel else 1
+        if layout.fp8:  # the tokens of each rank's matrix products come in blocks
+            total_multiple = _FP8_BLOCK * context_size * layout.tensor_model_parallel_size
 
         def micro_batches():
             for members in mine:

@@ -142,11 +142,30 @@ def test_a_local_model_is_held_against_the_layout(minimal, model, key, expected)
     assert expected in refused(minimal, name, key)
 
 
+def test_expert_parallelism_that_does_not_fit_names_what_would(minimal):
+    said = refused(minimal, f"{MEGATRON}.expert_model_parallel_size=3", f"{MEGATRON}.data_parallel_size=4")
+    assert "3 x expert tensor 1 = 3 does not divide the 4 ranks" in said and "possible with this expert tensor size: 1, 2, 4" in said
+
+
+@pytest.mark.parametrize(
+    "keys, expected",
+    [
+        (["fp8=hybrid"], "needs GPUs and the layers of TransformerEngine"),
+        (["recompute_layers=2"], "needs recompute: full"),
+        (["recompute=full", "recompute_layers=0"], "at least 1 layer"),
+        (["optimizer.offload=true"], "needs policy.precision bfloat16"),
+    ],
+)
+def test_switches_that_could_do_nothing_are_refused(minimal, keys, expected):
+    assert expected in refused(minimal, "policy.precision=float32", *(f"{MEGATRON}.{key}" for key in keys))
+
+
 def test_the_chunks_of_an_interleaved_pipeline_divide_the_layers(minimal, model):
     stages = [f"policy.model_name={model}", f"{MEGATRON}.pipeline_model_parallel_size=3"]
     chunks = f"{MEGATRON}.virtual_pipeline_model_parallel_size"
     validate(load_config(minimal, [*stages, f"{chunks}=2"]))
-    assert "3 x 4 chunks does not divide the model's 6 layers; possible: none" in refused(minimal, *stages, f"{chunks}=4")
+    said = refused(minimal, *stages, f"{chunks}=4")
+    assert f"{chunks}: 4 does not divide the model's 2 layers in each of 3 stages; possible: 1, 2" in said
 
 
 def test_experts_need_a_model_that_has_some(minimal, model):
