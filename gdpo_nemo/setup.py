@@ -19,6 +19,7 @@ from gdpo_nemo.config.files import resolve_factory
 from gdpo_nemo.config.layout import resolve_layout, updates_per_step
 from gdpo_nemo.config.learning import check_components
 from gdpo_nemo.config.load import config_to_dict, save_config
+from gdpo_nemo.config.placement import joined
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.data.prompts import PromptSource
 from gdpo_nemo.environments.pool import EnvironmentPool
@@ -70,7 +71,8 @@ class Parts:
 @contextlib.contextmanager
 def standing(config: Config) -> Iterator[Parts]:
     """The parts of a run, ready to train; closed, with the reason in the log, when the block ends."""
-    run_dir = Path(config.run.dir)
+    # The processes of a joined cluster have their own working directory.
+    run_dir = Path(config.run.dir).absolute() if joined(config.cluster) else Path(config.run.dir)
     stop = Stop()
     with _signals(stop), contextlib.ExitStack() as stack:
         prompts, held_out, tokenizer, folder, refused = _data(config)
@@ -222,7 +224,9 @@ def _start_processes(parts: Parts, stack, prompts, tokenizer, folder: Path, foun
     """Ray, the policy's ranks, the engines and the verifiers; imports and start-ups run side by side."""
     from gdpo_nemo.cluster.fleet import EngineFleet
     from gdpo_nemo.cluster.policy_group import PolicyGroup
+    from gdpo_nemo.cluster.placement import reserve
     from gdpo_nemo.cluster.session import keep_logs, session
+    from gdpo_nemo.cluster.transports import chosen_transport, make_transport
     from gdpo_nemo.cluster.weight_sync import WeightSync
     from gdpo_nemo.rollouts.stream import RolloutStream
 
@@ -233,10 +237,12 @@ def _start_processes(parts: Parts, stack, prompts, tokenizer, folder: Path, foun
     for name in (signal.SIGTERM, signal.SIGINT):  # Ray has just installed its own.
         signal.signal(name, parts.stop)
     stack.push(lambda kind, error, trace: _point_to_logs(kind, error, keep_logs, parts.run_dir))
+    folder = folder.absolute()
+    placement = reserve(config, [parts.run_dir, folder])
     pool = EnvironmentPool(config.env, config.rollout.env_workers, config.rollout.env_timeout_s, config.run.seed)
     stack.callback(pool.close)
-    parts.policy = PolicyGroup(config, str(folder), config.gdpo.max_num_steps * updates_per_step(config))
-    fleet = EngineFleet(config, str(folder))
+    parts.policy = PolicyGroup(config, str(folder), config.gdpo.max_num_steps * updates_per_step(config), placement)
+    fleet = EngineFleet(config, str(folder), placement)
     parts.policy.ready()
     if found is not None:
         parts.policy.load(found)
@@ -244,7 +250,10 @@ def _start_processes(parts: Parts, stack, prompts, tokenizer, folder: Path, foun
     parts.stream = RolloutStream(config, prompts, fleet, pool, tokenizer, parts.state.position, parts.state.step)
     stack.callback(parts.stream.close)
     probe = _probe(config, prompts, folder) if config.policy.generation.verify_weights else None
-    parts.sync = WeightSync(parts.policy, fleet, probe, config.policy.generation.parity_limit)
+    bucket = config.weights.bucket_mib << 20
+    transport = make_transport(chosen_transport(config), parts.policy, parts.run_dir / "weights", bucket)
+    stack.callback(transport.close)
+    parts.sync = WeightSync(parts.policy, fleet, probe, config.policy.generation.parity_limit, transport)
 
 
 def _probe(config: Config, prompts: PromptSource, folder: Path) -> np.ndarray:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass
-from typing import Sequence
+from typing import Iterable, Sequence
 
 import numpy as np
 
+from gdpo_nemo.cluster.placement import Placement, here
 from gdpo_nemo.cluster.session import WorkerDied, cores, gather, ray, thread_environment
+from gdpo_nemo.cluster.transports import Transport
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.errors import RunError
 from gdpo_nemo.generation.engine import CPU_ENVIRONMENT, ENVIRONMENT, Engine
 from gdpo_nemo.generation.requests import CompletionBatch, SampleRequest, Sampling
+from gdpo_nemo.weights.gloo import PeerLost
 
 _START_S = 900.0
 _REPLACEMENTS = 3
@@ -34,24 +37,28 @@ class EngineFleet:
     published after a submission cannot reach its samples.
     """
 
-    def __init__(self, config: Config, folder: str):
+    def __init__(self, config: Config, folder: str, placement: Placement | None = None):
         self._config, self._folder = config, folder
+        self._placement = placement or here(config)
         self._timeout_s = config.rollout.generation_timeout_s
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._replaced = 0
-        self._weights = None
-        """(manifest, buffer) of the newest weights, for engines that have to start again."""
+        self._weights: Transport | None = None
+        """Brings the newest weights to engines that have to start again."""
         self._actors = [self._start(i) for i in range(config.policy.generation.engines)]
 
     def _start(self, index: int):
         config, vllm = self._config, self._config.policy.generation.vllm_cfg
         on_cpu = config.cluster.gpus_per_node == 0
-        threads = max(1, cores(config.cluster) // config.policy.generation.engines)
+        node = self._placement.places.engines[index]
+        threads = max(1, cores(config.cluster) // self._placement.places.engines_on(node))
         environment = {**thread_environment(threads), **ENVIRONMENT, **(CPU_ENVIRONMENT if on_cpu else {})}
+        environment |= self._placement.environment(node)
         actor = ray.remote(Engine).options(
             num_cpus=0,
             num_gpus=0 if on_cpu else vllm.tensor_parallel_size,
             runtime_env={"env_vars": environment},
+            **self._placement.on(node),
         )
         policy = config.policy
         return actor.remote(
@@ -88,6 +95,7 @@ class EngineFleet:
         return CompletionBatch(completions, min(versions), seconds)
 
     def _collect_share(self, index, requests, ref, sampling) -> CompletionBatch:
+        asked = self._actors[index]
         while True:
             try:
                 (batch,) = gather([ref], "sampling", self._timeout_s)
@@ -95,28 +103,60 @@ class EngineFleet:
                 return batch
             except WorkerDied as error:
                 with self._lock:
-                    self._replace(index, error)
-                    ref = self._actors[index].generate.remote(requests, sampling)
+                    # An update may have found the engine dead before and replaced it.
+                    if self._actors[index] is asked:
+                        self._replace(index, error)
+                        self._deliver_all([index])
+                    asked = self._actors[index]
+                    ref = asked.generate.remote(requests, sampling)
 
     def _replace(self, index: int, error: WorkerDied) -> None:
         self._replaced += 1
         if self._replaced > _REPLACEMENTS:
             raise RunError(f"engine {index} died {self._replaced} times in a row: {error}") from error
         self._actors[index] = self._start(index)
-        if self._weights is not None:
-            self._actors[index].update.remote(*self._weights)
 
-    def update(self, manifest_ref, buffer_ref) -> None:
-        """Give every engine new weights, after the calls it was given before."""
+    def update(self, weights: Transport) -> None:
+        """Give every engine what ``weights`` was loaded with, after the calls it was given before."""
         with self._lock:
-            self._weights = (manifest_ref, buffer_ref)
-            refs = [actor.update.remote(manifest_ref, buffer_ref) for actor in self._actors]
-        for index, ref in enumerate(refs):
+            self._weights = weights
+            self._deliver_all(range(len(self._actors)))
+
+    def _deliver_all(self, engines: Iterable[int]) -> None:
+        """Bring the newest weights to engines, again to those that were lost meanwhile."""
+        left, failures = list(engines), 0
+        while left and self._weights is not None:
+            left = self._deliver(left)
+            failures += bool(left)
+            if failures > _REPLACEMENTS:
+                raise RunError(f"new weights did not reach the engines in {failures} attempts")
+
+    def _deliver(self, engines: list[int]) -> list[int]:
+        """One delivery; returns the engines that need another."""
+        # Each must have come to it before the sender starts, which does not wait for long.
+        waiting = [(index, self._actors[index].expect.remote(self._weights.manifest)) for index in engines]
+        for index, ref in waiting:
             try:
                 gather([ref], "updating the engines' weights", self._timeout_s)
             except WorkerDied as error:
-                with self._lock:
-                    self._replace(index, error)
+                self._replace(index, error)
+                return engines
+        refs, sent = self._weights.ship([self._actors[index] for index in engines])
+        again = []
+        if sent is not None:
+            try:
+                gather([sent], "sending weights", self._timeout_s)
+            except PeerLost:  # Which engine is gone, their own answers tell.
+                again = list(engines)
+        for index, ref in zip(engines, refs):
+            try:
+                gather([ref], "updating the engines' weights", self._timeout_s)
+            except WorkerDied as error:
+                self._replace(index, error)
+                again.append(index)
+            except PeerLost:
+                again.append(index)
+        return sorted(set(again))
 
     def score(self, token_ids: Sequence[int]) -> list[np.ndarray]:
         """The log-probs [tokens - 1] that each engine gives to a sequence."""

@@ -10,6 +10,8 @@ from typing import Any, Sequence
 
 import numpy as np
 
+from gdpo_nemo.cluster.network import interface_of
+from gdpo_nemo.cluster.placement import Placement, here
 from gdpo_nemo.cluster.session import cores, gather, ray, thread_environment
 from gdpo_nemo.config.learning import kl_in_reward
 from gdpo_nemo.config.schema import Config, MegatronConfig, PolicyConfig
@@ -35,9 +37,20 @@ class PolicyRank:
             return f"tcp://{host}:{probe.getsockname()[1]}"
 
     def build(
-        self, config: PolicyConfig, seed: int, folder: str, init_method: str, total_updates: int, reference: bool
+        self,
+        config: PolicyConfig,
+        seed: int,
+        folder: str,
+        init_method: str,
+        total_updates: int,
+        reference: bool,
+        several_nodes: bool,
     ) -> int:
         """Join the process group and build the model; returns the number of parameters on this rank."""
+        # gloo would else take the address that the host's name has, which often is its loopback.
+        interface = interface_of(ray.util.get_node_ip_address())
+        if several_nodes and interface:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         from gdpo_nemo.megatron import runtime
 
         chosen = runtime.prepare()
@@ -69,6 +82,34 @@ class PolicyRank:
         for _ in self.policy.weights():
             pass
         return None, None
+
+    def hold_weights(self, version: int):
+        """Like ``pack_weights``, but the buffer stays here, on rank 0, until the next version; returns the manifest."""
+        manifest, buffer = self.pack_weights(version)
+        self._held = (manifest, buffer)
+        return manifest
+
+    def open_sender(self) -> tuple[str, int]:
+        """(host, port) where receivers of the held weights find this rank."""
+        from gdpo_nemo.weights.gloo import Sender
+
+        host = ray.util.get_node_ip_address()
+        self._sender = Sender(host)
+        return host, self._sender.port
+
+    def send_weights(self, receivers: int, bucket_bytes: int) -> None:
+        """Broadcast the held weights to the receivers that were told of ``open_sender``, and close it."""
+        try:
+            self._sender.send(*self._held, receivers, bucket_bytes)
+        finally:
+            # With its store the receivers' wait ends, too.
+            del self._sender
+
+    def write_weights(self, folder: str, bucket_bytes: int) -> None:
+        """Write the held weights as safetensors files."""
+        from gdpo_nemo.weights import folder as files
+
+        files.write(folder, *self._held, bucket_bytes)
 
     def begin_save(self, folder: str, background: bool) -> None:
         """Start this rank's part of a checkpoint."""
@@ -121,25 +162,29 @@ def layout_ranks(layout: MegatronConfig) -> int:
 class PolicyGroup:
     """All ranks of the policy. Constructing it starts the actors; ``ready`` waits until the model stands on each."""
 
-    def __init__(self, config: Config, folder: str, total_updates: int):
+    def __init__(self, config: Config, folder: str, total_updates: int, placement: Placement | None = None):
+        placement = placement or here(config)
+        nodes = placement.places.policy
         self.config = config.policy
         self.layout = config.policy.megatron_cfg
         self.timeout_s = config.rollout.train_timeout_s
         self._quadratic = attention_cost(json.loads((Path(folder) / "config.json").read_text()))
         world = layout_ranks(self.layout)
         on_gpu = config.cluster.gpus_per_node > 0
-        threads = config.policy.num_threads or max(1, cores(config.cluster) // world)
+        crowd = max(placement.places.policy_on(node) for node in nodes)
+        threads = config.policy.num_threads or max(1, cores(config.cluster) // crowd)
         environment = thread_environment(threads)
         if not on_gpu:
             environment["CUDA_VISIBLE_DEVICES"] = ""
-        actor = ray.remote(PolicyRank).options(
-            num_cpus=0, num_gpus=1 if on_gpu else 0, runtime_env={"env_vars": environment}
-        )
-        self.ranks = [actor.remote(rank, world) for rank in range(world)]
+        options = dict(num_cpus=0, num_gpus=1 if on_gpu else 0, runtime_env={"env_vars": environment})
+        actor = ray.remote(PolicyRank)
+        self.ranks = [
+            actor.options(**options, **placement.on(node)).remote(rank, world) for rank, node in enumerate(nodes)
+        ]
         meeting = self.ranks[0].rendezvous.remote()
         reference = config.loss_fn.reference_policy_kl_penalty > 0 or kl_in_reward(config)
         self._building = [
-            rank.build.remote(config.policy, config.run.seed, folder, meeting, total_updates, reference)
+            rank.build.remote(config.policy, config.run.seed, folder, meeting, total_updates, reference, len(set(nodes)) > 1)
             for rank in self.ranks
         ]
 
@@ -209,6 +254,12 @@ class PolicyGroup:
         """References to (manifest, buffer) of the current weights in the object store."""
         refs = [rank.pack_weights.options(num_returns=2).remote(version) for rank in self.ranks]
         gather([manifest for manifest, _ in refs], "exporting weights", self.timeout_s)
+        return refs[0]
+
+    def hold_weights(self, version: int):
+        """Reference to the manifest of the current weights, which stay on rank 0 to be sent or written."""
+        refs = [rank.hold_weights.remote(version) for rank in self.ranks]
+        gather(refs, "exporting weights", self.timeout_s)
         return refs[0]
 
     def begin_save(self, folder: Path, background: bool = False) -> None:

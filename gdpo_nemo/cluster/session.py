@@ -19,8 +19,9 @@ import ray  # noqa: E402
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError, RayTaskError  # noqa: E402
 
 from gdpo_nemo.cluster.reaper import Reaper  # noqa: E402
+from gdpo_nemo.config.placement import joined  # noqa: E402
 from gdpo_nemo.config.schema import ClusterConfig  # noqa: E402
-from gdpo_nemo.errors import GdpoError, RunError  # noqa: E402
+from gdpo_nemo.errors import ConfigError, GdpoError, RunError  # noqa: E402
 
 _POLL_S = 1.0
 
@@ -32,16 +33,56 @@ def cores(config: ClusterConfig) -> int:
 
 @contextlib.contextmanager
 def session(config: ClusterConfig) -> Iterator[None]:
-    """A Ray session: the cluster at RAY_ADDRESS when that is set, else one of our own, gone with this process."""
-    joined = "RAY_ADDRESS" in os.environ
+    """A Ray session: the cluster that the config or RAY_ADDRESS names, else one of our own, gone with this process.
+
+    Raises:
+        ConfigError: several nodes are wanted and no cluster is named. RunError: there is no cluster at that address.
+    """
+    address = joined(config)
+    if config.num_nodes > 1 and not address:
+        raise ConfigError(
+            f"cluster.address: a run on {config.num_nodes} nodes joins a Ray cluster; start one (`ray start`, or "
+            "examples/slurm/run.sbatch) and name it here or in RAY_ADDRESS"
+        )
+    where = (
+        dict(address=address)
+        if address
+        else dict(num_cpus=cores(config), num_gpus=config.gpus_per_node, include_dashboard=False)
+    )
     reaper = Reaper()
-    own = {} if joined else dict(num_cpus=cores(config), num_gpus=config.gpus_per_node, include_dashboard=False)
     try:
-        ray.init(log_to_driver=False, logging_level="ERROR", **own)
+        _connect(where)
         yield
     finally:
+        _watched.clear()
         ray.shutdown()
         reaper.close()
+
+
+def _connect(where: dict[str, Any]) -> None:
+    try:
+        ray.init(log_to_driver=False, logging_level="ERROR", **where)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        if "address" not in where:
+            raise
+        raise RunError(f"cluster.address: no Ray cluster to join at {where['address']} ({_first_line(error)})") from error
+
+
+_watched: dict[str, str] = {}
+"""Nodes of a joined cluster that this session works on: Ray's id -> address."""
+
+
+def watch_nodes(nodes: dict[str, str]) -> None:
+    """From now on, the loss of one of these nodes (Ray's id -> address) ends every wait."""
+    _watched.update(nodes)
+
+
+def _check_nodes(what: str) -> None:
+    if _watched:
+        lost = _watched.keys() - {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+        if lost:
+            names = ", ".join(sorted(_watched[node] for node in lost))
+            raise RunError(f"{what}: node {names} is no longer in the cluster; start the run again to resume from its last checkpoint")
 
 
 def thread_environment(threads: int) -> dict[str, str]:
@@ -68,6 +109,7 @@ def gather(refs: Sequence[ray.ObjectRef], what: str, timeout_s: float) -> list[A
         done, pending = ray.wait(pending, num_returns=len(pending), timeout=_POLL_S, fetch_local=False)
         for ref in done:
             _raise_failure(ref, what)
+        _check_nodes(what)
         if pending and time.monotonic() > deadline:
             raise RunError(f"{what}: {len(pending)} of {len(refs)} workers did not answer within {timeout_s:.0f} s")
     return ray.get(list(refs))

@@ -1,4 +1,4 @@
-"""Publishing weights: policy to engines through the object store, with a probe that proves they arrived."""
+"""Publishing weights: policy to engines by a transport, with a probe that proves they arrived."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import numpy as np
 
 from gdpo_nemo.cluster.fleet import EngineFleet
 from gdpo_nemo.cluster.policy_group import PolicyGroup
+from gdpo_nemo.cluster.transports import Memory, Transport
 from gdpo_nemo.data.packing import TrainSequence
 from gdpo_nemo.errors import RunError
 
@@ -19,9 +20,18 @@ class WeightSync:
         probe: int32 [tokens], at least 2: a sequence whose log-probs trainer and engines must agree on after every
             update; None switches that off.
         limit: largest difference allowed.
+        transport: of the policy's weights; None: through the object store.
     """
 
-    def __init__(self, policy: PolicyGroup, fleet: EngineFleet, probe: np.ndarray | None, limit: float):
+    def __init__(
+        self,
+        policy: PolicyGroup,
+        fleet: EngineFleet,
+        probe: np.ndarray | None,
+        limit: float,
+        transport: Transport | None = None,
+    ):
+        self.transport = transport or Memory(policy)
         self._policy, self._fleet, self._probe, self._limit = policy, fleet, probe, limit
 
     def publish(self, version: int) -> dict[str, float]:
@@ -31,7 +41,8 @@ class WeightSync:
             RunError: an engine does not hold what the policy holds.
         """
         start = time.monotonic()
-        self._fleet.update(*self._policy.pack_weights(version))
+        self.transport.load(version)
+        self._fleet.update(self.transport)
         row = {}
         if self._probe is not None:
             row["parity/probe"] = self._difference(version)

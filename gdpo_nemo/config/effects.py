@@ -101,6 +101,11 @@ EFFECTS = (
         "while policy.generation.verify_weights is false",
     ),
     Effect(
+        ("weights.bucket_mib",),
+        lambda c: c.weights.transport in ("gloo", "folder") or c.weights.transport == "auto" and c.cluster.num_nodes > 1,
+        "with weights.transport memory",
+    ),
+    Effect(
         ("checkpointing.keep_best",),
         lambda c: c.checkpointing.metric_name is not None,
         "without checkpointing.metric_name",

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Sequence
 
 from gdpo_nemo.config.layout import Layout, resolve_layout, samples_per_step, updates_per_step
+from gdpo_nemo.config.placement import describe_places
 from gdpo_nemo.config.schema import Config
 
 
@@ -17,6 +18,7 @@ def describe(config: Config, notes: Sequence[str] = ()) -> str:
         ("model", _model(config)),
         ("policy", _policy(config, layout)),
         ("engines", _engines(config, layout)),
+        *([("nodes", describe_places(config))] if config.cluster.num_nodes > 1 else []),
         ("batch", _batch(config)),
         ("memory", _micro_batch(config)),
         ("length", _length(config)),

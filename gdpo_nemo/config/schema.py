@@ -337,11 +337,23 @@ class DataConfig:
 
 
 @dataclass
+class WeightsConfig:
+    """How new weights get from the policy to the engines."""
+
+    transport: str = "auto"
+    """memory (Ray's object store), gloo (broadcast), folder (safetensors on a shared disk); auto: memory on one node, else gloo."""
+    bucket_mib: int = 256
+    """MiB of one broadcast, or of one file unless a single tensor is larger."""
+
+
+@dataclass
 class ClusterConfig:
     """Machines."""
 
     num_nodes: int = 1
-    """Nodes of the job."""
+    """Nodes of the job. More than one: they form a Ray cluster before the run starts, which the run joins."""
+    address: Optional[str] = None
+    """Ray cluster to join, `host:port` or `auto`; null: that of RAY_ADDRESS, else one node of the run's own."""
     gpus_per_node: int = 0
     """GPUs per node; 0 runs the same program on CPU."""
     cpus_per_node: Optional[int] = None
@@ -400,6 +412,7 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     env: Dict[str, Any] = field(default_factory=dict)
     """Environments by name; the value holds the options of the plugin."""
+    weights: WeightsConfig = field(default_factory=WeightsConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     checkpointing: CheckpointingConfig = field(default_factory=CheckpointingConfig)
     logger: LoggerConfig = field(default_factory=LoggerConfig)

@@ -13,6 +13,7 @@ from gdpo_nemo.config.effects import SWITCHED_OFF, keys_without_effect, value_of
 from gdpo_nemo.config.files import check_files
 from gdpo_nemo.config.layout import Layout, resolve_layout, updates_per_step
 from gdpo_nemo.config.learning import check_learning
+from gdpo_nemo.config.placement import Places, joined, place
 from gdpo_nemo.config.schema import Config, DatasetConfig
 from gdpo_nemo.errors import ConfigError
 
@@ -27,7 +28,7 @@ _AT_LEAST_ONE = (
     "policy.megatron_cfg.scheduler.lr_decay_steps", "policy.generation.engines", "policy.generation.max_new_tokens",
     "policy.generation.vllm_cfg.tensor_parallel_size", "policy.generation.vllm_cfg.kv_cache_memory_bytes",
     "policy.generation.vllm_cfg.max_num_seqs", "rollout.env_workers", "data.train.size", "data.validation.size",
-    "cluster.num_nodes", "cluster.cpus_per_node", "checkpointing.save_period", "checkpointing.keep_last",
+    "weights.bucket_mib", "cluster.num_nodes", "cluster.cpus_per_node", "checkpointing.save_period", "checkpointing.keep_last",
 )  # fmt: skip
 _NOT_NEGATIVE = (
     "run.seed", "policy.lora.rank", "gdpo.val_period", "gdpo.val_temperature", "loss_fn.ratio_clip_min", "loss_fn.ratio_clip_max",
@@ -58,13 +59,14 @@ def validate(config: Config) -> list[str]:
     _check_schedule(config)
     _check_lora(config)
     layout = resolve_layout(config)
+    places = place(config)
     updates_per_step(config)
     idle = keys_without_effect(config)
     if idle:
         raise ConfigError(f"{idle[0]}; remove it")
     check_learning(config)
     check_files(config, layout)
-    return [*_notes(config, layout), *keys_without_effect(config, SWITCHED_OFF)]
+    return [*_notes(config, layout), *_cluster_notes(config, places), *keys_without_effect(config, SWITCHED_OFF)]
 
 
 def _check_names(config: Config) -> None:
@@ -220,8 +222,6 @@ def _notes(config: Config, layout: Layout) -> list[str]:
         )
     if layout.idle_gpus:
         notes.append(f"cluster: {layout.idle_gpus} of {layout.gpus} GPUs stay idle")
-    if config.cluster.gpus_per_node and layout.tensor > config.cluster.gpus_per_node:
-        notes.append("policy.megatron_cfg.tensor_model_parallel_size: tensor parallelism crosses nodes, which is slow")
     warmup, updates = config.policy.megatron_cfg.scheduler.lr_warmup_steps, config.gdpo.max_num_steps * updates_per_step(config)
     if warmup >= updates:
         notes.append(f"policy.megatron_cfg.scheduler.lr_warmup_steps: {warmup} outlast the {updates} updates of the run")
@@ -239,4 +239,14 @@ def _notes(config: Config, layout: Layout) -> list[str]:
     unset = [name for name, weight in config.gdpo.rewards.items() if weight == 0]
     if unset:
         notes.append(f"gdpo.rewards: weight 0, measured but not trained: {', '.join(unset)}")
+    return notes
+
+
+def _cluster_notes(config: Config, places: Places) -> list[str]:
+    nodes, notes = config.cluster.num_nodes, []
+    empty = sum(not places.policy_on(node) and not places.engines_on(node) for node in range(nodes))
+    if empty:
+        notes.append(f"cluster.num_nodes: {empty} of {nodes} nodes get no process")
+    if nodes > 1 and not joined(config.cluster):
+        notes.append(f"cluster.address: a run on {nodes} nodes joins a Ray cluster; set it or RAY_ADDRESS where the run starts")
     return notes

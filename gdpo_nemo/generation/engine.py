@@ -125,6 +125,14 @@ class Engine:
         found = output.prompt_logprobs[1:]
         return np.array([entry[token].logprob for entry, token in zip(found, ids[1:])], np.float32)
 
+    def expect(self, manifest: Manifest) -> None:
+        """Check that an update fits before its bytes are sent. Raises RunError where a name is missing, unexpected or double."""
+        manifest.check_names(self._expected)
+
+    def fetch(self, manifest: Manifest, source) -> int:
+        """Get the bytes of an update from ``source.fetch(manifest)``, then ``update``. A failed fetch changes nothing."""
+        return self.update(manifest, source.fetch(manifest))
+
     def update(self, manifest: Manifest, buffer: np.ndarray) -> int:
         """Replace all weights by those of ``buffer`` and forget cached prefixes; returns the version now held.
 

@@ -15,6 +15,7 @@ import pytest
 from gdpo_nemo.cluster.fleet import EngineFleet
 from gdpo_nemo.cluster.policy_group import PolicyGroup
 from gdpo_nemo.cluster.session import WorkerDied, gather, ray, session
+from gdpo_nemo.cluster.transports import make_transport
 from gdpo_nemo.cluster.weight_sync import WeightSync
 from gdpo_nemo.config.load import load_config
 from gdpo_nemo.data.packing import TrainSequence
@@ -115,13 +116,33 @@ def test_published_weights_reach_every_engine_and_stale_prefixes_are_forgotten(p
 
 def test_engines_that_hold_other_weights_are_found_by_the_probe(parts):
     train_once(parts.policy)
-    manifest, buffer = parts.policy.pack_weights(3)
-    parts.fleet.update(manifest, buffer)
+    parts.sync.transport.load(3)
+    parts.fleet.update(parts.sync.transport)
     train_once(parts.policy)
     train_once(parts.policy)
     with pytest.raises(RunError, match="does not hold the weights of version 3"):
         parts.sync._difference(3)
     parts.sync.publish(4)
+
+
+@pytest.mark.parametrize("name", ["gloo", "folder"])
+def test_every_transport_gives_the_engines_the_same_weights(parts, tmp_path, name):
+    """Against the object store, bit for bit, in buckets far smaller than the model; and a second version after the first."""
+    transport = make_transport(name, parts.policy, tmp_path / "weights", bucket_bytes=100_000)
+    sync = WeightSync(parts.policy, parts.fleet, PROBE, 1e-4, transport)
+    wanted = requests(8)
+    for version in (10, 11):
+        before = draw(parts.fleet, wanted)
+        train_once(parts.policy)
+        assert sync.publish(version)["parity/probe"] < 1e-4
+        through_it = draw(parts.fleet, wanted)
+        parts.sync.publish(version)
+        assert same(through_it, draw(parts.fleet, wanted)) and through_it.version == version
+        assert not same(before, through_it)
+    kept = [path.name for path in (tmp_path / "weights").glob("*")]
+    assert kept == ([] if name == "gloo" else ["version_11"])
+    transport.close()
+    assert not (tmp_path / "weights").exists()
 
 
 def test_an_update_that_misses_a_tensor_is_refused_before_it_touches_the_engine(parts):
@@ -174,6 +195,18 @@ def test_a_killed_engine_is_replaced_with_the_newest_weights_and_its_samples_are
     after = parts.fleet.collect(ticket)
     assert same(before, after) and after.version == 7
     assert parts.sync.publish(8)["parity/probe"] < 1e-4
+
+
+def test_an_engine_that_dies_takes_part_in_the_next_broadcast(parts, tmp_path):
+    transport = make_transport("gloo", parts.policy, tmp_path, bucket_bytes=100_000)
+    sync = WeightSync(parts.policy, parts.fleet, PROBE, 1e-4, transport)
+    sync.publish(20)
+    before = draw(parts.fleet, requests(16))
+    _kill_one_engine()
+    assert same(before, draw(parts.fleet, requests(16)))
+    train_once(parts.policy)
+    assert sync.publish(21)["parity/probe"] < 1e-4
+    assert draw(parts.fleet, requests(16)).version == 21
 
 
 def _kill_one_engine() -> None:

@@ -1,0 +1,100 @@
+"""Nodes of a Ray cluster for one run: reserved together by a placement group, one bundle a node, checked before use."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Sequence
+
+from gdpo_nemo.cluster.session import gather, ray, watch_nodes
+from gdpo_nemo.config.placement import Places, joined, place
+from gdpo_nemo.config.schema import Config
+from gdpo_nemo.errors import RunError
+
+_JOIN_S = 300.0
+"""Time for all nodes to be in the cluster and free."""
+_LOOK_S = 120.0
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where the processes of a run go."""
+
+    places: Places
+    group: Any = None
+    """Ray's placement group; None: this machine, in a session of our own."""
+    bundles: tuple[int, ...] = ()
+    """Bundle of the group for every node of ``places``."""
+    addresses: tuple[str, ...] = ()
+    """Address of every node of ``places``."""
+
+    def on(self, node: int) -> dict[str, Any]:
+        """Options of a Ray actor or task that is to run on a node."""
+        if self.group is None:
+            return {}
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        return {"scheduling_strategy": PlacementGroupSchedulingStrategy(self.group, self.bundles[node])}
+
+    def environment(self, node: int) -> dict[str, str]:
+        """Variables that make a process use the address the node has in the cluster."""
+        return {"VLLM_HOST_IP": self.addresses[node]} if self.addresses else {}
+
+
+def here(config: Config) -> Placement:
+    """All on this machine, whatever ``cluster.num_nodes`` says."""
+    layout = place(config)
+    return Placement(Places((0,) * len(layout.policy), (0,) * len(layout.engines)))
+
+
+def reserve(config: Config, shared: Sequence[Path]) -> Placement:
+    """Reserve the nodes of a run, its driver's first where it is one of them.
+
+    Args:
+        shared: folders that must be visible on every node.
+
+    Raises:
+        RunError: the nodes are not there in time, or one does not see a folder.
+    """
+    if not joined(config.cluster):
+        return here(config)
+    from ray.util.placement_group import placement_group, placement_group_table
+
+    nodes, gpus = config.cluster.num_nodes, config.cluster.gpus_per_node
+    bundle = {"CPU": 1, **({"GPU": gpus} if gpus else {})}
+    group = placement_group([bundle] * nodes, strategy="STRICT_SPREAD")
+    if not group.wait(_JOIN_S):
+        raise RunError(_missing(nodes, bundle))
+    known = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
+    taken = placement_group_table(group)["bundles_to_node_id"]
+    driver = ray.get_runtime_context().get_node_id()
+    bundles = sorted(taken, key=lambda b: (taken[b] != driver, known.get(taken[b], ""), taken[b]))
+    watch_nodes({taken[b]: known.get(taken[b], taken[b]) for b in bundles})
+    placement = Placement(place(config), group, tuple(bundles), tuple(known.get(taken[b], "") for b in bundles))
+    _check_shared(placement, shared)
+    return placement
+
+
+def _missing(nodes: int, bundle: dict[str, int]) -> str:
+    alive = [node for node in ray.nodes() if node["Alive"]]
+    fit = sum(all(node["Resources"].get(what, 0) >= count for what, count in bundle.items()) for node in alive)
+    wanted = " and ".join(f"{count} {what}" for what, count in bundle.items())
+    return (
+        f"cluster.num_nodes: {nodes} nodes with {wanted} each were not free within {_JOIN_S:.0f} s; the Ray cluster has "
+        f"{len(alive)} nodes, {fit} of that size, perhaps in use by another run"
+    )
+
+
+def _check_shared(placement: Placement, shared: Sequence[Path]) -> None:
+    """Every node must see the folders of the run; a job that finds out at its first checkpoint has wasted a night."""
+    look = ray.remote(num_cpus=0, max_retries=0)(_absent)
+    paths, nodes = [str(path) for path in shared], range(len(placement.addresses))
+    refs = [look.options(**placement.on(node)).remote(paths) for node in nodes]
+    for address, absent in zip(placement.addresses, gather(refs, "looking at the nodes", _LOOK_S)):
+        if absent:
+            raise RunError(f"node {address} does not see {absent[0]}: it must be on a file system that all nodes share")
+
+
+def _absent(paths: list[str]) -> list[str]:
+    return [path for path in paths if not os.path.isdir(path)]

@@ -1,0 +1,104 @@
+"""Which process of a run goes to which node. Pure arithmetic, shared by the plan and by Ray's placement."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from gdpo_nemo.config.layout import Layout, resolve_layout
+from gdpo_nemo.config.schema import ClusterConfig, Config
+from gdpo_nemo.errors import ConfigError
+
+
+def joined(config: ClusterConfig) -> str | None:
+    """Address of the Ray cluster that a run joins; None where it starts its own."""
+    return config.address or os.environ.get("RAY_ADDRESS") or None
+
+
+@dataclass(frozen=True)
+class Places:
+    """The node (0 .. nodes - 1) of every policy rank and of every engine. Policy and engines share no GPU."""
+
+    policy: tuple[int, ...]
+    engines: tuple[int, ...]
+
+    def policy_on(self, node: int) -> int:
+        """Policy ranks on a node."""
+        return self.policy.count(node)
+
+    def engines_on(self, node: int) -> int:
+        """Engines on a node."""
+        return self.engines.count(node)
+
+
+def place(config: Config) -> Places:
+    """Puts policy ranks on nodes from the first on, in rank order, and engines on nodes from the last on.
+
+    Neighbouring ranks share a node, so that what talks most (Megatron counts tensor parallelism fastest, then context and
+    data, the pipeline slowest) talks inside it. The ranks of a tensor-parallel group, and those of an engine, never part.
+    On CPU a node takes as few processes as it can when all nodes are used.
+
+    Raises:
+        ConfigError: it does not fit, with the arithmetic.
+    """
+    layout, nodes, gpus = resolve_layout(config), config.cluster.num_nodes, config.cluster.gpus_per_node
+    if nodes == 1:
+        return Places((0,) * layout.policy_ranks, (0,) * layout.engines)
+    if not gpus:
+        return _on_cpus(layout, nodes)
+    if layout.tensor > gpus:
+        raise ConfigError(
+            f"policy.megatron_cfg.tensor_model_parallel_size: {layout.tensor} ranks of a tensor-parallel group do not fit "
+            f"a node of {gpus} GPUs (cluster.gpus_per_node)"
+        )
+    places = _fill(layout, nodes, gpus)
+    if places is None:
+        raise ConfigError(_does_not_fit(layout, nodes, gpus))
+    return places
+
+
+def _on_cpus(layout: Layout, nodes: int) -> Places:
+    processes = layout.policy_ranks + layout.engine_ranks
+    room = next(room for room in range(1, processes + 1) if _fill(layout, nodes, room))
+    return _fill(layout, nodes, room)
+
+
+def _fill(layout: Layout, nodes: int, room: int) -> Places | None:
+    """First fit with ``room`` ranks a node; None where it does not fit."""
+    free = [room] * nodes
+    policy = [_take(free, range(nodes), layout.tensor) for _ in range(layout.policy_ranks // layout.tensor)]
+    engines = [_take(free, reversed(range(nodes)), layout.engine_tensor) for _ in range(layout.engines)]
+    if None in policy or None in engines:
+        return None
+    return Places(tuple(node for node in policy for _ in range(layout.tensor)), tuple(engines))
+
+
+def _take(free: list[int], order, size: int) -> int | None:
+    node = next((node for node in order if free[node] >= size), None)
+    if node is not None:
+        free[node] -= size
+    return node
+
+
+def _does_not_fit(layout: Layout, nodes: int, gpus: int) -> str:
+    groups = layout.policy_ranks // layout.tensor
+    return (
+        f"cluster: {groups} tensor-parallel groups of {layout.tensor} and {layout.engines} engines of "
+        f"{layout.engine_tensor} need {layout.policy_ranks + layout.engine_ranks} of {nodes} x {gpus} GPUs, but neither a "
+        f"group nor an engine may cross nodes: a node of {gpus} holds {gpus // layout.tensor} groups or "
+        f"{gpus // layout.engine_tensor} engines; choose sizes that divide {gpus}"
+    )
+
+
+def describe_places(config: Config) -> str:
+    """One line of the plan: what each node carries, neighbouring nodes with the same load together."""
+    places, nodes = place(config), config.cluster.num_nodes
+    loads = [_load(places.policy_on(node), places.engines_on(node)) for node in range(nodes)]
+    starts = [node for node in range(nodes) if node == 0 or loads[node] != loads[node - 1]]
+    spans = zip(starts, [*(start - 1 for start in starts[1:]), nodes - 1])
+    return "; ".join(f"node {a}: {loads[a]}" if a == b else f"nodes {a}-{b}: {loads[a]} each" for a, b in spans)
+
+
+def _load(ranks: int, engines: int) -> str:
+    parts = [f"{n} {noun}{'s' * (n > 1)}" for n, noun in ((ranks, "policy rank"), (engines, "engine")) if n]
+    return " and ".join(parts) or "nothing"

@@ -1,0 +1,80 @@
+"""Weights through a folder that all nodes see: safetensors files, written whole, read back by every engine."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from gdpo_nemo.errors import RunError
+from gdpo_nemo.weights.manifest import Entry, Manifest, unpack
+
+
+def write(folder: str | Path, manifest: Manifest, buffer: np.ndarray, bucket_bytes: int) -> None:
+    """Write an update as ``00000.safetensors``, ``00001.safetensors`` ...; a file takes tensors up to ``bucket_bytes``.
+
+    The folder appears under its name when it is complete.
+
+    Raises:
+        RunError: it could not be written.
+    """
+    from safetensors.torch import save_file
+
+    final, temporary = Path(folder), Path(f"{folder}.writing")
+    tensors = dict(unpack(manifest, buffer))
+    try:
+        shutil.rmtree(temporary, ignore_errors=True)
+        shutil.rmtree(final, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        for number, bucket in enumerate(buckets(manifest.entries, bucket_bytes)):
+            save_file({e.name: tensors[e.name] for e in bucket}, temporary / f"{number:05d}.safetensors")
+        temporary.rename(final)
+    except OSError as error:
+        raise RunError(f"weight update {manifest.version} could not be written to {folder}: {error}") from error
+
+
+def buckets(entries: tuple[Entry, ...], bucket_bytes: int) -> list[list[Entry]]:
+    """Neighbouring tensors, together at most ``bucket_bytes`` unless one alone is larger."""
+    found: list[list[Entry]] = []
+    size = bucket_bytes
+    for entry in entries:
+        if not found or size + entry.nbytes > bucket_bytes:
+            found.append([])
+            size = 0
+        found[-1].append(entry)
+        size += entry.nbytes
+    return found
+
+
+@dataclass(frozen=True)
+class Folder:
+    """What a receiver is told: where the files are."""
+
+    path: str
+
+    def fetch(self, manifest: Manifest) -> np.ndarray:
+        """Read uint8 [bytes] of an update, laid out as the manifest says.
+
+        Raises:
+            RunError: files or tensors are missing, as where the folder is not shared.
+        """
+        from safetensors import SafetensorError, safe_open
+
+        buffer = np.zeros(manifest.nbytes, np.uint8)
+        wanted = {entry.name: entry for entry in manifest.entries}
+        try:
+            for file in sorted(Path(self.path).glob("*.safetensors")):
+                with safe_open(file, framework="pt") as shard:
+                    for name in shard.keys():
+                        entry = wanted.pop(name)
+                        data = shard.get_tensor(name).contiguous().flatten().view(torch.uint8).numpy()
+                        buffer[entry.offset : entry.offset + entry.nbytes] = data
+        except (OSError, KeyError, ValueError, SafetensorError) as error:
+            raise RunError(f"weight update {manifest.version}: {self.path} cannot be read ({error})") from error
+        if wanted:
+            some = ", ".join(sorted(wanted)[:3])
+            raise RunError(f"weight update {manifest.version}: {len(wanted)} tensors are not in {self.path}, for instance {some}")
+        return buffer
