@@ -18,6 +18,7 @@ BUILT_IN = {
     "functions": "gdpo_nemo.environments.functions:Functions",
     "gsm8k": "gdpo_nemo.environments.gsm8k:Gsm8k",
     "math": "gdpo_nemo.environments.math:Math",
+    "nemo_gym": "gdpo_nemo.environments.nemo_gym.environment:NemoGym",
     "reasoning_gym": "gdpo_nemo.environments.reasoning_gym:ReasoningGym",
     "tool_calling": "gdpo_nemo.environments.tool_calling:ToolCalling",
 }
