@@ -14,7 +14,7 @@ from gdpo_nemo.environments.nemo_gym.failures import Failure
 from gdpo_nemo.environments.nemo_gym.preflight import preflight
 from gdpo_nemo.environments.nemo_gym.routing import find_routes
 from gdpo_nemo.environments.nemo_gym.rows import read_row
-from gdpo_nemo.environments.nemo_gym.settings import read_settings
+from gdpo_nemo.environments.nemo_gym.settings import api_key, read_settings
 from gdpo_nemo.errors import RunError
 
 _T = TypeVar("_T")
@@ -109,9 +109,8 @@ class NemoGym:
     async def _connect(self) -> Verifier:
         if self._client is None:
             limits = self.settings.limits
-            self._client = HttpClient(
-                limits.concurrency, limits.max_reply_bytes, limits.max_json_depth, self.settings.api_key
-            )
+            key = api_key(self.settings.api_key_env)
+            self._client = HttpClient(limits.concurrency, limits.max_reply_bytes, limits.max_json_depth, key)
         return Verifier(self.settings, self._client, await find_routes(self.settings, self._client))
 
     async def _shut(self) -> None:

@@ -49,7 +49,7 @@ class Settings:
     seed_session: bool
     tool_parser: str
     split_reasoning: bool
-    api_key: str | None
+    api_key_env: str | None
     limits: Limits
 
 
@@ -85,6 +85,8 @@ def read_settings(options: Mapping[str, Any] | None) -> Settings:
             raise ConfigError(f"agents.{agent}: servers has no {server!r}")
     if chosen.tool_parser not in TOOL_PARSERS:
         raise ConfigError(f"tool_parser: {chosen.tool_parser!r} is not one of {', '.join(TOOL_PARSERS)}")
+    if chosen.api_key_env is not None and (not isinstance(chosen.api_key_env, str) or not chosen.api_key_env):
+        raise ConfigError(f"api_key_env: must be the name of an environment variable, not {chosen.api_key_env!r}")
     rules = read_rules(chosen.rewards)
     for rule in rules:
         for server in rule.servers or ():
@@ -99,7 +101,7 @@ def read_settings(options: Mapping[str, Any] | None) -> Settings:
         chosen.seed_session,
         chosen.tool_parser,
         chosen.split_reasoning,
-        _api_key(chosen.api_key_env),
+        chosen.api_key_env,
         _limits(chosen),
     )
 
@@ -120,11 +122,10 @@ def base_url(key: str, url: Any) -> str:
     return url.rstrip("/")
 
 
-def _api_key(variable: Any) -> str | None:
+def api_key(variable: str | None) -> str | None:
+    """The key in an environment variable; None where no variable is named. Raises ConfigError."""
     if variable is None:
         return None
-    if not isinstance(variable, str) or not variable:
-        raise ConfigError(f"api_key_env: must be the name of an environment variable, not {variable!r}")
     key = os.environ.get(variable, "")
     if not key or not key.isprintable() or not key.isascii():
         raise ConfigError(f"api_key_env: the environment variable {variable} is not set, or is no key")
