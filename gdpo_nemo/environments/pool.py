@@ -7,6 +7,8 @@ never forked: the driver has threads. Three things can happen to a shard of traj
 * it exceeds the time limit or its process dies: the members are tried once more one by one, and those that fail again
   are ``env_failed``. That is never a reward;
 * the environment's code is wrong (it raises, returns too few values or an infinite one): RunError.
+
+Environments that are clients of servers elsewhere (``remote``) need no such protection; they run beside the workers.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from pebble import ProcessExpired, ProcessPool
 
 from gdpo_nemo.data.records import Outcome, Trajectory, Verdict
 from gdpo_nemo.environments import worker
+from gdpo_nemo.environments.remote import RemoteEnvironments, is_remote
 from gdpo_nemo.errors import RunError
 
 SHARD_SIZE = 32
@@ -55,7 +58,9 @@ class EnvironmentPool:
         timeout_s: float = 30.0,
         seed: int = 0,
     ):
-        self._environments = {name: dict(options or {}) for name, options in environments.items()}
+        sections = {name: dict(options or {}) for name, options in environments.items()}
+        self._remote = RemoteEnvironments({n: options for n, options in sections.items() if is_remote(n, options)})
+        self._environments = {n: options for n, options in sections.items() if n not in self._remote.names}
         self._workers = max(1, workers)
         self._timeout_s = timeout_s
         self._seed = seed
@@ -71,9 +76,16 @@ class EnvironmentPool:
         for an unknown environment, a mistake in an environment's code, workers that cannot start, or a closed pool.
         """
         for trajectory in trajectories:
-            if trajectory.prompt.environment not in self._environments:
-                wanted = trajectory.prompt.environment
+            wanted = trajectory.prompt.environment
+            if wanted not in self._environments and wanted not in self._remote.names:
                 raise RunError(f"prompt {trajectory.prompt.id} wants the environment {wanted!r}, which env lacks")
+        with self._remote.verifying(trajectories) as elsewhere:
+            here = [t for t in trajectories if t.prompt.environment in self._environments]
+            verdicts = iter(self._verify_in_workers(here))
+            remote = elsewhere()
+        return [remote[i] if i in remote else next(verdicts) for i in range(len(trajectories))]
+
+    def _verify_in_workers(self, trajectories: Sequence[Trajectory]) -> list[Verdict]:
         verdicts: dict[int, Verdict] = {}
         shards = _shards(trajectories, self._workers)
         for shard, reply in zip(shards, self._replies(trajectories, shards)):
@@ -89,6 +101,7 @@ class EnvironmentPool:
             if self._closed:
                 return
             self._closed = True
+        self._remote.close()
         _end(self._pool)
 
     def __enter__(self) -> EnvironmentPool:
