@@ -4,6 +4,7 @@ An environment is any class built as ``Class(options)`` from the mapping below i
 Besides what the protocols ask for, it may have
 
 * ``system_prompt: str | None``, put before its prompts unless the config says otherwise;
+* ``examples(row) -> list[str]``, completions to a row that ``gdpo-nemo env check`` verifies, such as a right answer;
 * ``prepare()``, called once in each worker process before the first time limit starts to run: the place for imports
   that take seconds. The constructor also runs on the driver, so it should be quick.
 """

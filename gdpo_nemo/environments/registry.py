@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Mapping
 
 from gdpo_nemo.data.wording import first_line, nearest
@@ -28,6 +28,12 @@ def environment_names() -> list[str]:
     return sorted({*BUILT_IN, *(point.name for point in entry_points(group=ENTRY_POINT_GROUP))})
 
 
+def origin(point: EntryPoint) -> str:
+    """Where an installed plugin comes from: its package and version, and the class in it."""
+    package = getattr(point, "dist", None)
+    return f"{package.name} {package.version} ({point.value})" if package else point.value
+
+
 def load_environment(name: str, options: Mapping[str, Any] | None = None) -> Environment:
     """The environment called ``name`` in the config, built from its options.
 
@@ -39,7 +45,7 @@ def load_environment(name: str, options: Mapping[str, Any] | None = None) -> Env
     plugin = options.pop("plugin", name)
     if not isinstance(plugin, str):
         raise ConfigError(f"env.{name}.plugin: must be a name or a place such as file.py:Class, not {plugin!r}")
-    make = _find(name, plugin)
+    make = find_plugin(name, plugin)
     try:
         environment = make(options)
     except ConfigError as error:
@@ -60,10 +66,15 @@ def environment_reward_names(name: str, options: Mapping[str, Any] | None = None
     return tuple(load_environment(name, options).reward_names)
 
 
-def _find(name: str, plugin: str) -> Any:
+def find_plugin(name: str, plugin: str) -> Any:
+    """The class behind ``plugin``, for the environment ``name``. Raises ConfigError as ``load_environment`` does."""
     if plugin in BUILT_IN:
         return load_object(BUILT_IN[plugin])
-    for point in entry_points(group=ENTRY_POINT_GROUP, name=plugin):
+    installed = {point.value: point for point in entry_points(group=ENTRY_POINT_GROUP, name=plugin)}
+    if len(installed) > 1:
+        places = " and ".join(origin(point) for point in installed.values())
+        raise ConfigError(f"env.{name}: several packages call an environment {plugin!r}: {places}; write the place")
+    for point in installed.values():
         try:
             return point.load()
         except Exception as error:
