@@ -13,9 +13,6 @@ from gdpo_nemo.config.layout import updates_per_step
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.errors import ConfigError
 
-_INSTANT = ("digit_sort", "gsm8k", "math", "reasoning_gym", "tool_calling")
-"""Built-in environments that cost nothing to build. Others run their author's code, which waits for the run."""
-
 
 def check_learning(config: Config) -> None:
     """Refuses what would fail, or silently do nothing, once there are rewards.
@@ -57,12 +54,10 @@ def kl_in_reward(config: Config) -> bool:
 
 def _instant_names(config: Config) -> set[str] | None:
     """Components of all environments, or None where one of them would have to run its author's code."""
-    from gdpo_nemo.environments.registry import environment_reward_names
+    from gdpo_nemo.environments.preview import announced_components
 
-    sections = {name: options or {} for name, options in config.env.items()}
-    if not all(options.get("plugin", name) in _INSTANT for name, options in sections.items()):
-        return None
-    return {component for name, options in sections.items() for component in environment_reward_names(name, options)}
+    announced = [announced_components(name, options) for name, options in config.env.items()]
+    return None if None in announced else {component for names in announced for component in names}
 
 
 def _check_shaping_alone(config: Config) -> None:
