@@ -126,12 +126,12 @@ def _table(name: str, found) -> Any:
     table = Table(title=f"{name}: {len(found.samples)} samples", title_justify="left")
     table.add_column("row", overflow="fold")
     table.add_column("completion", overflow="fold")
-    for component in found.reward_names:
+    for component in found.components:
         table.add_column(Text(component), justify="right")
     table.add_column("seconds", justify="right")
     table.add_column("outcome", overflow="fold")
     for sample, verdict, latency in zip(found.samples, found.verdicts, found.latencies_s):
-        values = (verdict.rewards.get(component) for component in found.reward_names)
+        values = (verdict.rewards.get(component) for component in found.components)
         rewards = ["-" if value is None else f"{value:g}" for value in values]
         outcome = f"{verdict.outcome}: {verdict.detail}" if verdict.detail else str(verdict.outcome)
         table.add_row(Text(sample.prompt.id), _short(sample.text), *rewards, f"{latency:.3f}", Text(outcome))
@@ -154,7 +154,7 @@ def _findings(found, failure_share: float) -> list[str]:
         lines.append(f"masked: {failed} of {total} samples, never a reward of 0: {'; '.join(reasons)}")
         lines += [f"a run stops where more than {failure_share:.0%} of a step's samples are masked"]
     rewarded = [verdict for verdict in found.verdicts if verdict.rewards]
-    for component in found.reward_names:
+    for component in found.components:
         missing = sum(verdict.rewards.get(component) is None for verdict in rewarded)
         if missing:
             lines.append(f"{component}: does not apply to {missing} of {len(rewarded)} samples, which it then does not touch")

@@ -21,7 +21,7 @@ from gdpo_nemo.config.learning import check_components
 from gdpo_nemo.config.load import config_to_dict, save_config
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.data.prompts import PromptSource
-from gdpo_nemo.environments.pool import EnvironmentPool
+from gdpo_nemo.environments.pools import EnvironmentPools
 from gdpo_nemo.environments.registry import environment_reward_names, load_environments
 from gdpo_nemo.errors import ConfigError, GdpoError, RunError
 from gdpo_nemo.observe.log import RunLog
@@ -233,7 +233,7 @@ def _start_processes(parts: Parts, stack, prompts, tokenizer, folder: Path, foun
     for name in (signal.SIGTERM, signal.SIGINT):  # Ray has just installed its own.
         signal.signal(name, parts.stop)
     stack.push(lambda kind, error, trace: _point_to_logs(kind, error, keep_logs, parts.run_dir))
-    pool = EnvironmentPool(config.env, config.rollout.env_workers, config.rollout.env_timeout_s, config.run.seed)
+    pool = EnvironmentPools(config.env, config.rollout.env_workers, config.rollout.env_timeout_s, config.run.seed)
     stack.callback(pool.close)
     parts.policy = PolicyGroup(config, str(folder), config.gdpo.max_num_steps * updates_per_step(config))
     fleet = EngineFleet(config, str(folder))

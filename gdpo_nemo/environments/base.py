@@ -11,6 +11,7 @@ Besides what the protocols ask for, it may have
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Mapping, Protocol, Sequence, runtime_checkable
 
 from gdpo_nemo.data.records import Trajectory, Verdict
@@ -44,3 +45,14 @@ class PromptMaker(Protocol):
         rows as there are, or a number of the environment's choice.
         """
         ...
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What a reward function returns in the place of a reward that could not be had, through nobody's mistake.
+
+    The sample becomes ``env_failed``: masked and counted. (None would only say that the reward does not apply.)
+    """
+
+    detail: str
+    """Why, in one line; it is logged."""

@@ -16,7 +16,7 @@ from gdpo_nemo.data.records import Outcome, Prompt, Trajectory, Verdict
 from gdpo_nemo.data.rows import PROMPT_KEYS
 from gdpo_nemo.data.wording import first_line
 from gdpo_nemo.environments.base import Environment
-from gdpo_nemo.environments.pool import EnvironmentPool
+from gdpo_nemo.environments.pools import EnvironmentPools
 from gdpo_nemo.errors import ConfigError, RunError
 
 
@@ -33,6 +33,11 @@ class Check:
     """Seconds of each sample's row, all of whose samples are verified in one call."""
     repeated: bool = True
     """Whether the first row got the same verdicts twice."""
+
+    @property
+    def components(self) -> list[str]:
+        """The announced components, then any others that came."""
+        return list(dict.fromkeys([*self.reward_names, *(name for verdict in self.verdicts for name in verdict.rewards)]))
 
     @property
     def failed(self) -> int:
@@ -90,7 +95,7 @@ def check_environment(
         [sample_of(row, text, name, index, key) for index, text in enumerate(_completions(environment, row, completions))]
         for row in rows
     ]
-    with EnvironmentPool({name: options}, workers, timeout_s) as pool:
+    with EnvironmentPools({name: options}, workers, timeout_s) as pool:
         begin = time.perf_counter()
         first = pool.verify(groups[0])
         check = Check(tuple(environment.reward_names), time.perf_counter() - begin)

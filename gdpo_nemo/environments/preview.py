@@ -10,7 +10,7 @@ from typing import Any, Mapping
 from gdpo_nemo.data.wording import nearest
 from gdpo_nemo.environments.functions import BUILT_IN as FUNCTIONS
 from gdpo_nemo.environments.objects import find_file, is_reference
-from gdpo_nemo.environments.registry import BUILT_IN, ENTRY_POINT_GROUP, environment_names, load_environment
+from gdpo_nemo.environments.registry import BUILT_IN, ENTRY_POINT_GROUP, environment_names, load_environment, own_workers
 from gdpo_nemo.errors import ConfigError
 
 _INSTANT = ("digit_sort", "gsm8k", "math", "reasoning_gym", "tool_calling")
@@ -24,6 +24,7 @@ def announced_components(name: str, options: Mapping[str, Any] | None) -> tuple[
         ConfigError: no environment or function of the name; the file, the name in it, or the package is not there.
     """
     options = dict(options or {})
+    own_workers(name, options)
     plugin = options.get("plugin", name)
     if plugin in _INSTANT:
         return tuple(load_environment(name, options).reward_names)

@@ -38,11 +38,13 @@ def load_environment(name: str, options: Mapping[str, Any] | None = None) -> Env
     """The environment called ``name`` in the config, built from its options.
 
     The option ``plugin`` says what it is: a known name, ``file.py:Class`` or ``package.module.Class``; without it the
-    environment's own name does. Raises ConfigError for an unknown name, a class that cannot be imported or built, and
+    environment's own name does. ``num_workers`` is the pool's business. Raises ConfigError for an unknown name, a class that cannot be imported or built, and
     an object that is no environment.
     """
     options = dict(options or {})
     plugin = options.pop("plugin", name)
+    own_workers(name, options)
+    options.pop("num_workers", None)
     if not isinstance(plugin, str):
         raise ConfigError(f"env.{name}.plugin: must be a name or a place such as file.py:Class, not {plugin!r}")
     make = find_plugin(name, plugin)
@@ -59,6 +61,17 @@ def load_environment(name: str, options: Mapping[str, Any] | None = None) -> Env
 def load_environments(section: Mapping[str, Mapping[str, Any] | None]) -> dict[str, Environment]:
     """Every environment of the config section ``env``, by name. Raises as ``load_environment`` does."""
     return {name: load_environment(name, options) for name, options in section.items()}
+
+
+def own_workers(name: str, options: Mapping[str, Any] | None) -> int | None:
+    """The option ``num_workers``: worker processes of this environment's own; None: it shares those of the others.
+
+    Raises ConfigError where that is no positive integer.
+    """
+    number = (options or {}).get("num_workers")
+    if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
+        raise ConfigError(f"env.{name}.num_workers: must be a number of processes, at least 1, not {number!r}")
+    return number
 
 
 def environment_reward_names(name: str, options: Mapping[str, Any] | None = None) -> tuple[str, ...]:
