@@ -100,23 +100,30 @@ def _subject(arguments: argparse.Namespace):
         raise ConfigError(f"env has no {name!r}{nearest(name, config.env)}")
     options: Mapping[str, Any] = config.env[name] or {}
     environment = load_environment(name, options)
-    split, dataset = _dataset(config, name, environment)
-    if dataset.path is None:
-        dataset.size = arguments.rows
-    rows = load_rows(dataset, {name: environment}, split, config.run.seed)[: arguments.rows]
-    return options, environment, rows, dataset.prompt_key, config.rollout
-
-
-def _dataset(config, name: str, environment: Any):
-    """The split whose prompts go to the environment, training first."""
-    from gdpo_nemo.config.schema import DatasetConfig
-
     for split, dataset in (("train", config.data.train), ("validation", config.data.validation)):
-        if dataset is not None and (dataset.environment or next(iter(config.env))) == name:
-            return split, dataset
+        rows = _rows(config, name, environment, split, dataset, arguments.rows) if dataset is not None else []
+        if rows:
+            return options, environment, rows, dataset.prompt_key, config.rollout
     if not hasattr(environment, "rows"):
-        raise ConfigError(f"{name} makes no prompts of its own, and neither data.train nor data.validation names it")
-    return "train", DatasetConfig(environment=name)
+        raise ConfigError(f"{name} makes no prompts of its own, and no row of data.train or data.validation is for it")
+    rows = load_rows(DatasetConfig(environment=name, size=arguments.rows), {name: environment}, "train", config.run.seed)
+    return options, environment, rows, None, config.rollout
+
+
+def _rows(config, name: str, environment: Any, split: str, dataset: Any, wanted: int) -> list[dict[str, Any]]:
+    """At most ``wanted`` rows of the split that the environment would verify."""
+    from dataclasses import replace
+
+    from gdpo_nemo.data.rows import load_rows
+
+    others = dataset.environment or (name if len(config.env) == 1 else None)
+    if dataset.environment_key is None and others != name:
+        return []
+    own = replace(dataset, environment=name, size=wanted if dataset.path is None else dataset.size)
+    rows = load_rows(own, {name: environment}, split, config.run.seed)
+    if dataset.environment_key is not None:
+        rows = [row for row in rows if (row.get(dataset.environment_key) or others) == name]
+    return rows[:wanted]
 
 
 def _table(name: str, found) -> Any:
