@@ -1,4 +1,4 @@
-"""The command line: ``gdpo-nemo train | explain | explain-advantages | health | report | parity | convert``.
+"""The command line: ``gdpo-nemo train | explain | explain-advantages | health | report | parity | convert | env``.
 
 Exit status 0: done as asked. 1: the run failed. 2: the command or the config is wrong. Wrong input costs one line on
 stderr, never a traceback. Heavy imports happen inside the commands that need them, so ``--dry-run`` stays instant.
@@ -15,6 +15,7 @@ from typing import Sequence
 from gdpo_nemo.config.load import load_config, to_yaml
 from gdpo_nemo.config.plan import describe
 from gdpo_nemo.config.validate import validate
+from gdpo_nemo.env_commands import add_commands as add_env_commands
 from gdpo_nemo.errors import ConfigError, GdpoError
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
@@ -183,6 +184,7 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--model", metavar="DIR", help="with --to hf: the model the run started from; default: the run's")
     _layout_arguments(command)
     command.set_defaults(command=convert)
+    add_env_commands(commands, _Parser)
     return parser
 
 

@@ -22,7 +22,7 @@ from gdpo_nemo.config.load import config_to_dict, save_config
 from gdpo_nemo.config.placement import joined
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.data.prompts import PromptSource
-from gdpo_nemo.environments.pool import EnvironmentPool
+from gdpo_nemo.environments.pools import EnvironmentPools
 from gdpo_nemo.environments.registry import load_environments
 from gdpo_nemo.errors import ConfigError, GdpoError, RunError
 from gdpo_nemo.observe.log import RunLog
@@ -259,7 +259,7 @@ def _start_processes(parts: Parts, stack, prompts, tokenizer, folder: Path, foun
     stack.push(lambda kind, error, trace: _point_to_logs(kind, error, keep_logs, parts.run_dir))
     folder = folder.absolute()
     placement = reserve(config, [parts.run_dir, folder])
-    pool = EnvironmentPool(config.env, config.rollout.env_workers, config.rollout.env_timeout_s, config.run.seed)
+    pool = EnvironmentPools(config.env, config.rollout.env_workers, config.rollout.env_timeout_s, config.run.seed)
     stack.callback(pool.close)
     parts.policy = PolicyGroup(config, str(folder), config.gdpo.max_num_steps * updates_per_step(config), placement)
     fleet = EngineFleet(config, str(folder), placement)

@@ -112,7 +112,7 @@ EFFECTS = (
     ),
     *(
         Effect(
-            (f"data.{split}.prompt_key", f"data.{split}.columns"),
+            tuple(f"data.{split}.{key}" for key in ("prompt_key", "columns", "environment_key")),
             lambda c, split=split: getattr(c.data, split) is None or getattr(c.data, split).path is not None,
             f"without data.{split}.path: the environment makes the prompts",
         )

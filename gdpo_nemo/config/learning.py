@@ -14,9 +14,6 @@ from gdpo_nemo.config.reward_weights import check_reward_weights
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.errors import ConfigError
 
-_INSTANT = ("digit_sort", "gsm8k", "math", "nemo_gym", "reasoning_gym", "tool_calling")
-"""Built-in environments that cost nothing to build. Others run their author's code, which waits for the run."""
-
 
 def check_learning(config: Config) -> None:
     """Refuses what would fail, or silently do nothing, once there are rewards.
@@ -58,16 +55,11 @@ def kl_in_reward(config: Config) -> bool:
 
 
 def _instant_names(config: Config) -> set[str] | None:
-    """Components of all environments, or None where one would have to run its author's code or ask its servers."""
-    from gdpo_nemo.environments.registry import load_environments
+    """Components of all environments, or None where one of them would have to run its author's code."""
+    from gdpo_nemo.environments.preview import announced_components
 
-    sections = {name: options or {} for name, options in config.env.items()}
-    if not all(options.get("plugin", name) in _INSTANT for name, options in sections.items()):
-        return None
-    environments = load_environments(sections).values()
-    if any(getattr(environment, "open_rewards", False) for environment in environments):
-        return None
-    return {component for environment in environments for component in environment.reward_names}
+    announced = [announced_components(name, options) for name, options in config.env.items()]
+    return None if None in announced else {component for names in announced for component in names}
 
 
 def _check_shaping_alone(config: Config) -> None:

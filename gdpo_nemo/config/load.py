@@ -19,6 +19,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
 
 from gdpo_nemo.config.choices import CHOICES
+from gdpo_nemo.config.files import REPOSITORY
 from gdpo_nemo.config.reward_weights import weights_beside_rewards
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.errors import ConfigError
@@ -80,8 +81,14 @@ def _read_with_parents(path: Path, children: tuple[Path, ...]) -> list[tuple[str
         raise ConfigError(f"defaults: expected a file name or a list of file names ({path})")
     sources = []
     for parent in parents:
-        sources += _read_with_parents(path.parent / parent, (*children, resolved))
+        sources += _read_with_parents(_parent(path, parent), (*children, resolved))
     return [*sources, (str(path), content)]
+
+
+def _parent(path: Path, name: str) -> Path:
+    """A file beside the config that names it, or else one of the repository, wherever the config lies."""
+    beside = path.parent / name
+    return REPOSITORY / name if not beside.exists() and (REPOSITORY / name).is_file() else beside
 
 
 def _read_yaml(path: Path) -> dict:

@@ -315,6 +315,9 @@ class DatasetConfig:
     """Split of a hub dataset, or the split name given to the environment."""
     environment: Optional[str] = None
     """Environment of `env` that makes the prompts (no path), or that verifies those of the file. Null: the only one."""
+    environment_key: Optional[str] = None
+    """Column that names the environment of `env` which verifies the row, so that several meet in one batch; rows without
+    a value go to `environment`."""
     size: Optional[int] = None
     """Rows: the first so many of a file, or how many the environment makes."""
     prompt_key: Optional[str] = None

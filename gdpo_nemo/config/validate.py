@@ -150,7 +150,7 @@ def _check_environments(config: Config) -> None:
 
 def _check_environment(key: str, data: DatasetConfig, config: Config) -> None:
     names = list(config.env)
-    if data.environment is None and len(names) > 1:
+    if data.environment is None and data.environment_key is None and len(names) > 1:
         raise ConfigError(f"{key}.environment: must be set, env has several: {', '.join(names)}")
     if data.environment is not None and data.environment not in names:
         near = difflib.get_close_matches(data.environment, names, n=1)

@@ -16,7 +16,7 @@ import numpy as np
 
 from gdpo_nemo.config.schema import DatasetConfig
 from gdpo_nemo.data.records import Prompt
-from gdpo_nemo.data.rows import PROMPT_KEYS, Row, environment_of, load_rows
+from gdpo_nemo.data.rows import PROMPT_KEYS, Row, environment_of, environment_of_row, load_rows
 from gdpo_nemo.data.wording import first_line, nearest
 from gdpo_nemo.errors import ConfigError
 
@@ -61,8 +61,9 @@ class PromptSource:
         self.environment = environment_of(dataset, environments, split)
         self._split, self._seed, self._shuffle = split, seed, dataset.shuffle
         rows = load_rows(dataset, environments, split, seed)
-        render = _Renderer(dataset, environments, self.environment, tokenizer, split)
-        prompts = [render(index, row) for index, row in enumerate(rows)]
+        verifiers = [environment_of_row(row, dataset, environments, split) for row in rows]
+        render = _Renderer(dataset, environments, tokenizer, split)
+        prompts = [render(index, row, verifier) for index, (row, verifier) in enumerate(zip(rows, verifiers))]
         texts = [text for text, _ in prompts]
         token_ids = _tokenise(tokenizer, texts, render.chat)
         if [] in token_ids:
@@ -74,8 +75,8 @@ class PromptSource:
         ]
         """Prompts that were skipped because they are too long."""
         self._prompts = [
-            self._prompt(row, text, ids, messages, render.key)
-            for row, (text, messages), ids in zip(rows, prompts, token_ids)
+            self._prompt(row, text, ids, messages, render.key, verifier)
+            for row, (text, messages), ids, verifier in zip(rows, prompts, token_ids, verifiers)
             if len(ids) <= max_prompt_tokens
         ]
         if not self._prompts:
@@ -109,9 +110,11 @@ class PromptSource:
         """The first ``n`` prompts (all of them when None) in the order of the data, for validation."""
         return self._prompts[:n]
 
-    def _prompt(self, row: Row, text: str, token_ids: Sequence[int], messages: Messages | None, key: str) -> Prompt:
+    def _prompt(
+        self, row: Row, text: str, token_ids: Sequence[int], messages: Messages | None, key: str, environment: str
+    ) -> Prompt:
         fields = {name: value for name, value in row.items() if name not in (key, "id")}
-        return Prompt(row["id"], np.asarray(token_ids, dtype=np.int32), text, self.environment, fields, messages)
+        return Prompt(row["id"], np.asarray(token_ids, dtype=np.int32), text, environment, fields, messages)
 
     def _draw_order(self, epoch: int) -> np.ndarray:
         if not self._shuffle:
@@ -122,9 +125,7 @@ class PromptSource:
 class _Renderer:
     """Turns a row into the text the model reads, and into its chat messages where the row holds such."""
 
-    def __init__(
-        self, dataset: DatasetConfig, environments: Mapping[str, Any], environment: str, tokenizer: Any, split: str
-    ):
+    def __init__(self, dataset: DatasetConfig, environments: Mapping[str, Any], tokenizer: Any, split: str):
         has_template = bool(getattr(tokenizer, "chat_template", None))
         if dataset.chat and not has_template:
             raise ConfigError(f"data.{split}.chat: the tokenizer has no chat template")
@@ -132,10 +133,11 @@ class _Renderer:
         self.key = dataset.prompt_key or ""
         self._tokenizer, self._split = tokenizer, split
         self._demanded = dataset.system_prompt
-        own = getattr(environments[environment], "system_prompt", None)
-        self._system = own if self._demanded is None else self._demanded
+        self._own = {name: getattr(environment, "system_prompt", None) for name, environment in environments.items()}
+        self._system: str | None = None
 
-    def __call__(self, index: int, row: Row) -> tuple[str, Messages | None]:
+    def __call__(self, index: int, row: Row, environment: str) -> tuple[str, Messages | None]:
+        self._system = self._own[environment] if self._demanded is None else self._demanded
         value = self._value(index, row)
         if isinstance(value, str):
             messages = [*self._system_message(), {"role": "user", "content": value}]

@@ -19,18 +19,33 @@ Row = dict[str, Any]
 
 
 def environment_of(dataset: DatasetConfig, environments: Mapping[str, Any], split: str) -> str:
-    """The name in ``env`` of the environment that verifies this split's prompts. Raises ConfigError."""
+    """The name in ``env`` of the environment that verifies this split's prompts. Raises ConfigError.
+
+    With ``environment_key`` it is that of the rows which name none, and may be empty.
+    """
     if dataset.environment is not None:
         if dataset.environment not in environments:
             hint = nearest(dataset.environment, environments)
             raise ConfigError(f"data.{split}.environment: env has no {dataset.environment!r}{hint}")
         return dataset.environment
+    if dataset.environment_key is not None and len(environments) != 1:
+        return ""
     if len(environments) != 1:
         names = ", ".join(environments) or "none"
         raise ConfigError(
             f"data.{split}.environment: must be set unless env has exactly one environment (it has: {names})"
         )
     return next(iter(environments))
+
+
+def environment_of_row(row: Row, dataset: DatasetConfig, environments: Mapping[str, Any], split: str) -> str:
+    """The name in ``env`` of the environment that verifies this row. Raises ConfigError."""
+    named = row.get(dataset.environment_key) if dataset.environment_key is not None else None
+    name = environment_of(dataset, environments, split) if named is None else named
+    if name not in environments:
+        what = f"env has no {name!r}{nearest(str(name), environments)}" if name else "names no environment"
+        raise ConfigError(f"data.{split}.environment_key: row {row.get('id')}: {what}")
+    return name
 
 
 def load_rows(dataset: DatasetConfig, environments: Mapping[str, Any], split: str, seed: int) -> list[Row]:

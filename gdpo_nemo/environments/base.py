@@ -4,6 +4,7 @@ An environment is any class built as ``Class(options)`` from the mapping below i
 Besides what the protocols ask for, it may have
 
 * ``system_prompt: str | None``, put before its prompts unless the config says otherwise;
+* ``examples(row) -> list[str]``, completions to a row that ``gdpo-nemo env check`` verifies, such as a right answer;
 * ``prepare()``, called once in each worker process before the first time limit starts to run: the place for imports
   that take seconds. The constructor also runs on the driver, so it should be quick;
 * ``read_row(row) -> row``, which turns a row of its dataset into one with a prompt column (and ``tools``);
@@ -14,6 +15,7 @@ Besides what the protocols ask for, it may have
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Mapping, Protocol, Sequence, runtime_checkable
 
 from gdpo_nemo.data.records import Trajectory, Verdict
@@ -47,3 +49,14 @@ class PromptMaker(Protocol):
         rows as there are, or a number of the environment's choice.
         """
         ...
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What a reward function returns in the place of a reward that could not be had, through nobody's mistake.
+
+    The sample becomes ``env_failed``: masked and counted. (None would only say that the reward does not apply.)
+    """
+
+    detail: str
+    """Why, in one line; it is logged."""

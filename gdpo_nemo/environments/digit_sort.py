@@ -61,6 +61,10 @@ class DigitSort:
         random.Random(seed).shuffle(chosen)
         return [{"id": f"digits/{digits}", "prompt": f"{digits}=", "digits": digits} for digits in chosen[:size]]
 
+    def examples(self, row: Mapping[str, Any]) -> list[str]:
+        """What the task wants, and the same with everything wrong."""
+        return [f"<t></t><a>{''.join(sorted(row['digits']))}</a>", "<t>" + "." * self._length_limit]
+
     def _verdict(self, trajectory: Trajectory) -> Verdict:
         ended = trajectory.finish_reason == "stop"
         runs = _DIGIT_RUN.findall(trajectory.text)

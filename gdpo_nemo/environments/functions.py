@@ -8,8 +8,9 @@ import inspect
 from dataclasses import dataclass
 from typing import Any, Callable, Mapping, Sequence
 
-from gdpo_nemo.data.records import Trajectory, Verdict
+from gdpo_nemo.data.records import Outcome, Trajectory, Verdict
 from gdpo_nemo.data.wording import first_line, nearest
+from gdpo_nemo.environments.base import Failure
 from gdpo_nemo.environments.checks import reward_value
 from gdpo_nemo.environments.objects import load_object
 from gdpo_nemo.environments.options import read_options
@@ -19,6 +20,7 @@ BUILT_IN = {
     "regex": "gdpo_nemo.environments.formats:regex",
     "json_schema": "gdpo_nemo.environments.formats:json_schema",
     "length": "gdpo_nemo.environments.formats:length",
+    "llm_judge": "gdpo_nemo.environments.judge:LlmJudge",
 }
 """Functions that may be named without their place."""
 
@@ -50,13 +52,14 @@ class Functions:
 
     Options:
         functions: component name to function, given by its place (``file.py:name``, ``package.module.name``), by a
-            built-in name (regex, json_schema, length), or as ``{function: ..., <argument>: <value>, ...}``.
+            built-in name (regex, json_schema, length, llm_judge), or as ``{function: ..., <argument>: <value>, ...}``.
+            A class is built once in each process, with these arguments, and its object called.
         system_prompt: put before the prompts.
 
     As in TRL a function is called with ``prompts``, ``completions``, ``completion_ids`` and every further column of the
     dataset, each a list with one entry per completion. For rows that hold chat messages, prompts and completions are
     message lists, otherwise text. Functions without ``**kwargs`` get only what they ask for. Async functions run
-    concurrently. The completions of one call are some of the step's, but always all samples of a prompt (except when
+    concurrently. A ``Failure`` in the place of a reward masks the sample. The completions of one call are some of the step's, but always all samples of a prompt (except when
     a call that had failed is repeated for one sample at a time).
     """
 
@@ -74,7 +77,11 @@ class Functions:
         returned = {f.name: _call(f, columns) for f in self._functions if not f.is_async}
         returned.update(asyncio.run(_call_all([f for f in self._functions if f.is_async], columns)))
         rewards = {f.name: _values(f, returned[f.name], trajectories) for f in self._functions}
-        return [Verdict({name: rewards[name][row] for name in self.reward_names}) for row in range(len(trajectories))]
+        return [self._verdict({name: rewards[name][row] for name in self.reward_names}) for row in range(len(trajectories))]
+
+    def _verdict(self, rewards: Mapping[str, float | Failure | None]) -> Verdict:
+        failed = [f"{name}: {value.detail}" for name, value in rewards.items() if isinstance(value, Failure)]
+        return Verdict({}, Outcome.ENV_FAILED, "; ".join(failed)) if failed else Verdict(rewards)
 
 
 def _load(name: str, entry: Any) -> _RewardFunction:
@@ -87,14 +94,38 @@ def _load(name: str, entry: Any) -> _RewardFunction:
     call = load_object(BUILT_IN.get(reference, reference))
     if not callable(call):
         raise ConfigError(f"functions.{name}: {reference} is not callable")
+    if inspect.isclass(call):
+        _check_arguments(name, reference, arguments, _parameters(call))
+        call, arguments = _built(name, reference, call, arguments), {}
+    known = _parameters(call)
+    _check_arguments(name, reference, arguments, known)
+    is_async = inspect.iscoroutinefunction(call) or inspect.iscoroutinefunction(getattr(call, "__call__", None))
+    return _RewardFunction(name, reference, call, arguments, is_async, known)
+
+
+def _parameters(call: Callable[..., Any]) -> frozenset[str] | None:
+    """Names of the arguments it takes, None where it takes any."""
     parameters = inspect.signature(call).parameters.values()
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
-    known = None if takes_all else frozenset(parameter.name for parameter in parameters)
+    return None if takes_all else frozenset(parameter.name for parameter in parameters)
+
+
+def _check_arguments(name: str, reference: str, arguments: Mapping[str, Any], known: frozenset[str] | None) -> None:
     for argument in arguments:
         if known is not None and argument not in known:
             raise ConfigError(f"functions.{name}: {reference} takes no argument {argument!r}{nearest(argument, known)}")
-    is_async = inspect.iscoroutinefunction(call) or inspect.iscoroutinefunction(getattr(call, "__call__", None))
-    return _RewardFunction(name, reference, call, arguments, is_async, known)
+
+
+def _built(name: str, reference: str, make: type, arguments: Mapping[str, Any]) -> Callable[..., Any]:
+    try:
+        function = make(**arguments)
+    except ConfigError as error:
+        raise ConfigError(f"functions.{name}.{error}") from error
+    except Exception as error:  # the constructor is the user's
+        raise ConfigError(f"functions.{name}: {reference} could not be built: {first_line(error)}") from error
+    if not callable(function):
+        raise ConfigError(f"functions.{name}: objects of {reference} are not callable")
+    return function
 
 
 def _columns(trajectories: Sequence[Trajectory]) -> dict[str, list[Any]]:
@@ -136,7 +167,9 @@ async def _call_all(functions: Sequence[_RewardFunction], columns: Mapping[str, 
     return {function.name: value for function, value in zip(functions, returned)}
 
 
-def _values(function: _RewardFunction, returned: Any, trajectories: Sequence[Trajectory]) -> list[float | None]:
+def _values(
+    function: _RewardFunction, returned: Any, trajectories: Sequence[Trajectory]
+) -> list[float | Failure | None]:
     try:
         values = list(returned)
     except Exception:
@@ -144,6 +177,8 @@ def _values(function: _RewardFunction, returned: Any, trajectories: Sequence[Tra
     if len(values) != len(trajectories):
         raise RunError(f"{function} returned {len(values)} rewards for {len(trajectories)} completions")
     return [
-        reward_value(value, f"the value of {function} for sample {t.sample_index} of prompt {t.prompt.id}")
+        value
+        if isinstance(value, Failure)
+        else reward_value(value, f"the value of {function} for sample {t.sample_index} of prompt {t.prompt.id}")
         for value, t in zip(values, trajectories)
     ]

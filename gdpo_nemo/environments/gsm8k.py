@@ -58,6 +58,11 @@ class Gsm8k:
             for trajectory in trajectories
         ]
 
+    def examples(self, row: Mapping[str, Any]) -> list[str]:
+        """The right answer, well-formed."""
+        gold = str(row.get(self._gold_key)).rpartition("####")[2].strip().replace(",", "")
+        return [f"<think>...</think>\n<answer>{gold}</answer>"]
+
     def _rewards(self, text: str, gold: str) -> dict[str, float]:
         answer = tagged_answer(text)
         return {

@@ -41,6 +41,10 @@ class Math:
             for trajectory in trajectories
         ]
 
+    def examples(self, row: Mapping[str, Any]) -> list[str]:
+        """The right answer, boxed."""
+        return [rf"\boxed{{{row.get(self._gold_key)}}}"]
+
     def _correct(self, trajectory: Trajectory) -> bool:
         return same_mathematics(str(column(trajectory.prompt, self._gold_key)), trajectory.text, self._limit)
 

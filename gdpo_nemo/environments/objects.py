@@ -9,6 +9,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from gdpo_nemo.config.files import REPOSITORY
 from gdpo_nemo.data.wording import first_line, nearest
 from gdpo_nemo.errors import ConfigError
 
@@ -21,7 +22,7 @@ def is_reference(text: str) -> bool:
 def load_object(reference: str) -> Any:
     """The object behind ``file.py:name``, ``pkg.mod:name`` or ``pkg.mod.name``.
 
-    A file is looked up from the working directory and imported with its own folder importable, as if it were run.
+    A file (``find_file``) is imported with its own folder importable, as if it were run.
     Raises ConfigError, in one line, when the place or the name does not exist or the import fails.
     """
     place, _, name = reference.rpartition(":") if ":" in reference else reference.rpartition(".")
@@ -34,6 +35,12 @@ def load_object(reference: str) -> Any:
     return getattr(module, name)
 
 
+def find_file(place: str) -> Path | None:
+    """The file, looked up from the working directory, then from the repository; None where there is none."""
+    paths = (Path(place).expanduser(), REPOSITORY / place)
+    return next((path.resolve() for path in paths if path.is_file()), None)
+
+
 def _load_module(place: str) -> ModuleType:
     try:
         return importlib.import_module(place)
@@ -42,8 +49,8 @@ def _load_module(place: str) -> ModuleType:
 
 
 def _load_file(place: str) -> ModuleType:
-    path = Path(place).expanduser().resolve()
-    if not path.is_file():
+    path = find_file(place)
+    if path is None:
         raise ConfigError(f"no such file: {place}")
     name = "gdpo_nemo_plugin_" + "_".join(part.replace(".", "_") for part in path.parts[1:])
     if name in sys.modules:

@@ -63,6 +63,10 @@ class ReasoningGym:
             self.prepare()
         return [self._verdict(trajectory) for trajectory in trajectories]
 
+    def examples(self, row: Mapping[str, Any]) -> list[str]:
+        """The task's own answer, well-formed."""
+        return [f"<think>...</think>\n<answer>{row.get('answer')}</answer>"]
+
     def _verdict(self, trajectory: Trajectory) -> Verdict:
         fields = trajectory.prompt.fields
         entry = {"question": "", "answer": fields.get("answer"), "metadata": column(trajectory.prompt, "metadata")}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Mapping
 
 from gdpo_nemo.data.wording import first_line, nearest
@@ -29,16 +29,24 @@ def environment_names() -> list[str]:
     return sorted({*BUILT_IN, *(point.name for point in entry_points(group=ENTRY_POINT_GROUP))})
 
 
+def origin(point: EntryPoint) -> str:
+    """Where an installed plugin comes from: its package and version, and the class in it."""
+    package = getattr(point, "dist", None)
+    return f"{package.name} {package.version} ({point.value})" if package else point.value
+
+
 def load_environment(name: str, options: Mapping[str, Any] | None = None) -> Environment:
     """The environment called ``name`` in the config, built from its options.
 
     The option ``plugin`` says what it is: a known name, ``file.py:Class`` or ``package.module.Class``; without it the
-    environment's own name does. Raises ConfigError for an unknown name, a class that cannot be imported or built, and
-    an object that is no environment.
+    environment's own name does. ``num_workers`` is the pool's business. Raises ConfigError for an unknown name, a class
+    that cannot be imported or built, and an object that is no environment.
     """
     make = environment_class(name, options)
     options = dict(options or {})
     plugin = options.pop("plugin", name)
+    own_workers(name, options)
+    options.pop("num_workers", None)
     try:
         environment = make(options)
     except ConfigError as error:
@@ -54,7 +62,7 @@ def environment_class(name: str, options: Mapping[str, Any] | None = None) -> An
     plugin = (options or {}).get("plugin", name)
     if not isinstance(plugin, str):
         raise ConfigError(f"env.{name}.plugin: must be a name or a place such as file.py:Class, not {plugin!r}")
-    return _find(name, plugin)
+    return find_plugin(name, plugin)
 
 
 def load_environments(section: Mapping[str, Mapping[str, Any] | None]) -> dict[str, Environment]:
@@ -62,15 +70,31 @@ def load_environments(section: Mapping[str, Mapping[str, Any] | None]) -> dict[s
     return {name: load_environment(name, options) for name, options in section.items()}
 
 
+def own_workers(name: str, options: Mapping[str, Any] | None) -> int | None:
+    """The option ``num_workers``: worker processes of this environment's own; None: it shares those of the others.
+
+    Raises ConfigError where that is no positive integer.
+    """
+    number = (options or {}).get("num_workers")
+    if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
+        raise ConfigError(f"env.{name}.num_workers: must be a number of processes, at least 1, not {number!r}")
+    return number
+
+
 def environment_reward_names(name: str, options: Mapping[str, Any] | None = None) -> tuple[str, ...]:
     """The reward components that the environment may return. Raises as ``load_environment`` does."""
     return tuple(load_environment(name, options).reward_names)
 
 
-def _find(name: str, plugin: str) -> Any:
+def find_plugin(name: str, plugin: str) -> Any:
+    """The class behind ``plugin``, for the environment ``name``. Raises ConfigError as ``load_environment`` does."""
     if plugin in BUILT_IN:
         return load_object(BUILT_IN[plugin])
-    for point in entry_points(group=ENTRY_POINT_GROUP, name=plugin):
+    installed = {point.value: point for point in entry_points(group=ENTRY_POINT_GROUP, name=plugin)}
+    if len(installed) > 1:
+        places = " and ".join(origin(point) for point in installed.values())
+        raise ConfigError(f"env.{name}: several packages call an environment {plugin!r}: {places}; write the place")
+    for point in installed.values():
         try:
             return point.load()
         except Exception as error:

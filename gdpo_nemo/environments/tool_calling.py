@@ -46,6 +46,10 @@ class ToolCalling:
             verdicts.append(Verdict({"correctness": correctness(gold, text), "format": formatted(gold, text)}))
         return verdicts
 
+    def examples(self, row: Mapping[str, Any]) -> list[str]:
+        """The ground truth itself."""
+        return [str(row.get(self._gold_key))]
+
 
 def formatted(gold: str, text: str) -> float:
     """1.0 if ``text`` has exactly the blocks that ``gold`` has, else 0.0. The blocks' contents are not looked at."""

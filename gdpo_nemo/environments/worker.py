@@ -10,6 +10,7 @@ import faulthandler
 import hashlib
 import os
 import random
+import signal
 import threading
 import time
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ STARTUP_LIMIT_S = 120.0
 """Seconds a worker may take to build its environments."""
 _GRACE_S = 10.0
 _POLL_S = 0.5
+_SIGNALS = (signal.SIGALRM, signal.SIGTERM, signal.SIGINT, signal.SIGCHLD, signal.SIGUSR1, signal.SIGUSR2)
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,7 @@ def verify(name: str, trajectories: Sequence[Trajectory], time_limit_s: float, s
     # The driver enforces the limit. This timer needs neither the driver nor the interpreter lock, so that even code
     # stuck inside a C extension does not outlive a driver that was killed.
     faulthandler.dump_traceback_later(time_limit_s + _GRACE_S, exit=True)
+    handlers = {number: signal.getsignal(number) for number in _SIGNALS}
     try:
         _seed(seed, name, trajectories)
         verdicts = environment.verify(trajectories)
@@ -80,6 +83,15 @@ def verify(name: str, trajectories: Sequence[Trajectory], time_limit_s: float, s
         return Fault(f"environment {name!r}: {type(environment).__name__}.verify raised {first_line(error)}")
     finally:
         faulthandler.cancel_dump_traceback_later()
+        _restore(handlers)
+
+
+def _restore(handlers: Mapping[int, Any]) -> None:
+    """Disarm the timer and undo the signal handlers that a verifier left behind: they would strike the next one."""
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    for number, handler in handlers.items():
+        if handler is not None and signal.getsignal(number) is not handler:
+            signal.signal(number, handler)
 
 
 def _seed(seed: int, name: str, trajectories: Sequence[Trajectory]) -> None:

@@ -84,6 +84,7 @@ def test_what_cannot_run_is_refused_by_name(minimal, overrides, expected):
         ([], "checkpointing.keep_best=3"),
         (["policy.generation.verify_weights=false"], "policy.generation.parity_limit=0.5"),
         ([], "data.train.prompt_key=text"),
+        ([], "data.train.environment_key=task"),
     ],
 )
 def test_a_key_without_effect_is_refused_and_its_default_is_not(minimal, overrides, key):

@@ -52,6 +52,24 @@ def ids(prompts):
     return [prompt.id for prompt in prompts]
 
 
+MIXED = {**DIGITS, **POLITE}
+
+
+def test_rows_go_to_the_environment_that_their_column_names(tmp_path):
+    rows = [{"prompt": "a", "task": "polite"}, {"prompt": "b", "task": None}, {"prompt": "c"}]
+    dataset = DatasetConfig(path=write(tmp_path / "rows.jsonl", rows), environment_key="task", environment="digit_sort")
+    prompts = source(dataset, MIXED).head()
+    assert [prompt.environment for prompt in prompts] == ["polite", "digit_sort", "digit_sort"]
+    assert [prompt.text for prompt in prompts] == ["Be polite.\n\na", "b", "c"]
+
+
+@pytest.mark.parametrize("row, message", [({"task": "polit"}, "row train/1: env has no 'polit'; did you mean 'polite'"), ({}, "row train/1: names no environment")])
+def test_a_row_that_no_environment_verifies_is_refused(tmp_path, row, message):
+    rows = [{"prompt": "a", "task": "polite"}, {"prompt": "b", **row}]
+    with pytest.raises(ConfigError, match=f"data.train.environment_key: {message}"):
+        source(DatasetConfig(path=write(tmp_path / "rows.jsonl", rows), environment_key="task"), MIXED)
+
+
 @settings(max_examples=40, deadline=None)
 @given(cuts=st.lists(st.integers(1, 9), min_size=1, max_size=6), seed=st.integers(0, 2**31))
 def test_resuming_at_any_position_deals_the_same_prompts(numbered, cuts, seed):

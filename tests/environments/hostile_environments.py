@@ -37,7 +37,9 @@ class Hostile:
             print("garbage" * 1000)
         elif text == "down":
             return Verdict({}, Outcome.ENV_FAILED, "server is down")
-        special = {"inf": float("inf"), "nan": float("nan"), "none": None, "text": "1", "pid": os.getpid()}
+        elif text == "nap":
+            time.sleep(0.5)
+        special = {"nap": os.getpid(), "inf": float("inf"), "nan": float("nan"), "none": None, "text": "1", "pid": os.getpid()}
         return Verdict({"unannounced" if text == "stray" else "length": special.get(text, float(len(text)))})
 
 

@@ -1,8 +1,13 @@
 """Reward functions that are right, wrong, asynchronous or greedy; for the tests."""
 
 import asyncio
+import os
+import signal
+import time
 
 import numpy as np
+
+from gdpo_nemo.environments.base import Failure
 
 
 def lengths(completions, **columns):
@@ -74,3 +79,74 @@ class Callable:
 
 
 instance = Callable()
+
+
+def limited(completions, **_):
+    """Limits itself by SIGALRM, as verifiers of mathematics do."""
+
+    def expire(*_):
+        raise TimeoutError
+
+    rewards = []
+    for completion in completions:
+        signal.signal(signal.SIGALRM, expire)
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        try:
+            time.sleep(5 if completion == "slow" else 0)
+            rewards.append(1.0)
+        except TimeoutError:
+            rewards.append(None)
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+    return rewards
+
+
+def untidy(completions, **_):
+    """Leaves an armed timer and handlers behind, which would strike whatever runs next."""
+
+    def strike(*_):
+        raise KeyboardInterrupt("from the function before")
+
+    left = [float(signal.getsignal(number) is signal.SIG_DFL) for number in (signal.SIGALRM, signal.SIGUSR1)]
+    if completions[0] == "arm":
+        for number in (signal.SIGALRM, signal.SIGUSR1):
+            signal.signal(number, strike)
+        signal.setitimer(signal.ITIMER_REAL, 0.15)
+    else:
+        time.sleep(0.3)
+    return [min(left)] * len(completions)
+
+
+async def misbehaving(completions, **_):
+    for completion in completions:
+        if completion == "hang":
+            await asyncio.sleep(1000)
+        elif completion == "deaf":
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            time.sleep(1000)
+        elif completion == "crash":
+            os.abort()
+    return [float(len(completion)) for completion in completions]
+
+
+def asking(completions, **_):
+    return [Failure("server is down") if completion == "down" else 1.0 for completion in completions]
+
+
+class Counting:
+    """Built once, called often."""
+
+    def __init__(self, step, start=0.0):
+        self.value, self.step = start, step
+
+    def __call__(self, completions, **_):
+        self.value += self.step
+        return [self.value] * len(completions)
+
+
+class Uncallable:
+    pass
+
+
+def down(completions, **_):
+    return [Failure("server is down")] * len(completions)

@@ -1,12 +1,15 @@
 import re
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
-from environment_samples import trajectory
+from environment_samples import HOSTILE, trajectories, trajectory
+from gdpo_nemo.data.records import Outcome
 from gdpo_nemo.environments.functions import Functions
 from gdpo_nemo.environments.pool import EnvironmentPool
+from gdpo_nemo.environments.pools import EnvironmentPools
 from gdpo_nemo.environments.registry import load_environment
 from gdpo_nemo.errors import ConfigError, RunError
 
@@ -106,9 +109,86 @@ def test_the_pool_names_the_environment_too():
         pool.verify([trajectory("a", "mine"), trajectory("b", "mine", index=1)])
 
 
+@pytest.fixture(scope="module")
+def pool():
+    """Functions that use signals, hang or crash, each an environment, two of them with processes of their own."""
+    section = {
+        name: {"plugin": "functions", "functions": {"value": f"{PLACE}:{name}", "other": f"{PLACE}:lengths"}}
+        for name in ("limited", "untidy", "misbehaving", "asking")
+    }
+    section["untidy"]["num_workers"] = section["misbehaving"]["num_workers"] = 1
+    with EnvironmentPools(section, timeout_s=0.7) as pool:
+        yield pool
+
+
+def values(verdicts):
+    return [verdict.rewards.get("value") for verdict in verdicts]
+
+
+def lengths(verdicts):
+    return [verdict.rewards.get("length") for verdict in verdicts]
+
+
+def test_a_function_may_use_signals(pool):
+    assert values(pool.verify(trajectories(["a", "slow", "b"], "limited"))) == [1.0, None, 1.0]
+
+
+def test_timers_and_handlers_that_a_function_leaves_behind_do_not_strike_the_next_one(pool):
+    # One worker, one group to a shard: both calls meet in one process.
+    assert values(pool.verify([trajectory("arm", "untidy")])) == [1.0]
+    assert values(pool.verify([trajectory("next", "untidy")])) == [1.0]
+
+
+def test_a_function_that_hangs_or_crashes_costs_its_own_sample_only(pool):
+    mixed = [*trajectories(["a", "hang", "ccc", "crash"], "misbehaving"), *trajectories(["dd", "slow"], "limited")]
+    found = pool.verify(mixed)
+    assert values(found) == [1.0, None, 3.0, None, 1.0, None]
+    for verdict, detail in ((found[1], "exceeded 0.7 s"), (found[3], "died (exit code")):
+        assert verdict.outcome is Outcome.ENV_FAILED and detail in verdict.detail and verdict.rewards == {}
+    assert [verdict.outcome for verdict in (found[0], found[2], *found[4:])] == [Outcome.OK] * 4
+
+
+def test_a_failure_in_the_place_of_a_reward_masks_the_sample_and_no_other(pool):
+    [good, failed] = pool.verify(trajectories(["up", "down"], "asking"))
+    assert good.rewards == {"value": 1.0, "other": 2.0}
+    assert (failed.outcome, failed.detail, failed.rewards) == (Outcome.ENV_FAILED, "value: server is down", {})
+
+
+def test_an_environment_with_workers_of_its_own_has_that_many_and_waits_for_no_other():
+    section = {
+        "env": {"plugin": f"{HOSTILE}:Hostile", "num_workers": 2},
+        "misbehaving": {"plugin": "functions", "functions": {"value": f"{PLACE}:misbehaving"}},
+    }
+    ended = []
+
+    def hang():
+        with pytest.raises(RunError, match="closed during verification"):
+            pools.verify([trajectory("hang", "misbehaving")])
+        ended.append(True)
+
+    with EnvironmentPools(section, workers=1, timeout_s=60.0) as pools:
+        assert len(set(lengths(pools.verify(trajectories(["nap", "nap"], group=1))))) == 2
+        with pytest.raises(RunError, match="wants the environment 'nowhere', which env lacks"):
+            pools.verify([trajectory("x", "nowhere")])
+        stuck = threading.Thread(target=hang)
+        stuck.start()
+        assert lengths(pools.verify([trajectory("good")])) == [4.0] and not ended
+    stuck.join(10)
+    assert ended
+
+
+def test_a_class_is_built_once_with_its_arguments():
+    env = environment(count={"function": f"{PLACE}:Counting", "step": 2, "start": 1.0})
+    assert [rewards(env, [trajectory("a")])[0]["count"] for _ in range(2)] == [3.0, 5.0]
+
+
 @pytest.mark.parametrize(
     "options, message",
     [
+        ({"functions": {"a": f"{PLACE}:Counting"}}, "Counting could not be built: TypeError"),
+        ({"functions": {"a": f"{PLACE}:Uncallable"}}, "Uncallable are not callable"),
+        ({"functions": {"a": {"function": f"{PLACE}:Counting", "stop": 1}}}, "no argument 'stop'; did you mean 'step'"),
+        ({"functions": {"a": f"{PLACE}:lengths"}, "num_workers": 0}, "env.mine.num_workers: must be a number of processes"),
         ({}, "names no reward function"),
         ({"function": {}}, "unknown option 'function'; did you mean 'functions'"),
         ({"functions": {"a": "lenght"}}, "functions.a: no reward function is called 'lenght'; did you mean 'length'"),

@@ -1,0 +1,63 @@
+"""The worker processes of a run: one pool that environments share, and one for each that asks for its own.
+
+An environment with ``num_workers: N`` in its section has N processes to itself, so that slow verifiers neither wait for
+others nor hold them up. The rest share ``rollout.env_workers`` processes.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Mapping, Sequence
+
+from gdpo_nemo.data.records import Trajectory, Verdict
+from gdpo_nemo.environments.pool import EnvironmentPool
+from gdpo_nemo.environments.registry import own_workers
+
+
+class EnvironmentPools:
+    """The same as ``EnvironmentPool``, with processes of their own for environments that ask for them.
+
+    Args: as for ``EnvironmentPool``; ``workers`` are those of the environments without ``num_workers``.
+    """
+
+    def __init__(
+        self,
+        environments: Mapping[str, Mapping[str, Any] | None],
+        workers: int = 1,
+        timeout_s: float = 30.0,
+        seed: int = 0,
+    ):
+        own = {name: number for name, options in environments.items() if (number := own_workers(name, options))}
+        shared = {name: options for name, options in environments.items() if name not in own}
+        # The shared pool, which comes first, is also what refuses unknown environments.
+        self._pools = [EnvironmentPool(shared, workers, timeout_s, seed)]
+        self._pools += [EnvironmentPool({name: environments[name]}, number, timeout_s, seed) for name, number in own.items()]
+        self._place = {name: place for place, name in enumerate(own, start=1)}
+
+    def verify(self, trajectories: Sequence[Trajectory]) -> list[Verdict]:
+        """One verdict per trajectory, in order; the pools work side by side. Raises as ``EnvironmentPool.verify``."""
+        parts: dict[int, list[int]] = {}
+        for index, trajectory in enumerate(trajectories):
+            parts.setdefault(self._place.get(trajectory.prompt.environment, 0), []).append(index)
+        if len(parts) <= 1:
+            return self._pools[next(iter(parts), 0)].verify(trajectories)
+        verdicts: dict[int, Verdict] = {}
+        with ThreadPoolExecutor(len(parts)) as threads:
+            asked = {
+                place: threads.submit(self._pools[place].verify, [trajectories[index] for index in indices])
+                for place, indices in parts.items()
+            }
+            for place, indices in parts.items():
+                verdicts.update(zip(indices, asked[place].result()))
+        return [verdicts[index] for index in range(len(trajectories))]
+
+    def close(self) -> None:
+        """End the workers. A ``verify`` under way in another thread raises RunError."""
+        for pool in self._pools:
+            pool.close()
+
+    def __enter__(self) -> EnvironmentPools:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -1,0 +1,76 @@
+"""What the section ``env`` says before any author's code runs: for ``--dry-run``, which must be instant and harmless."""
+
+from __future__ import annotations
+
+import ast
+from importlib.metadata import entry_points
+from importlib.util import find_spec
+from typing import Any, Mapping
+
+from gdpo_nemo.data.wording import nearest
+from gdpo_nemo.environments.functions import BUILT_IN as FUNCTIONS
+from gdpo_nemo.environments.objects import find_file, is_reference
+from gdpo_nemo.environments.registry import BUILT_IN, ENTRY_POINT_GROUP, environment_names, load_environment, own_workers
+from gdpo_nemo.errors import ConfigError
+
+_INSTANT = ("digit_sort", "gsm8k", "math", "nemo_gym", "reasoning_gym", "tool_calling")
+"""Built-in environments that cost nothing to build."""
+
+
+def announced_components(name: str, options: Mapping[str, Any] | None) -> tuple[str, ...] | None:
+    """The components that an environment's entry promises, or None where only its author's code or its servers could tell.
+
+    Raises:
+        ConfigError: no environment or function of the name; the file, the name in it, or the package is not there.
+    """
+    options = dict(options or {})
+    own_workers(name, options)
+    plugin = options.get("plugin", name)
+    if plugin in _INSTANT:
+        environment = load_environment(name, options)
+        return None if getattr(environment, "open_rewards", False) else tuple(environment.reward_names)
+    if plugin == "functions" and isinstance(options.get("functions"), Mapping):
+        for component, entry in options["functions"].items():
+            place = entry.get("function") if isinstance(entry, Mapping) else entry
+            if isinstance(place, str) and place not in FUNCTIONS:
+                _check_place(f"env.{name}.functions.{component}", place, "reward function", FUNCTIONS)
+        return tuple(str(component) for component in options["functions"])
+    installed = plugin in BUILT_IN or any(entry_points(group=ENTRY_POINT_GROUP, name=str(plugin)))
+    if isinstance(plugin, str) and not installed:
+        _check_place(f"env.{name}", plugin, "environment", environment_names())
+    return None
+
+
+def _check_place(key: str, place: str, what: str, known: Any) -> None:
+    if not is_reference(place):
+        raise ConfigError(f"{key}: no {what} is called {place!r}{nearest(place, known)}")
+    module, _, name = place.rpartition(":") if ":" in place else place.rpartition(".")
+    if not module.endswith(".py"):
+        if find_spec(module.partition(".")[0] or place) is None:  # only the package: finding what is in it would run it
+            raise ConfigError(f"{key}: there is no package {module.partition('.')[0]}, wanted by {place}")
+        return
+    file = find_file(module)
+    if file is None:
+        raise ConfigError(f"{key}: no such file: {module}")
+    try:
+        body = ast.parse(file.read_bytes()).body
+    except (SyntaxError, ValueError) as error:
+        raise ConfigError(f"{key}: {module} is not valid Python ({error})") from None
+    names = _defined(body)
+    if names is not None and name not in names:
+        raise ConfigError(f"{key}: {module} has no {name!r}{nearest(name, names)}")
+
+
+def _defined(body: list[ast.stmt]) -> set[str] | None:
+    """Names that a module plainly binds; None where it does so in ways that only running it shows."""
+    names: set[str] = set()
+    for node in body:
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            names.add(node.name)
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            names |= {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
+        elif isinstance(node, (ast.Assign, ast.AnnAssign)):
+            names |= {leaf.id for leaf in ast.walk(node) if isinstance(leaf, ast.Name)}
+        elif not isinstance(node, (ast.Expr, ast.Assert, ast.Pass)):
+            return None
+    return None if "*" in names else names
