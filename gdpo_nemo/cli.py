@@ -1,4 +1,4 @@
-"""The command line: ``gdpo-nemo train | explain | explain-advantages | health | report | parity | convert | env``.
+"""The command line: ``gdpo-nemo COMMAND``; ``gdpo-nemo --help`` lists the commands.
 
 Exit status 0: done as asked. 1: the run failed. 2: the command or the config is wrong. Wrong input costs one line on
 stderr, never a traceback. Heavy imports happen inside the commands that need them, so ``--dry-run`` stays instant.
@@ -50,6 +50,22 @@ def train(arguments: argparse.Namespace) -> int:
     from gdpo_nemo.trainer import run
 
     return run(config)
+
+
+def from_nemo_rl(arguments: argparse.Namespace) -> int:
+    """Translates a NeMo-RL recipe; exit status 1 where --dry-run would not take the result as it stands."""
+    from gdpo_nemo.config.from_nemo_rl import translate
+
+    translation = translate(arguments.recipe)
+    text = translation.to_text(arguments.recipe)
+    if arguments.out:
+        Path(arguments.out).write_text(text, encoding="utf-8")
+        print(translation.account() + f"\n# written: {arguments.out}")
+    else:
+        print(text, end="")
+    if translation.refusal:
+        print(f"to be completed: {translation.refusal}", file=sys.stderr)
+    return 1 if translation.refusal else 0
 
 
 def explain(arguments: argparse.Namespace) -> int:
@@ -153,6 +169,13 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--dry-run", action="store_true", help="validate, print the resolved config and the plan, exit")
     command.add_argument("overrides", nargs="*", metavar="section.key=value", help="changes to the config")
     command.set_defaults(command=train)
+    configs = commands.add_parser("config", help="translate configs").add_subparsers(
+        required=True, metavar="WHAT", parser_class=_Parser
+    )
+    command = configs.add_parser("from-nemo-rl", help="a NeMo-RL GRPO or GDPO recipe as a config of ours, key by key")
+    command.add_argument("recipe", metavar="RECIPE", help="its YAML; parents named under defaults: must be there too")
+    command.add_argument("--out", metavar="FILE", help="write the config there and print the account only")
+    command.set_defaults(command=from_nemo_rl)
     command = commands.add_parser("explain", help="what a config key does")
     command.add_argument("key", nargs="?", default="", metavar="KEY", help="a section or a dotted key; none: all sections")
     command.set_defaults(command=explain)

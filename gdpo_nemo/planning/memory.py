@@ -1,0 +1,194 @@
+"""Bytes per rank: what the policy and the engines hold at the fullest moment of a step.
+
+Activations are counted tensor by tensor as the layers of ``gdpo_nemo.megatron`` keep them for the backward pass (on GPUs:
+as TransformerEngine's layers do, which was not measured here). ``tests/benchmarks/memory.py`` holds this against real ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from gdpo_nemo.config.layout import Layout, resolve_layout, samples_per_step, updates_per_step
+from gdpo_nemo.config.schema import Config
+from gdpo_nemo.planning.shape import Shape, stage_layers
+
+BYTES = {"float32": 4, "bfloat16": 2}
+_LOGIT_BYTES = 256 << 20
+"""Logits of one chunk of tokens (float32) in the policy; more tokens are recomputed chunk by chunk."""
+_LOGPROB_CHUNK = 1024
+"""Tokens whose logits are held in float32 at once."""
+_RECTANGLE_PADDING = 1.15
+"""Sequences of similar length are attended to in padded rectangles, at most 1.3 times their tokens."""
+GPU_RESERVE = 3 << 30
+"""Bytes that the CUDA context, NCCL's buffers and the allocator's fragments take on a GPU: an assumption."""
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Bytes of one policy rank."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+    logprobs: int
+    """Logits of one chunk, their gradient, and their float32 copies."""
+    buffers: int
+    """The largest weight's gradient before it is added to the others; gradients of one layer's activations."""
+    reserve: int = 0
+    stage: int = 0
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return sum(getattr(self, field.name) for field in fields(self) if field.name != "stage")
+
+
+@dataclass(frozen=True)
+class EngineMemory:
+    """Bytes of one rank of an engine, and how many sequences its cache holds."""
+
+    weights: int
+    kv_cache: int
+    bytes_per_token: int
+    """Keys and values of one token on this rank."""
+
+    def sequences(self, tokens: int) -> int:
+        """Sequences of ``tokens`` tokens that fit."""
+        return self.kv_cache // max(1, self.bytes_per_token * tokens)
+
+
+def micro_batch_load(config: Config, layout: Layout) -> int:
+    """Tokens of the fullest micro-batch: the budget, or all of a rank's share where that is less."""
+    sequences = -(-(samples_per_step(config) // updates_per_step(config)) // layout.data)
+    return min(config.policy.micro_batch_tokens, sequences * config.policy.max_total_sequence_length)
+
+
+def policy_memory(config: Config, shape: Shape, tokens: int | None = None, rows: int | None = None) -> RankMemory:
+    """The fullest rank of the policy.
+
+    Args:
+        tokens: tokens of the fullest micro-batch; None takes the config's budget.
+        rows: tokens of it whose successor is evaluated; None: all of them.
+    """
+    layout = resolve_layout(config)
+    tokens = micro_batch_load(config, layout) if tokens is None else tokens
+    rows = tokens if rows is None else rows
+    return max(
+        (_stage_memory(config, shape, layout, stage, tokens, rows) for stage in range(layout.pipeline)),
+        key=lambda memory: memory.total,
+    )
+
+
+def _stage_memory(config: Config, shape: Shape, layout: Layout, stage: int, tokens: int, rows: int) -> RankMemory:
+    size, megatron, lora = BYTES[config.policy.precision], config.policy.megatron_cfg, config.policy.lora
+    dense, experts = shape.on_rank(layout, stage)
+    trained = [dense, experts]
+    if lora.rank:
+        trained = [shape.adapters(layout, stage, lora.rank, lora.target_modules), 0]
+        dense += trained[0]
+    state = 8 if config.policy.precision == "float32" else 12  # two moments; in bfloat16 main weights besides
+    replicas = [layout.data * layout.context, layout.tensor * layout.context * layout.data // (layout.expert * layout.expert_tensor)]
+    shards = replicas if megatron.use_distributed_optimizer else [1, 1]
+    last = stage == layout.pipeline - 1
+    logits = _logits(shape, layout, rows // layout.context, size) if last else 0
+    table = -(-shape.vocabulary // layout.tensor) * shape.hidden * size
+    largest = table if last or stage == 0 else 3 * shape.hidden * shape.ffn // layout.tensor * size
+    return RankMemory(
+        weights=(dense + experts) * size,
+        gradients=sum(trained) * 4,
+        optimizer=sum(state * count // shard for count, shard in zip(trained, shards)),
+        activations=_activations(config, shape, layout, stage, tokens, rows, size),
+        logprobs=logits,
+        # The backward pass starts when the logits are gone, so that only what exceeds them counts.
+        buffers=(0 if lora.rank else largest) + max(0, _backward(config, shape, layout, tokens, size) - logits),
+        reserve=GPU_RESERVE if layout.gpus else 0,
+        stage=stage,
+    )
+
+
+def _backward(config: Config, shape: Shape, layout: Layout, tokens: int, size: int) -> int:
+    """Gradients of one MLP's activations, and what is recomputed of one layer for its backward pass."""
+    width = shape.active_experts * shape.expert_ffn / layout.expert_tensor if shape.mixture_layers else shape.ffn / layout.tensor
+    floats = 5 * width + 2 * shape.hidden
+    norms, attention, rest = _layer_floats(config, shape, layout)
+    again = {"none": 0, "selective": attention, "full": norms / 2 + max(attention, rest)}[config.policy.megatron_cfg.recompute]
+    return int((floats + again) * (tokens // layout.context) * size)
+
+
+def _logits(shape: Shape, layout: Layout, rows: int, size: int) -> int:
+    """Logits of a chunk and their gradient in the model's precision, three float32 copies of part of it."""
+    width = -(-shape.vocabulary // layout.tensor)
+    chunk = min(rows, max(1, _LOGIT_BYTES // (4 * width)))
+    return 2 * chunk * width * size + 3 * min(chunk, _LOGPROB_CHUNK) * width * 4
+
+
+def _activations(config: Config, shape: Shape, layout: Layout, stage: int, tokens: int, rows: int, size: int) -> int:
+    """Tensors kept for the backward pass by all micro-batches that are under way on ``stage``."""
+    megatron = config.policy.megatron_cfg
+    local = tokens // layout.context
+    count = len(stage_layers(shape.layers, layout.pipeline, stage))
+    inputs, attention, rest = _layer_floats(config, shape, layout)
+    kept = {"none": inputs + attention + rest, "selective": inputs + rest, "full": _residual(config, shape, layout)}[megatron.recompute]
+    floats = count * kept
+    ends = 0
+    if stage == layout.pipeline - 1:  # the final norm, gathered; the rows that are evaluated
+        ends = 3 * shape.hidden * local + shape.hidden * rows // layout.context
+    under_way = _in_flight(layout, stage, megatron.virtual_pipeline_model_parallel_size)
+    return int((floats * local * under_way + ends) * size)
+
+
+def _in_flight(layout: Layout, stage: int, virtual: int | None) -> float:
+    """Micro-batches whose activations a stage holds at once (one forward, one backward in turn)."""
+    under_way = layout.pipeline - stage
+    if virtual and layout.pipeline > 1:
+        return layout.pipeline * (1 + (layout.pipeline - 1) / (layout.pipeline * virtual))
+    return under_way
+
+
+def _residual(config: Config, shape: Shape, layout: Layout) -> float:
+    """Floats per token that a wholly recomputed layer keeps: the inputs of its attention and of its MLP."""
+    return 2 * shape.hidden / (layout.tensor if config.policy.megatron_cfg.sequence_parallel else 1)
+
+
+def _layer_floats(config: Config, shape: Shape, layout: Layout) -> tuple[float, float, float]:
+    """(norms and their inputs, core attention, the rest) of one layer, floats per local token."""
+    gpu = layout.gpus and config.policy.megatron_cfg.transformer_engine is not False
+    sharded = layout.tensor if config.policy.megatron_cfg.sequence_parallel else 1
+    # Input, normalised input and output of both norms; TransformerEngine keeps no normalised input.
+    norms = (4 if gpu else 6) * shape.hidden / sharded
+    query, both = shape.query / layout.tensor, shape.key_value / layout.tensor
+    ffn = _ffn_floats(shape, layout, gpu)
+    if gpu:  # rotated queries, keys and values for the fused kernel, and its output
+        return norms, query + both, query + ffn
+    # Queries and output in rectangles; keys and values repeated for every head, whole under context parallelism.
+    attention = _RECTANGLE_PADDING * (2 * query + 2 * query * layout.context)
+    norm_inputs = (query + both) * shape.qk_norm
+    return norms, attention, query + norm_inputs + ffn
+
+
+def _ffn_floats(shape: Shape, layout: Layout, gpu: bool) -> float:
+    """Gate, up, the gate's activation, a copy of up, and their product; the fused kernel keeps gate, up and product."""
+    parts = 3 if gpu else 5
+    dense = parts * shape.ffn / layout.tensor
+    if not shape.mixture_layers:
+        return dense
+    # Each token visits active_experts experts, whose inputs are copies; over ranks the copies balance out on average.
+    routed = shape.active_experts * (parts * shape.expert_ffn / layout.expert_tensor + 2 * shape.hidden)
+    share = shape.mixture_layers / shape.layers
+    return share * routed + (1 - share) * dense
+
+
+# -- engines ----------------------------------------------------------------------------------------------------
+
+
+def engine_memory(config: Config, shape: Shape, device_bytes: int | None) -> EngineMemory:
+    """One rank of an engine. On a GPU of ``device_bytes`` the cache takes what utilisation leaves beside the weights."""
+    vllm, size = config.policy.generation.vllm_cfg, BYTES[config.policy.precision]
+    tensor = vllm.tensor_parallel_size
+    weights = shape.parameters * size // tensor
+    per_token = 2 * shape.layers * max(1, shape.groups // tensor) * shape.head_size * size
+    if not config.cluster.gpus_per_node:
+        return EngineMemory(weights, vllm.kv_cache_memory_bytes, per_token)
+    room = int(device_bytes * vllm.gpu_memory_utilization) - weights - GPU_RESERVE
+    return EngineMemory(weights, max(0, room), per_token)

@@ -1,0 +1,185 @@
+"""The sizes of a model from its Hugging Face configuration, and how many of its parameters each rank holds."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Mapping
+
+from gdpo_nemo.config.files import local_model_config
+from gdpo_nemo.config.layout import Layout
+from gdpo_nemo.config.schema import Config
+
+_QWEN25 = dict(model_type="qwen2", vocab_size=151936, num_key_value_heads=2)
+KNOWN: dict[str, dict[str, Any]] = {
+    "Qwen/Qwen2.5-0.5B": _QWEN25
+    | dict(hidden_size=896, num_hidden_layers=24, num_attention_heads=14, intermediate_size=4864, tie_word_embeddings=True),
+    "Qwen/Qwen2.5-1.5B": _QWEN25
+    | dict(hidden_size=1536, num_hidden_layers=28, num_attention_heads=12, intermediate_size=8960, tie_word_embeddings=True),
+    "Qwen/Qwen2.5-3B": _QWEN25
+    | dict(hidden_size=2048, num_hidden_layers=36, num_attention_heads=16, intermediate_size=11008, tie_word_embeddings=True),
+    "Qwen/Qwen2.5-7B": _QWEN25
+    | dict(
+        vocab_size=152064, hidden_size=3584, num_hidden_layers=28, num_attention_heads=28, num_key_value_heads=4,
+        intermediate_size=18944, tie_word_embeddings=False,
+    ),
+    "Qwen/Qwen2.5-32B": _QWEN25
+    | dict(
+        vocab_size=152064, hidden_size=5120, num_hidden_layers=64, num_attention_heads=40, num_key_value_heads=8,
+        intermediate_size=27648, tie_word_embeddings=False,
+    ),
+    "Qwen/Qwen3-30B-A3B": dict(
+        model_type="qwen3_moe", vocab_size=151936, hidden_size=2048, num_hidden_layers=48, num_attention_heads=32,
+        num_key_value_heads=4, head_dim=128, intermediate_size=6144, num_experts=128, num_experts_per_tok=8,
+        moe_intermediate_size=768, tie_word_embeddings=False,
+    ),
+    "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B": _QWEN25
+    | dict(hidden_size=1536, num_hidden_layers=28, num_attention_heads=12, intermediate_size=8960, tie_word_embeddings=False),
+    "deepseek-ai/DeepSeek-R1-Distill-Qwen-7B": _QWEN25
+    | dict(
+        vocab_size=152064, hidden_size=3584, num_hidden_layers=28, num_attention_heads=28, num_key_value_heads=4,
+        intermediate_size=18944, tie_word_embeddings=False,
+    ),
+    "meta-llama/Llama-3.1-8B": dict(
+        model_type="llama", vocab_size=128256, hidden_size=4096, num_hidden_layers=32, num_attention_heads=32,
+        num_key_value_heads=8, intermediate_size=14336, tie_word_embeddings=False,
+    ),
+    "meta-llama/Llama-3.1-70B": dict(
+        model_type="llama", vocab_size=128256, hidden_size=8192, num_hidden_layers=80, num_attention_heads=64,
+        num_key_value_heads=8, intermediate_size=28672, tie_word_embeddings=False,
+    ),
+}  # fmt: skip
+"""Shapes of models that recipes name, as their published config.json has them; instruction-tuned ones are alike."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of a decoder-only model."""
+
+    layers: int
+    hidden: int
+    heads: int
+    groups: int
+    """Key-value heads."""
+    head_size: int
+    ffn: int
+    """Intermediate size of a dense MLP."""
+    vocabulary: int
+    tied: bool
+    """Whether input embedding and head are one matrix."""
+    experts: int = 0
+    active_experts: int = 0
+    expert_ffn: int = 0
+    mixture_layers: int = 0
+    """Layers whose MLP is a mixture."""
+    qkv_bias: bool = False
+    qk_norm: bool = False
+
+    @property
+    def query(self) -> int:
+        """Width of all query heads together."""
+        return self.heads * self.head_size
+
+    @property
+    def key_value(self) -> int:
+        """Width of keys and values together."""
+        return 2 * self.groups * self.head_size
+
+    @property
+    def parameters(self) -> int:
+        """All parameters, as a checkpoint holds them."""
+        dense, experts = self._layers(1, range(self.layers), 1, 1)
+        return dense + experts + self.vocabulary * self.hidden * (1 if self.tied else 2) + self.hidden
+
+    @property
+    def active_parameters(self) -> int:
+        """Parameters that one token is multiplied with, the head among them, the embedding not."""
+        dense, experts = self._layers(1, range(self.layers), 1, 1)
+        share = self.active_experts / self.experts if self.experts else 0
+        return int(dense + experts * share) + self.vocabulary * self.hidden
+
+    def _layers(self, tensor: int, layers: range, expert: int, expert_tensor: int) -> tuple[int, int]:
+        """(dense, expert) parameters of the layers on one rank."""
+        width = self.query + self.key_value
+        attention = self.hidden + self.hidden * width // tensor + self.query * self.hidden // tensor
+        attention += width // tensor * self.qkv_bias + 2 * self.head_size * self.qk_norm
+        mixtures = sum(1 for layer in layers if layer >= self.layers - self.mixture_layers)
+        mlp = self.hidden + 3 * self.hidden * self.ffn // tensor
+        router = self.hidden + self.hidden * self.experts
+        dense = len(layers) * attention + (len(layers) - mixtures) * mlp + mixtures * router
+        if not mixtures:
+            return dense, 0
+        return dense, mixtures * self.experts // expert * (3 * self.hidden * self.expert_ffn // expert_tensor)
+
+    def on_rank(self, layout: Layout, stage: int) -> tuple[int, int]:
+        """(dense, expert) parameters of a rank of pipeline stage ``stage``, tied copies and padding counted."""
+        layers = stage_layers(self.layers, layout.pipeline, stage)
+        dense, experts = self._layers(layout.tensor, layers, layout.expert, layout.expert_tensor)
+        table = -(-self.vocabulary // layout.tensor) * self.hidden
+        first, last = stage == 0, stage == layout.pipeline - 1
+        tables = first + (last and not (self.tied and first))
+        return dense + tables * table + last * self.hidden, experts
+
+    def adapters(self, layout: Layout, stage: int, rank: int, targets: list[str]) -> int:
+        """Parameters of LoRA's adapters on a rank of ``stage``; the whole side of each pair is on every tensor rank."""
+        t, h, f = layout.tensor, self.hidden, self.ffn
+        one = self.groups * self.head_size
+        sides = {
+            "q_proj": h + self.query // t, "k_proj": h + one // t, "v_proj": h + one // t, "o_proj": self.query // t + h,
+            "gate_proj": h + f // t, "up_proj": h + f // t, "down_proj": f // t + h,
+        }  # fmt: skip
+        return len(stage_layers(self.layers, layout.pipeline, stage)) * rank * sum(sides[name] for name in targets)
+
+
+def stage_layers(layers: int, stages: int, stage: int) -> range:
+    """The model's layers on a pipeline stage, spread as evenly as they go."""
+    return range(round(stage * layers / stages), round((stage + 1) * layers / stages))
+
+
+def shape_from(content: Mapping[str, Any]) -> Shape:
+    """The shape in a Hugging Face ``config.json``."""
+    heads, hidden, layers = content["num_attention_heads"], content["hidden_size"], content["num_hidden_layers"]
+    experts = content.get("num_experts") or content.get("num_local_experts") or 0
+    kind = content.get("model_type", "")
+    # Mixture layers are counted, not placed: which ones are dense moves little between pipeline stages.
+    dense = len(content.get("mlp_only_layers") or ())
+    return Shape(
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        groups=content.get("num_key_value_heads") or heads,
+        head_size=content.get("head_dim") or hidden // heads,
+        ffn=content["intermediate_size"],
+        vocabulary=content["vocab_size"],
+        tied=bool(content.get("tie_word_embeddings", False)),
+        experts=experts,
+        active_experts=content.get("num_experts_per_tok") or 0 if experts else 0,
+        expert_ffn=content.get("moe_intermediate_size") or (content["intermediate_size"] if experts else 0),
+        mixture_layers=(layers - dense) // (content.get("decoder_sparse_step") or 1) if experts else 0,
+        qkv_bias=kind == "qwen2" or bool(content.get("attention_bias", False)),
+        qk_norm=kind.startswith("qwen3"),
+    )
+
+
+def model_shape(config: Config) -> Shape | None:
+    """The shape of the config's model without any download: its folder, the hub's cache here, or the table ``KNOWN``.
+
+    None where none of them has it.
+    """
+    content = local_model_config(config) or _cached(config.policy.model_name) or _known(config.policy.model_name)
+    return shape_from(content) if content else None
+
+
+def _known(name: str) -> dict[str, Any] | None:
+    return KNOWN.get(name) or KNOWN.get(name.removesuffix("-Instruct").removesuffix("-Base"))
+
+
+def _cached(name: str) -> dict[str, Any] | None:
+    """config.json of a model that was downloaded before."""
+    home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
+    hub = Path(os.environ.get("HF_HUB_CACHE") or home / "hub")
+    for file in sorted((hub / f"models--{name.replace('/', '--')}").glob("snapshots/*/config.json")):
+        return json.loads(file.read_text(encoding="utf-8"))
+    return None

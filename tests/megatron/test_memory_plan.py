@@ -1,0 +1,51 @@
+"""The plan's memory per rank against the tensors that real ranks hold."""
+
+from __future__ import annotations
+
+import memory_tracker
+import pytest
+import tiny_models
+from layouts import parse
+
+from gdpo_nemo.config.schema import Config
+from gdpo_nemo.planning.memory import policy_memory
+from gdpo_nemo.planning.shape import shape_from
+
+SIZES = {
+    "small": dict(hidden_size=64, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, intermediate_size=176, vocab_size=512),
+    "large": dict(hidden_size=192, num_hidden_layers=6, num_attention_heads=6, num_key_value_heads=2, intermediate_size=512, vocab_size=2048),
+}  # fmt: skip
+BUDGET = 512
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """The models by size, and their configurations."""
+    import torch
+    from transformers import AutoModelForCausalLM, Qwen2Config
+
+    out = {}
+    for name, sizes in SIZES.items():
+        torch.manual_seed(1)
+        hf = Qwen2Config(**sizes, max_position_embeddings=128, tie_word_embeddings=name == "small")
+        folder = tmp_path_factory.mktemp(name)
+        AutoModelForCausalLM.from_config(hf).save_pretrained(folder)
+        out[name] = folder, hf.to_dict()
+    return out
+
+
+def predicted(content: dict, name: str, tokens: int, rows: int) -> int:
+    config = Config()
+    config.policy.precision, config.policy.megatron_cfg = "float32", parse(name).config
+    return policy_memory(config, shape_from(content), tokens, rows).total
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("layout", ["DP1+FULL", "TP2+SP", "PP2"])
+def test_predicted_memory_is_within_15_percent_of_the_tensors_of_the_fullest_rank(on_ranks, folders, layout, size):
+    folder, content = folders[size]
+    batch = tiny_models.make_batch(48, longest=60)
+    found = on_ranks(layout, memory_tracker.peak_of_update, folder, batch, BUDGET)
+    fullest = max(found, key=lambda rank: rank["tensors"])
+    guess = predicted(content, layout, max(r["tokens"] for r in found), max(r["rows"] for r in found))
+    assert abs(guess / fullest["tensors"] - 1) < 0.15
