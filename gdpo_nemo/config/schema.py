@@ -277,6 +277,16 @@ class PolicyConfig:
 
 
 @dataclass
+class TurnsConfig:
+    """How far a trajectory of several turns may go."""
+
+    max_turns: int = 1
+    """Turns that the policy may take in one trajectory; what goes on after them is truncated."""
+    max_tokens: Optional[int] = None
+    """Tokens that the policy may write in all turns of a trajectory. Null: policy.generation.max_new_tokens in each."""
+
+
+@dataclass
 class RolloutConfig:
     """How rollouts are scheduled, and when a failing environment ends the run."""
 
@@ -294,6 +304,9 @@ class RolloutConfig:
     """Seconds one step's training may take."""
     save_samples: bool = True
     """Write rollouts/step_*.jsonl."""
+    function: Optional[str] = None
+    """`file.py:function` or `package.module.function` that makes trajectories of prompts in place of the built-in loop."""
+    turns: TurnsConfig = field(default_factory=TurnsConfig)
 
 
 @dataclass
