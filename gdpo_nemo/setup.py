@@ -116,6 +116,9 @@ def _data(config: Config):
     folder = _model_folder(config)
     tokenizer = _tokenizer(config, folder)
     environments = load_environments(config.env)
+    from gdpo_nemo.rollouts.functions import rollout_functions
+
+    rollout_functions(config)
     room = config.policy.max_total_sequence_length - 1
     common = dict(seed=config.run.seed, max_prompt_tokens=room)
     prompts = PromptSource(config.data.train, environments, tokenizer, split="train", **common)
