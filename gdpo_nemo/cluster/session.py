@@ -35,7 +35,9 @@ def session(config: ClusterConfig) -> Iterator[None]:
     """A Ray session: the cluster at RAY_ADDRESS when that is set, else one of our own, gone with this process."""
     joined = "RAY_ADDRESS" in os.environ
     reaper = Reaper()
-    own = {} if joined else dict(num_cpus=cores(config), num_gpus=config.gpus_per_node, include_dashboard=False)
+    # "local": without it Ray joins any cluster that happens to run on this machine.
+    local = dict(address="local", num_cpus=cores(config), num_gpus=config.gpus_per_node, include_dashboard=False)
+    own = {} if joined else local
     try:
         ray.init(log_to_driver=False, logging_level="ERROR", **own)
         yield
