@@ -46,13 +46,13 @@ def play(prompts: Sequence[Prompt], context: RolloutContext) -> list[list[Trajec
         for j in range(context.samples)
     ]
     _reset(plays, context)
-    version = 0
     for turn in range(context.max_turns):
         playing = [p for p in plays if not p.done]
         if not playing:
             break
-        version = _turn(playing, turn, context)
+        _turn(playing, turn, context)
     _cut([p for p in plays if not p.done], context)
+    version = max((p.transcript.version or 0 for p in plays), default=0)
     finished = [p.transcript.trajectory(context.conversation, version) for p in plays]
     return [finished[i : i + context.samples] for i in range(0, len(finished), context.samples)]
 
@@ -72,10 +72,12 @@ def _room(p: _Play, context: RolloutContext) -> int:
     return min(context.max_new_tokens, context.max_tokens - t.written, context.max_sequence - len(t))
 
 
-def _turn(playing: Sequence[_Play], turn: int, context: RolloutContext) -> int:
-    """One turn of every trajectory that goes on; returns the version that wrote it."""
+def _turn(playing: Sequence[_Play], turn: int, context: RolloutContext) -> None:
+    """One turn of every trajectory that goes on."""
     _cut([p for p in playing if _room(p, context) < 1], context)
     playing = [p for p in playing if not p.done]
+    if not playing:
+        return
     requests = [
         SampleRequest(p.transcript.token_ids, context.seed(p.place, p.transcript.sample_index, turn), _room(p, context))
         for p in playing
@@ -91,7 +93,6 @@ def _turn(playing: Sequence[_Play], turn: int, context: RolloutContext) -> int:
         _take(p, reply)
         if not p.done and turn + 1 < context.max_turns:
             _hear(p, answer, reply.observation, context)
-    return batch.version
 
 
 def _hear(p: _Play, answer: Message, observation, context: RolloutContext) -> None:
