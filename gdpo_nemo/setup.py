@@ -22,7 +22,7 @@ from gdpo_nemo.config.load import config_to_dict, save_config
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.data.prompts import PromptSource
 from gdpo_nemo.environments.pool import EnvironmentPool
-from gdpo_nemo.environments.registry import environment_reward_names, load_environments
+from gdpo_nemo.environments.registry import load_environments
 from gdpo_nemo.errors import ConfigError, GdpoError, RunError
 from gdpo_nemo.observe.log import RunLog
 
@@ -112,10 +112,11 @@ def _signals(stop: Stop):
 
 def _data(config: Config):
     """Prompts, held-out prompts, tokenizer and model folder; everything about them that can be wrong is found here."""
-    check_components(config, [n for env, options in config.env.items() for n in environment_reward_names(env, options)])
+    environments = load_environments(config.env)
+    if not any(getattr(environment, "open_rewards", False) for environment in environments.values()):
+        check_components(config, _reward_names(environments))
     folder = _model_folder(config)
     tokenizer = _tokenizer(config, folder)
-    environments = load_environments(config.env)
     from gdpo_nemo.rollouts.functions import rollout_functions
 
     rollout_functions(config)
@@ -126,6 +127,8 @@ def _data(config: Config):
     if config.data.validation and (config.gdpo.val_period or config.gdpo.val_at_start):
         source = PromptSource(config.data.validation, environments, tokenizer, split="validation", **common)
         held_out, sources["validation"] = source.head(config.gdpo.val_prompts), source
+    _preflight(environments, sources)
+    check_components(config, _reward_names(environments))
     refused = [
         f"data.{split}: {len(source.refused)} prompts are longer than {room} tokens and are left out, "
         f"the first of them {source.refused[0].id} with {source.refused[0].tokens}"
@@ -133,6 +136,23 @@ def _data(config: Config):
         if source.refused
     ]
     return prompts, held_out, tokenizer, folder, refused
+
+
+def _reward_names(environments) -> list[str]:
+    return [name for environment in environments.values() for name in environment.reward_names]
+
+
+def _preflight(environments, sources: dict[str, PromptSource]) -> None:
+    """Let environments with servers find out whether these are there and take the run's rows. Raises GdpoError."""
+    for name, environment in environments.items():
+        if not hasattr(environment, "preflight"):
+            continue
+        try:
+            environment.preflight([p for s in sources.values() if s.environment == name for p in s.head()])
+        except GdpoError as error:
+            raise type(error)(f"env.{name}: {error}") from None
+        finally:
+            environment.close()
 
 
 def _model_folder(config: Config) -> Path:

@@ -10,10 +10,11 @@ from typing import Sequence
 from gdpo_nemo.algorithms.rewards import CREATING, check_shaping, parse_condition, transformation_of
 from gdpo_nemo.algorithms.selection import check_selection
 from gdpo_nemo.config.layout import updates_per_step
+from gdpo_nemo.config.reward_weights import check_reward_weights
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.errors import ConfigError
 
-_INSTANT = ("digit_sort", "gsm8k", "math", "reasoning_gym", "tool_calling")
+_INSTANT = ("digit_sort", "gsm8k", "math", "nemo_gym", "reasoning_gym", "tool_calling")
 """Built-in environments that cost nothing to build. Others run their author's code, which waits for the run."""
 
 
@@ -24,6 +25,7 @@ def check_learning(config: Config) -> None:
         ConfigError: names the key and the remedy.
     """
     _check_shaping_alone(config)
+    check_reward_weights(config)
     _check_estimator(config)
     _check_loss(config)
     _check_dynamic_sampling(config)
@@ -56,13 +58,16 @@ def kl_in_reward(config: Config) -> bool:
 
 
 def _instant_names(config: Config) -> set[str] | None:
-    """Components of all environments, or None where one of them would have to run its author's code."""
-    from gdpo_nemo.environments.registry import environment_reward_names
+    """Components of all environments, or None where one would have to run its author's code or ask its servers."""
+    from gdpo_nemo.environments.registry import load_environments
 
     sections = {name: options or {} for name, options in config.env.items()}
     if not all(options.get("plugin", name) in _INSTANT for name, options in sections.items()):
         return None
-    return {component for name, options in sections.items() for component in environment_reward_names(name, options)}
+    environments = load_environments(sections).values()
+    if any(getattr(environment, "open_rewards", False) for environment in environments):
+        return None
+    return {component for environment in environments for component in environment.reward_names}
 
 
 def _check_shaping_alone(config: Config) -> None:

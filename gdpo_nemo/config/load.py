@@ -19,6 +19,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
 
 from gdpo_nemo.config.choices import CHOICES
+from gdpo_nemo.config.reward_weights import weights_beside_rewards
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.errors import ConfigError
 
@@ -115,6 +116,9 @@ def _read_override(text: str) -> tuple[str, dict]:
 def _finish(merged: DictConfig) -> Config:
     """Resolves interpolations, checks what only shows then, and builds the dataclasses."""
     try:
+        if OmegaConf.is_missing(merged.gdpo, "rewards"):
+            if weights := weights_beside_rewards(OmegaConf.to_container(merged.env)):
+                merged.gdpo.rewards = weights
         missing = sorted(OmegaConf.missing_keys(merged))
         if missing:
             raise ConfigError(f"{missing[0]}: must be set (gdpo-nemo explain {missing[0]} says what it is)")

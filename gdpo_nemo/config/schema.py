@@ -46,7 +46,8 @@ class GdpoConfig:
     options: Dict[str, Any] = field(default_factory=dict)
     """Further options of the chosen estimator, by name (for instance `gamma` of sa_mrpo)."""
     rewards: Dict[str, float] = MISSING
-    """Reward components that are trained and their weights, by name: `{correctness: 1.0, format: 1.0}`."""
+    """Reward components that are trained and their weights, by name: `{correctness: 1.0, format: 1.0}`. May be left out
+    where the environments list their rewards with weights (nemo_gym)."""
     shaping: List[Dict[str, Any]] = field(default_factory=list)
     """Ordered per-component transformations applied before the advantages: clip, scale, linear, condition, length,
     overlong, truncated, kl. For instance `{component: length, condition: {on: correctness, ge: 1.0}}`."""

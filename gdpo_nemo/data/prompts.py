@@ -142,7 +142,7 @@ class _Renderer:
             plain = f"{self._system}\n\n{value}" if self._system else value
             return (self._rendered(index, messages) if self.chat else plain), None
         messages = self._messages(index, value)
-        return self._rendered(index, messages), messages
+        return self._rendered(index, messages, row.get("tools")), messages
 
     def _value(self, index: int, row: Row) -> Any:
         if not self.key:
@@ -176,9 +176,13 @@ class _Renderer:
     def _system_message(self) -> Messages:
         return [{"role": "system", "content": self._system}] if self._system else []
 
-    def _rendered(self, index: int, messages: Messages) -> str:
+    def _rendered(self, index: int, messages: Messages, tools: Any = None) -> str:
+        """The chat as text; a column ``tools`` that is a list goes to the template, too."""
+        how = {"tools": tools} if isinstance(tools, list) and tools else {}
         try:
-            return self._tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+            return self._tokenizer.apply_chat_template(
+                list(messages), tokenize=False, add_generation_prompt=True, **how
+            )
         except Exception as error:  # a template may raise anything, for instance on roles it does not know
             raise self._error(index, f"the chat template refuses it: {first_line(error)}") from error
 

@@ -54,6 +54,7 @@ def load_rows(dataset: DatasetConfig, environments: Mapping[str, Any], split: st
         rows = _rows_of_path(dataset, split)[: dataset.size]
         if dataset.columns:
             rows = [_renamed(row, dataset.columns, split, index) for index, row in enumerate(rows)]
+        rows = _read_by_environment(rows, dataset, environments, split)
     if not rows:
         raise ConfigError(f"data.{split}: {dataset.path or 'the environment'} has no rows")
     return _identified(rows, split)
@@ -65,6 +66,22 @@ def _rows_of_environment(dataset: DatasetConfig, environments: Mapping[str, Any]
     if not hasattr(environment, "rows"):
         raise ConfigError(f"data.{split}.path: must be set, the environment {name!r} makes no prompts of its own")
     return [dict(row) for row in environment.rows(dataset.split or split, dataset.size, seed)]
+
+
+def _read_by_environment(
+    rows: list[Row], dataset: DatasetConfig, environments: Mapping[str, Any], split: str
+) -> list[Row]:
+    """Rows in a form of their environment's own, read by it."""
+    read = getattr(environments.get(environment_of(dataset, environments, split)), "read_row", None)
+    if read is None:
+        return rows
+    made = []
+    for index, row in enumerate(rows):
+        try:
+            made.append(dict(read(row)))
+        except ConfigError as error:
+            raise ConfigError(f"data.{split}: row {index} {error}") from None
+    return made
 
 
 def _rows_of_path(dataset: DatasetConfig, split: str) -> list[Row]:

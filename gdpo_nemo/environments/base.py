@@ -5,7 +5,11 @@ Besides what the protocols ask for, it may have
 
 * ``system_prompt: str | None``, put before its prompts unless the config says otherwise;
 * ``prepare()``, called once in each worker process before the first time limit starts to run: the place for imports
-  that take seconds. The constructor also runs on the driver, so it should be quick.
+  that take seconds. The constructor also runs on the driver, so it should be quick;
+* ``read_row(row) -> row``, which turns a row of its dataset into one with a prompt column (and ``tools``);
+* ``preflight(prompts)``, called on the driver before anything is started, with the run's prompts for it. It raises
+  ConfigError or RunError for what would fail later;
+* ``remote = True`` with ``close()``: a client of servers, see ``remote.py``.
 """
 
 from __future__ import annotations

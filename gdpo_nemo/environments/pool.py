@@ -7,6 +7,8 @@ never forked: the driver has threads. Three things can happen to a shard of traj
 * it exceeds the time limit or its process dies: the members are tried once more one by one, and those that fail again
   are ``env_failed``. That is never a reward;
 * the environment's code is wrong (it raises, returns too few values or an infinite one): RunError.
+
+Environments that are clients of servers elsewhere (``remote``) need no such protection; they run beside the workers.
 """
 
 from __future__ import annotations
@@ -19,13 +21,14 @@ import time
 from concurrent.futures import Future, wait
 from concurrent.futures.process import BrokenProcessPool
 from itertools import groupby
-from typing import Any, Callable, Mapping, Sequence
+from typing import Any, Callable, Container, Mapping, Sequence
 
 from pebble import ProcessExpired, ProcessPool
 
-from gdpo_nemo.data.records import Outcome, Trajectory, Verdict
+from gdpo_nemo.data.records import Outcome, Prompt, Trajectory, Verdict
 from gdpo_nemo.environments import worker
 from gdpo_nemo.environments.episodes import EpisodeReply, EpisodeStep
+from gdpo_nemo.environments.remote import RemoteEnvironments, is_remote
 from gdpo_nemo.errors import RunError
 
 SHARD_SIZE = 32
@@ -56,7 +59,9 @@ class EnvironmentPool:
         timeout_s: float = 30.0,
         seed: int = 0,
     ):
-        self._environments = {name: dict(options or {}) for name, options in environments.items()}
+        sections = {name: dict(options or {}) for name, options in environments.items()}
+        self._remote = RemoteEnvironments({n: options for n, options in sections.items() if is_remote(n, options)})
+        self._environments = {n: options for n, options in sections.items() if n not in self._remote.names}
         self._workers = max(1, workers)
         self._timeout_s = timeout_s
         self._seed = seed
@@ -71,18 +76,26 @@ class EnvironmentPool:
         Trajectories are sharded by environment, the consecutive samples of a prompt staying together. Raises RunError
         for an unknown environment, a mistake in an environment's code, workers that cannot start, or a closed pool.
         """
-        return self._run(worker.verify, trajectories, _failed)
+        for trajectory in trajectories:
+            self._check_known(trajectory.prompt, also=self._remote.names)
+        with self._remote.verifying(trajectories) as elsewhere:
+            here = [t for t in trajectories if t.prompt.environment in self._environments]
+            verdicts = iter(self._run(worker.verify, here, _failed))
+            remote = elsewhere()
+        return [remote[i] if i in remote else next(verdicts) for i in range(len(trajectories))]
 
     def step(self, steps: Sequence[EpisodeStep]) -> list[EpisodeReply]:
         """One step of every episode, in order; time-outs, deaths and mistakes are treated as by ``verify``."""
+        for step in steps:
+            self._check_known(step.prompt)
         return self._run(worker.step, steps, lambda detail: EpisodeReply(outcome=Outcome.ENV_FAILED, detail=detail))
 
+    def _check_known(self, prompt: Prompt, also: Container[str] = ()) -> None:
+        if prompt.environment not in self._environments and prompt.environment not in also:
+            raise RunError(f"prompt {prompt.id} wants the environment {prompt.environment!r}, which env lacks")
+
     def _run(self, task: Callable, asked: Sequence[Trajectory | EpisodeStep], failed: Callable[[str], Any]) -> list:
-        """The task's answer to each of ``asked``, in order; ``failed(line)`` for those without one."""
-        for item in asked:
-            if item.prompt.environment not in self._environments:
-                wanted = item.prompt.environment
-                raise RunError(f"prompt {item.prompt.id} wants the environment {wanted!r}, which env lacks")
+        """The workers' answer to each of ``asked``, in order; ``failed(line)`` for those without one."""
         answers: dict[int, Any] = {}
         shards = _shards(asked, self._workers)
         for shard, reply in zip(shards, self._replies(task, asked, shards)):
@@ -98,6 +111,7 @@ class EnvironmentPool:
             if self._closed:
                 return
             self._closed = True
+        self._remote.close()
         _end(self._pool)
 
     def __enter__(self) -> EnvironmentPool:

@@ -20,6 +20,7 @@ BUILT_IN = {
     "functions": "gdpo_nemo.environments.functions:Functions",
     "gsm8k": "gdpo_nemo.environments.gsm8k:Gsm8k",
     "math": "gdpo_nemo.environments.math:Math",
+    "nemo_gym": "gdpo_nemo.environments.nemo_gym.environment:NemoGym",
     "reasoning_gym": "gdpo_nemo.environments.reasoning_gym:ReasoningGym",
     "tool_calling": "gdpo_nemo.environments.tool_calling:ToolCalling",
 }
@@ -37,11 +38,9 @@ def load_environment(name: str, options: Mapping[str, Any] | None = None) -> Env
     environment's own name does. Raises ConfigError for an unknown name, a class that cannot be imported or built, and
     an object that is no environment.
     """
+    make = environment_class(name, options)
     options = dict(options or {})
     plugin = options.pop("plugin", name)
-    if not isinstance(plugin, str):
-        raise ConfigError(f"env.{name}.plugin: must be a name or a place such as file.py:Class, not {plugin!r}")
-    make = _find(name, plugin)
     try:
         environment = make(options)
     except ConfigError as error:
@@ -50,6 +49,14 @@ def load_environment(name: str, options: Mapping[str, Any] | None = None) -> Env
         raise ConfigError(f"env.{name}: {plugin} could not be built: {first_line(error)}") from error
     _check(name, plugin, environment)
     return environment
+
+
+def environment_class(name: str, options: Mapping[str, Any] | None = None) -> Any:
+    """What ``load_environment`` would build the environment from. Raises ConfigError where there is no such thing."""
+    plugin = (options or {}).get("plugin", name)
+    if not isinstance(plugin, str):
+        raise ConfigError(f"env.{name}.plugin: must be a name or a place such as file.py:Class, not {plugin!r}")
+    return _find(name, plugin)
 
 
 def load_environments(section: Mapping[str, Mapping[str, Any] | None]) -> dict[str, Environment]:

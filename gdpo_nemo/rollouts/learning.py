@@ -145,12 +145,21 @@ def rollout_metrics(trajectories: Sequence[Trajectory], version: int) -> dict[st
         "rollout/tokens": float(tokens),
         "rollout/mean_length": tokens / len(trajectories),
         "rollout/turns": float(np.mean([t.turns for t in trajectories])),
-        "rollout/aborted": outcomes.count(Outcome.ABORTED) / len(outcomes),
         "rollout/truncated": outcomes.count(Outcome.TRUNCATED) / len(outcomes),
         "rollout/env_failed": outcomes.count(Outcome.ENV_FAILED) / len(outcomes),
+        "rollout/aborted": outcomes.count(Outcome.ABORTED) / len(outcomes),
+        **_failed_by_environment(trajectories),
         "staleness/mean": float(np.mean(stale)),
         "staleness/max": float(max(stale)),
     }
+
+
+def _failed_by_environment(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Share of each environment's samples that it failed to judge, by metric key."""
+    by_name: dict[str, list[bool]] = {}
+    for trajectory in trajectories:
+        by_name.setdefault(trajectory.prompt.environment, []).append(trajectory.outcome is Outcome.ENV_FAILED)
+    return {f"rollout/env_failed/{name}": float(np.mean(failed)) for name, failed in by_name.items()}
 
 
 def check_failures(trajectories: Sequence[Trajectory], limit: float) -> None:

@@ -98,7 +98,8 @@ def _turn(playing: Sequence[_Play], turn: int, context: RolloutContext) -> None:
 def _hear(p: _Play, answer: Message, observation, context: RolloutContext) -> None:
     """Append what the environment said; a trajectory that it leaves no room in is left for ``_cut``."""
     t, talk = p.transcript, context.conversation
-    ids = talk.continuation(p.messages, observation, t.ids[-1])
+    tools = t.prompt.fields.get("tools")
+    ids = talk.continuation(p.messages, observation, t.ids[-1], tools if isinstance(tools, list) else None)
     if not len(ids):
         raise RunError(f"environment {t.prompt.environment!r}: an observation has no tokens: {str(observation)[:40]!r}")
     if len(t) + len(ids) >= context.max_sequence or t.written >= context.max_tokens:

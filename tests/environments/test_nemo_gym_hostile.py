@@ -1,0 +1,286 @@
+"""Servers that do anything: each misdeed has one outcome, in bounded time, and touches no other trajectory."""
+
+import os
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from environment_samples import trajectory
+from gdpo_nemo.data.records import Outcome
+from gdpo_nemo.environments.nemo_gym import episode
+from gdpo_nemo.environments.nemo_gym.environment import NemoGym
+from gdpo_nemo.environments.nemo_gym.rows import ROW
+from gdpo_nemo.environments.pool import EnvironmentPool
+from gdpo_nemo.errors import ConfigError, RunError
+from hostile_gym_server import SECRET, ClosingServer, Hosted, hostile_app
+
+DEADLINE = 1.2
+RULES = [{"name": "correctness"}, {"name": "format"}]
+LIMITS = {"deadline_s": DEADLINE, "request_timeout_s": 0.5, "retries": 2, "max_reply_bytes": 2**20}
+
+# misdeed: (kind of failure, or None; words of the detail; least and most seconds)
+MISDEEDS = {
+    "hang": ("timeout", "no reply within", 0.5, DEADLINE + 0.6),
+    "drip": ("timeout", "no reply within", 0.5, DEADLINE + 0.6),
+    "errors": ("server_error", "HTTP 500: boom Bearer *** (3 attempts)", 0.3, DEADLINE),
+    "error_once": (None, "", 0.1, DEADLINE),
+    "busy_once": (None, "", 0.2, DEADLINE),
+    "busy_for_an_hour": ("rate_limited", "asks for a pause of 3600 s; deadline_s is 1.2", 0, 0.6),
+    "busy_until_a_date": ("rate_limited", "asks for a pause of", 0, 0.6),
+    "cut_short": ("connection", "(3 attempts)", 0.3, DEADLINE),
+    "closed": ("connection", "(3 attempts)", 0.3, DEADLINE),
+    "nobody": ("connection", "(3 attempts)", 0.3, DEADLINE),
+    "big": ("too_large", "has 10000022 bytes (max_reply_bytes is 1048576)", 0, 0.6),
+    "big_unannounced": ("too_large", "more than max_reply_bytes", 0, 0.6),
+    "bomb": ("bad_reply", "compressed (gzip)", 0, 0.6),
+    "deep": ("bad_reply", "nested more than 100 levels", 0, 0.6),
+    "quotes": ("bad_reply", "nested more than 100 levels", 0, 0.6),
+    "html": ("bad_reply", "not JSON: it begins with '<html>", 0, 0.6),
+    "html_502": ("server_error", "HTTP 502: <html>", 0.3, DEADLINE),
+    "redirect": ("redirect", "redirects are not followed", 0, 0.6),
+    "empty": ("bad_reply", "not JSON", 0, 0.6),
+    "no_content": ("bad_reply", "HTTP 204", 0, 0.6),
+    "unprocessable": ("rejected", "HTTP 422: options: Field required", 0, 0.6),
+    "a_list": ("bad_reply", "is a list, not an object", 0, 0.6),
+    "nan": ("bad_reply", "reward_components.correctness is not finite", 0, 0.6),
+    "infinite": ("bad_reply", "reward_components.correctness is not finite", 0, 0.6),
+    "overflow": ("bad_reply", "reward_components.correctness is not finite", 0, 0.6),
+    "text": ("bad_reply", "reward_components.correctness is a str, not a number", 0, 0.6),
+    "object": ("bad_reply", "reward_components.correctness is a dict, not a number", 0, 0.6),
+    "components_list": ("missing_reward", "reward_components.correctness is not in the reply", 0, 0.6),
+    "null": ("missing_reward", "it has reward, reward_components.correctness, reward_components.format", 0, 0.6),
+    "missing": ("missing_reward", "it has reward, reward_components.format", 0, 0.6),
+    "nan_beside": (None, "", 0, 0.6),
+    "extra": (None, "", 0, 0.6),
+    "fine_0_7": (None, "", 0, 0.6),
+    "mask_sample": ("verifier", "mask_sample", 0, 0.6),
+    "judge_0_5": ("verifier", "judge_failed: no key", 0, 0.6),
+    "judge_0_7": ("verifier", "session_lost: restarted", 0, 0.6),
+    "instance_mask": ("verifier", "mask_sample", 0, 0.6),
+    "cookie_flood": ("bad_reply", "more than 16 cookies", 0, 0.6),
+    "cookie_games": (None, "", 0, 0.6),
+}  # fmt: skip
+
+
+def sample(value=0.5, misdeed="none", group="p", index=0, environment="gym", server=None, **fields):
+    """A trajectory whose honest rewards are {correctness: value, format: 1}."""
+    number = f"{group}/{index}/{misdeed}"
+    row = {"responses_create_params": {"input": "say it"}, "value": value, "misdeed": misdeed, "id": number, **fields}
+    if server:
+        row["agent_ref"] = {"type": "responses_api_agents", "name": server}
+    return trajectory("said", environment, group, index, **{ROW: row})
+
+
+@pytest.fixture(scope="module")
+def servers():
+    elsewhere = Hosted(hostile_app())
+    server = Hosted(hostile_app(elsewhere.url))
+    closing = ClosingServer()
+    yield server, elsewhere, closing
+    for one in (server, elsewhere, closing):
+        one.stop()
+
+
+@pytest.fixture(scope="module")
+def gym(servers):
+    os.environ["GYM_TEST_KEY"] = SECRET
+    server, _, closing = servers
+    urls = {"main": server.url, "closed": closing.url, "nobody": "http://127.0.0.1:9"}
+    gym = NemoGym({"servers": urls, "rewards": RULES, "api_key_env": "GYM_TEST_KEY", **LIMITS})
+    yield gym
+    gym.close()
+
+
+@pytest.fixture(scope="module")
+def judged(gym):
+    """Per misdeed the verdicts of five trajectories, the third of which meets it, and the seconds they took; all at once."""
+
+    def run(misdeed):
+        server = misdeed if misdeed in ("closed", "nobody") else "main"
+        batch = [sample(0.1 * i, group=misdeed, index=i, server="main") for i in range(5)]
+        batch[2] = sample(0.7, misdeed, misdeed, 2, server=server)
+        begin = time.monotonic()
+        return gym.verify(batch), time.monotonic() - begin
+
+    gym.verify([sample(server="main")])
+    with ThreadPoolExecutor(len(MISDEEDS)) as threads:
+        return dict(zip(MISDEEDS, threads.map(run, MISDEEDS)))
+
+
+@pytest.mark.parametrize("misdeed", MISDEEDS)
+def test_a_misdeed_has_one_outcome_in_bounded_time_and_changes_no_other_trajectory(judged, misdeed):
+    kind, words, least, most = MISDEEDS[misdeed]
+    verdicts, seconds = judged[misdeed]
+    others = [0, 1, 3, 4]
+    assert [verdicts[i].rewards for i in others] == [{"correctness": 0.1 * i, "format": 1.0} for i in others]
+    assert all(verdicts[i].outcome is Outcome.OK for i in others)
+    if kind is None:
+        assert (verdicts[2].outcome, dict(verdicts[2].rewards)) == (Outcome.OK, {"correctness": 0.7, "format": 1.0})
+    else:
+        assert (verdicts[2].outcome, dict(verdicts[2].rewards)) == (Outcome.ENV_FAILED, {})
+        assert verdicts[2].detail.startswith(f"{kind}: ") and words in verdicts[2].detail, verdicts[2].detail
+        assert len(verdicts[2].detail) < 600 and verdicts[2].detail.isprintable()
+    # Forty batches share two cores with their server: an allowance of a second on top.
+    assert least <= seconds < most + 1.0, seconds
+
+
+def test_a_redirect_is_never_followed_and_no_secret_leaves(judged, servers):
+    assert servers[1]._app.state.seen == []
+    assert SECRET not in "".join(verdict.detail for verdicts, _ in judged.values() for verdict in verdicts)
+
+
+def test_each_trajectory_returns_the_cookies_of_its_own_session_and_no_others(judged, servers):
+    state = servers[0]._app.state
+    sessions = [(number, cookies["session"]) for number, cookies in state.cookies]
+    assert all(session.startswith(f"{number}-") for number, session in sessions)
+    assert len({session for _, session in sessions}) == len(sessions)  # an attempt anew is a session anew
+    flooded = [cookies for number, cookies in state.cookies if number.endswith("cookie_flood")]
+    assert flooded == [] and all(len(cookies) <= 2 for _, cookies in state.cookies)
+
+
+@pytest.mark.parametrize(
+    "missing, misdeed, expected",
+    [
+        ("mask", "missing", {"correctness": None, "format": 1.0}),
+        ("mask", "null", {"correctness": None, "format": 1.0}),
+        ("zero", "missing", {"correctness": 0.0, "format": 1.0}),
+        ("zero", "no_components", {"correctness": 0.0, "format": 0.0}),
+    ],
+)
+def test_a_missing_component_is_what_the_config_says(servers, missing, misdeed, expected):
+    rules = [{**rule, "missing": missing} for rule in RULES]
+    gym = NemoGym({"servers": {"main": servers[0].url}, "rewards": rules, **LIMITS})
+    assert dict(gym.verify([sample(misdeed=misdeed)])[0].rewards) == expected
+    gym.close()
+
+
+def test_without_rules_the_components_are_found_and_the_scalar_alone_is_one(servers):
+    gym = NemoGym({"servers": {"main": servers[0].url}, **LIMITS})
+    found = [dict(v.rewards) for v in gym.verify([sample(misdeed=m) for m in ("none", "extra", "no_components", "booleans")])]
+    assert found[0] == {"correctness": 0.5, "format": 1.0, "reward": 1.5}
+    assert found[1] == {**found[0], "surprise": 5.0} and found[2] == {"reward": 1.0}
+    assert found[3] == {"correctness": 1.0, "format": 0.0, "reward": 1.0}
+    [verdict] = gym.verify([sample(misdeed="components_list")])
+    assert verdict.outcome is Outcome.ENV_FAILED and "reward_components is a list" in verdict.detail
+    gym.close()
+
+
+def test_components_are_held_against_the_scalar_only_when_asked(servers):
+    gym = NemoGym({"servers": {"main": servers[0].url}, "check_sum": True, **LIMITS})
+    fine, off = gym.verify([sample(misdeed="none"), sample(misdeed="extra", index=1)])
+    assert fine.outcome is Outcome.OK and "reward is 1.5, but its components add up to 6.5" in off.detail
+    gym.close()
+
+
+def test_a_server_that_restarts_in_mid_batch_costs_no_verdict(servers):
+    app = hostile_app()
+    server = Hosted(app)
+    gym = NemoGym({"servers": {"main": server.url}, "rewards": RULES, "concurrency": 8, "retries": 6, "deadline_s": 20})
+    batch = [sample(i / 40, "slow", f"p{i // 4}", i % 4, seconds=0.2) for i in range(24)]
+    straight = gym.verify(batch)
+
+    def restart():
+        while len(app.state.seen) < 30:
+            time.sleep(0.005)
+        server.stop()
+        time.sleep(0.3)
+        server.start()
+
+    thread = threading.Thread(target=restart)
+    thread.start()
+    assert gym.verify(batch) == straight and {v.outcome for v in straight} == {Outcome.OK}
+    thread.join()
+    assert app.state.most <= 8 and len(app.state.seen) > 48  # some were asked twice
+    gym.close()
+    server.stop()
+
+
+def test_a_server_that_always_hangs_costs_two_deadlines_and_not_one_per_sample(servers, monkeypatch):
+    monkeypatch.setattr(episode, "GIVE_UP_AFTER", 4)
+    options = {"concurrency": 4, "retries": 0, "request_timeout_s": 0.3, "deadline_s": 0.3}
+    gym = NemoGym({"servers": {"main": servers[0].url}, "rewards": RULES, **options})
+    begin = time.monotonic()
+    verdicts = gym.verify([sample(misdeed="hang", group=f"p{i}") for i in range(40)])
+    assert time.monotonic() - begin < 1.0 and {v.outcome for v in verdicts} == {Outcome.ENV_FAILED}
+    kinds = [v.detail.split(":")[0] for v in verdicts]
+    # Those that wait for a place when the first ones fail are let in before the last of these has.
+    assert kinds[:4] == ["timeout"] * 4 and kinds[8:] == ["not_tried"] * 32
+    gym.close()
+
+
+def test_a_group_closes_when_it_has_enough_and_its_stragglers_are_cut_at_the_deadline(servers):
+    timing = {"min_valid": 3, "straggler_grace_s": 0.2, "group_deadline_s": 0.7, "deadline_s": 5, "request_timeout_s": 5}
+    gym = NemoGym({"servers": {"main": servers[0].url}, "rewards": RULES, **timing})
+    slow = {"misdeed": "slow", "seconds": 4}
+    batch = [
+        *(sample(0.1, group="quick", index=i) for i in range(4)),
+        *(sample(0.1, group="enough", index=i, **(slow if i == 3 else {})) for i in range(4)),
+        *(sample(0.1, group="short", index=i, **(slow if i >= 2 else {})) for i in range(4)),
+    ]
+    begin = time.monotonic()
+    verdicts = gym.verify(batch)
+    assert 0.6 < time.monotonic() - begin < 1.7
+    ok, aborted, failed = Outcome.OK, Outcome.ABORTED, Outcome.ENV_FAILED
+    assert [v.outcome for v in verdicts] == [ok] * 4 + [ok] * 3 + [aborted] + [ok] * 2 + [failed] * 2
+    assert verdicts[7].detail == "straggler: cut, because its group had 3 valid members 0.2 s before"
+    assert verdicts[10].detail == "straggler: cut, because its group had taken group_deadline_s (0.7 s)"
+    gym.close()
+
+
+def test_servers_verdicts_and_worker_verdicts_come_together_in_order(servers):
+    section = {"gym": {"plugin": "nemo_gym", "servers": {"main": servers[0].url}, "rewards": RULES}, "digit_sort": {}}
+    mixed = []
+    for i in range(6):
+        mixed.append(sample(i / 10, "errors" if i == 3 else "none", f"g{i}"))
+        mixed.append(trajectory("<t></t><a>12</a>", "digit_sort", f"q{i}", digits="21"))
+    section["gym"]["retries"] = 0
+    with EnvironmentPool(section) as pool:
+        verdicts = pool.verify(mixed)
+        assert [v.rewards.get("correctness") for v in verdicts[::2]] == [0.0, 0.1, 0.2, None, 0.4, 0.5]
+        assert all(v.rewards["all"] == 1.0 for v in verdicts[1::2])
+        assert verdicts[6].outcome is Outcome.ENV_FAILED and set(verdicts[0].rewards) != set(verdicts[1].rewards)
+
+
+def test_close_ends_a_verification_under_way(servers):
+    pool = EnvironmentPool({"gym": {"plugin": "nemo_gym", "servers": {"main": servers[0].url}}})
+    with ThreadPoolExecutor(1) as threads:
+        future = threads.submit(pool.verify, [sample(misdeed="hang")])
+        time.sleep(0.3)
+        pool.close()
+        with pytest.raises(RunError, match="environment 'gym': the environment was closed during verification"):
+            future.result(5)
+
+
+@pytest.mark.parametrize(
+    "url, misdeed, rules, error, message",
+    [
+        ("main", "none", [{"name": "style"}], ConfigError, "reward_components.style is not in the reply; it has reward, "),
+        ("main", "unprocessable", RULES, ConfigError, "row of prompt p: rejected: HTTP 422: options: Field required"),
+        ("strict", "none", RULES, ConfigError, "rejected: HTTP 422: expected_answer: Field required"),
+        ("main", "nan", RULES, ConfigError, "correctness is not finite"),
+        ("main", "errors", RULES, RunError, "server main at .*: server_error: HTTP 500"),
+        ("nobody", "none", RULES, RunError, "server main at http://127.0.0.1:9: connection: "),
+        ("closed", "none", RULES, RunError, "server main at .*: connection: "),
+    ],
+)
+def test_preflight_says_in_one_line_what_would_fail_later(servers, url, misdeed, rules, error, message):
+    server, _, closing = servers
+    urls = {"main": server.url, "closed": closing.url, "nobody": "http://127.0.0.1:9", "strict": server.url + "/elsewhere"}
+    options = {**LIMITS, "retries": 0, "seed_session": url != "strict"}
+    gym = NemoGym({"servers": {"main": urls[url]}, "rewards": rules, **options})
+    with pytest.raises(error, match=message) as caught:
+        gym.preflight([sample(misdeed=misdeed).prompt])
+    assert "\n" not in str(caught.value) and SECRET not in str(caught.value)
+    gym.close()
+
+
+def test_preflight_finds_the_components_of_each_server(servers):
+    gym = NemoGym({"servers": {"one": servers[0].url, "two": servers[1].url}, **LIMITS})
+    prompts = [sample(server="one").prompt, sample(server="two", misdeed="no_components").prompt]
+    assert gym.preflight(prompts) == {"one": ("correctness", "format", "reward"), "two": ("reward",)}
+    assert gym.reward_names == ("correctness", "format", "reward")
+    with pytest.raises(ConfigError, match="no server for the agent .thre. of a row"):
+        gym.preflight([sample(server="thre").prompt])
+    gym.close()

@@ -1,0 +1,126 @@
+"""Real nemo-gym 0.4.0: the replies that were recorded for it, rewards by name, sessions, discovery."""
+
+import json
+
+import pytest
+
+from environment_samples import trajectory
+from gdpo_nemo.algorithms import compute_advantages
+from gdpo_nemo.data.records import Outcome
+from gdpo_nemo.environments.nemo_gym.environment import NemoGym
+from gdpo_nemo.environments.nemo_gym.rows import ROW
+from gdpo_nemo.errors import ConfigError
+
+TOOLS = "example_tool_call_multireward"
+RULES = [{"name": "correctness"}, {"name": "schema_valid"}, {"name": "format"}]
+
+
+def call(arguments):
+    return f'<tool_call>\n{{"name": "get_weather", "arguments": {arguments}}}\n</tool_call>'
+
+
+ANSWERS = {
+    "right": (call('{"city": "San Francisco"}'), (1, 1, 1)),
+    "wrong city": (call('{"city": "Paris"}'), (0, 1, 1)),
+    "right call plus prose": ("Let me see. " + call('{"city": "San Francisco"}'), (1, 1, 0)),
+    "broken arguments": (call('{"city": "San Francisco"'), (0, 0, 1)),
+    "text only": ("It is sunny in San Francisco.", (0, 0, 0)),
+}
+
+
+def sample(row, text, group="p", index=0, finish_reason="stop"):
+    return trajectory(text, "gym", group, index, finish_reason, **{ROW: row})
+
+
+@pytest.fixture(scope="module")
+def gym_of(real_gym):
+    made = []
+
+    def make(*servers, **options):
+        urls = {"servers": {name: real_gym.urls[name] for name in servers}} if servers else {"head_server": real_gym.head}
+        made.append(NemoGym({**urls, **options}))
+        return made[-1]
+
+    yield make
+    for gym in made:
+        gym.close()
+
+
+def test_the_multireward_server_pays_each_component_for_itself(real_gym, gym_of):
+    row = real_gym.rows(TOOLS)[0]
+    verdicts = gym_of(TOOLS, rewards=RULES).verify([sample(row, text, index=i) for i, (text, _) in enumerate(ANSWERS.values())])
+    found = {answer: tuple(verdict.rewards.values()) for answer, verdict in zip(ANSWERS, verdicts)}
+    assert found == {answer: expected for answer, (_, expected) in ANSWERS.items()}
+
+
+def test_wrong_city_and_right_call_plus_prose_differ_under_gdpo_and_not_under_grpo(real_gym, gym_of):
+    row = real_gym.rows(TOOLS)[0]
+    answers = ["right", "wrong city", "right call plus prose", "wrong city", "wrong city"]
+    verdicts = gym_of(TOOLS, rewards=RULES).verify([sample(row, ANSWERS[a][0], index=i) for i, a in enumerate(answers)])
+    columns = {name: [verdict.rewards[name] for verdict in verdicts] for name in ("correctness", "schema_valid", "format")}
+    assert sum(column[1] for column in columns.values()) == sum(column[2] for column in columns.values()) == 2.0
+    gdpo, grpo = (
+        compute_advantages(columns, group_ids=[0] * 5, estimator=name).values.tolist() for name in ("gdpo", "grpo")
+    )
+    assert grpo[1] == grpo[2] and abs(gdpo[1] - gdpo[2]) > 0.3 and gdpo[1] == gdpo[3]
+
+
+def text_of(output):
+    """A recorded response as the text that a policy would have written."""
+    pieces = []
+    for item in output:
+        if item["type"] == "message":
+            pieces += [part["text"] for part in item["content"] if part["type"] == "output_text"]
+        elif item["type"] == "function_call":
+            pieces.append(f'<tool_call>{{"name": "{item["name"]}", "arguments": {item["arguments"]}}}</tool_call>')
+    return "\n".join(pieces)
+
+
+@pytest.mark.parametrize("server", [TOOLS, "mcqa", "reasoning_gym", "format_verification"])
+def test_recorded_responses_earn_what_was_recorded(real_gym, gym_of, server):
+    def asked(row):
+        return json.dumps([[m["role"], m["content"]] for m in row["responses_create_params"]["input"]])
+
+    rows = {asked(row): row for row in real_gym.rows(server)}
+    recorded = real_gym.rows(server, "example_rollouts")
+    batch = [sample(rows[asked(r)], text_of(r["response"]["output"]), f"p{i}") for i, r in enumerate(recorded)]
+    verdicts = gym_of(server).verify(batch)
+    assert len(recorded) == 5 and {v.outcome for v in verdicts} == {Outcome.OK}, verdicts
+    assert [v.rewards["reward"] for v in verdicts] == [r["reward"] for r in recorded]
+    for verdict, record in zip(verdicts, recorded):
+        expected = record.get("reward_components") or {}
+        assert {name: verdict.rewards[name] for name in verdict.rewards if name != "reward"} == expected
+
+
+def test_servers_with_different_components_share_a_batch_found_through_the_head_server(real_gym, gym_of):
+    rules = [{"name": "correctness", "servers": [TOOLS]}, {"name": "answer", "path": "reward", "servers": ["mcqa"]}]
+    tool_row = {**real_gym.rows(TOOLS)[0], "agent_ref": {"type": "responses_api_agents", "name": f"{TOOLS}_simple_agent"}}
+    choice_row = {**real_gym.rows("mcqa")[0], "agent_ref": {"type": "responses_api_agents", "name": "mcqa_simple_agent"}}
+    batch = [sample(tool_row, ANSWERS["right"][0]), sample(choice_row, r"\boxed{B}", "q"), sample(choice_row, r"\boxed{A}", "q", 1)]
+    gym = gym_of(rewards=rules)
+    assert gym.preflight([one.prompt for one in batch]) == {TOOLS: ("correctness",), "mcqa": ("answer",)}
+    assert [dict(v.rewards) for v in gym.verify(batch)] == [
+        {"correctness": 1.0, "answer": None},
+        {"correctness": None, "answer": 1.0},
+        {"correctness": None, "answer": 0.0},
+    ]
+
+
+def test_a_session_is_seeded_and_its_cookie_comes_back(real_gym, gym_of):
+    row = {**real_gym.rows("example_session_state_mgmt")[0], "initial_count": 3, "expected_count": 3}
+    seeded, bare = (gym_of("example_session_state_mgmt", seed_session=seed).verify([sample(row, "3")]) for seed in (True, False))
+    assert seeded[0].rewards == {"reward": 1.0} and bare[0].rewards == {"reward": 0.0}
+
+
+def test_a_truncated_answer_with_thoughts_is_taken(real_gym, gym_of):
+    row = real_gym.rows("mcqa")[0]
+    [verdict] = gym_of("mcqa", split_reasoning=True).verify(
+        [sample(row, "<think>A or B</think>so \\boxed{B}", finish_reason="length")]
+    )
+    assert verdict.rewards == {"reward": 1.0}
+
+
+def test_preflight_names_the_field_that_a_row_lacks(real_gym, gym_of):
+    row = {name: value for name, value in real_gym.rows("reasoning_gym")[0].items() if name != "question"}
+    with pytest.raises(ConfigError, match="row of prompt p: rejected: HTTP 422: question: Field required$"):
+        gym_of("reasoning_gym").preflight([sample(row, "x").prompt])
