@@ -288,6 +288,18 @@ class TurnsConfig:
 
 
 @dataclass
+class EndpointConfig:
+    """OpenAI-compatible HTTP endpoint of the engines, for agents that play the policy's turns."""
+
+    enabled: bool = False
+    """Serve /v1/chat/completions, /tokenize and /v1/models while the run lasts."""
+    host: str = "127.0.0.1"
+    """Address to listen at. Whoever reaches it can sample; there is no password."""
+    port: int = 8000
+    """Port to listen at; agents have to know it. 0 takes any free one."""
+
+
+@dataclass
 class RolloutConfig:
     """How rollouts are scheduled, and when a failing environment ends the run."""
 
@@ -308,6 +320,7 @@ class RolloutConfig:
     function: Optional[str] = None
     """`file.py:function` or `package.module.function` that makes trajectories of prompts in place of the built-in loop."""
     turns: TurnsConfig = field(default_factory=TurnsConfig)
+    endpoint: EndpointConfig = field(default_factory=EndpointConfig)
 
 
 @dataclass

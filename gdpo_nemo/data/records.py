@@ -22,6 +22,10 @@ class Outcome(StrEnum):
     ENV_FAILED = "env_failed"
 
 
+NOT_CONTIGUOUS = "not_contiguous"
+"""First word of ``Trajectory.detail`` where a turn did not go on from the exact tokens before it."""
+
+
 @dataclass(frozen=True)
 class Prompt:
     """One prompt. ``id`` is unique and stable over epochs and resumes; groups are formed by it and by nothing else."""

@@ -49,6 +49,10 @@ class EditedHistory(Exception):
     """The client's messages are not those that its token ids stand for."""
 
 
+class UnknownTurn(Exception):
+    """Token ids that were not sampled in this batch of rollouts: of an episode that was given up, or made up."""
+
+
 class History:
     """The turns of one batch of rollouts; the oldest give way. Safe to use from several threads."""
 
@@ -78,7 +82,8 @@ class History:
         """The newest turn of ``messages`` that was sampled here, and the place of its message; None where there is none.
 
         Raises:
-            EditedHistory: the message carries token ids of a turn in which other words were said, or of none.
+            EditedHistory: the message carries the token ids of a turn in which other words were said.
+            UnknownTurn: it carries token ids that were not sampled here.
         """
         for place in range(len(messages) - 1, -1, -1):
             message = messages[place]
@@ -88,7 +93,9 @@ class History:
             if message.get("prompt_token_ids") is not None:
                 ids = [*message["prompt_token_ids"], *(message.get("generation_token_ids") or ())]
                 turn = self.turn(np.array(ids, np.int32))
-                if turn is None or turn.said != said:
+                if turn is None:
+                    raise UnknownTurn
+                if turn.said != said:
                     raise EditedHistory
                 return turn, place
             with self._lock:

@@ -13,7 +13,7 @@ from typing import Any, Iterator, Mapping
 import numpy as np
 
 from gdpo_nemo.data.conversation import Conversation
-from gdpo_nemo.endpoint.history import EditedHistory, History, Turn, arguments_of, fingerprint, text_of
+from gdpo_nemo.endpoint.history import EditedHistory, History, Turn, UnknownTurn, arguments_of, fingerprint, text_of
 from gdpo_nemo.endpoint.requests import ChatRequest, Refused, read_chat
 from gdpo_nemo.endpoint.router import EngineRouter
 from gdpo_nemo.environments.nemo_gym.completions import output_items
@@ -114,6 +114,8 @@ class Service:
         except EditedHistory:
             found = None
             self.counts["edited"] += count
+        except UnknownTurn:
+            raise Refused(400, "a message carries token ids that were not sampled in this batch of rollouts") from None
         messages = [_for_template(message) for message in request.messages]
         try:
             if found is None:

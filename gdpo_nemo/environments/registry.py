@@ -21,6 +21,7 @@ BUILT_IN = {
     "gsm8k": "gdpo_nemo.environments.gsm8k:Gsm8k",
     "math": "gdpo_nemo.environments.math:Math",
     "nemo_gym": "gdpo_nemo.environments.nemo_gym.environment:NemoGym",
+    "nemo_gym_agent": "gdpo_nemo.environments.nemo_gym.agents:NemoGymAgent",
     "reasoning_gym": "gdpo_nemo.environments.reasoning_gym:ReasoningGym",
     "tool_calling": "gdpo_nemo.environments.tool_calling:ToolCalling",
 }
@@ -87,7 +88,8 @@ def _find(name: str, plugin: str) -> Any:
 
 def _check(name: str, plugin: str, environment: Any) -> None:
     names = getattr(environment, "reward_names", None)
-    if not callable(getattr(environment, "verify", None)) and not has_turns(environment):
+    plays = has_turns(environment) or getattr(environment, "plays_with_endpoint", False)
+    if not plays and not callable(getattr(environment, "verify", None)):
         raise ConfigError(f"env.{name}: {plugin} is no environment: it has no method verify(trajectories) and no episode()")
     if isinstance(names, str) or not names or not all(isinstance(component, str) for component in names):
         raise ConfigError(f"env.{name}: {plugin} is no environment: reward_names must be a tuple of names")

@@ -17,10 +17,11 @@ from typing import Callable, Protocol, Sequence
 import numpy as np
 
 from gdpo_nemo.data.conversation import Conversation
+from gdpo_nemo.endpoint.server import Endpoint
 from gdpo_nemo.data.records import Outcome, Prompt, Trajectory
 from gdpo_nemo.environments.pool import EnvironmentPool
 from gdpo_nemo.errors import RunError
-from gdpo_nemo.generation.requests import Completion, CompletionBatch, SampleRequest
+from gdpo_nemo.generation.requests import Completion, CompletionBatch, SampleRequest, Sampling
 
 
 _ROUNDING = 1e-4
@@ -47,6 +48,10 @@ class RolloutContext:
     """Tokens that it may write in one turn."""
     max_sequence: int
     """Tokens of prompt and completion together."""
+    sampling: Sampling
+    """The settings of the batch."""
+    endpoint: Endpoint | None = None
+    """Where agents find the policy, with ``rollout.endpoint.enabled``. Sample inside ``endpoint.service.phase``."""
 
 
 class RolloutFunction(Protocol):

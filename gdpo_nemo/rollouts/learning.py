@@ -10,7 +10,7 @@ from gdpo_nemo.algorithms import Advantages, apply_shaping, compute_advantages, 
 from gdpo_nemo.algorithms.rewards import CREATING, transformation_of
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.data.packing import TrainSequence
-from gdpo_nemo.data.records import Group, Outcome, Trajectory
+from gdpo_nemo.data.records import NOT_CONTIGUOUS, Group, Outcome, Trajectory
 from gdpo_nemo.data.results import UpdateResult
 from gdpo_nemo.errors import RunError
 
@@ -144,7 +144,7 @@ def rollout_metrics(trajectories: Sequence[Trajectory], version: int) -> dict[st
     return {
         "rollout/tokens": float(tokens),
         "rollout/mean_length": tokens / len(trajectories),
-        "rollout/turns": float(np.mean([t.turns for t in trajectories])),
+        **_turn_metrics(trajectories),
         "rollout/truncated": outcomes.count(Outcome.TRUNCATED) / len(outcomes),
         "rollout/env_failed": outcomes.count(Outcome.ENV_FAILED) / len(outcomes),
         "rollout/aborted": outcomes.count(Outcome.ABORTED) / len(outcomes),
@@ -152,6 +152,15 @@ def rollout_metrics(trajectories: Sequence[Trajectory], version: int) -> dict[st
         "staleness/mean": float(np.mean(stale)),
         "staleness/max": float(max(stale)),
     }
+
+
+def _turn_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Turns per trajectory, and the share that was masked because its turns do not continue each other; where there are
+    turns at all."""
+    if all(t.loss_mask is None for t in trajectories):
+        return {}
+    broken = [t.detail.startswith(NOT_CONTIGUOUS) for t in trajectories]
+    return {"rollout/turns": float(np.mean([t.turns for t in trajectories])), "rollout/not_contiguous": float(np.mean(broken))}
 
 
 def _failed_by_environment(trajectories: Sequence[Trajectory]) -> dict[str, float]:

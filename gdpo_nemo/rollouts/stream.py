@@ -22,7 +22,7 @@ from gdpo_nemo.data.prompts import PromptSource
 from gdpo_nemo.data.records import Group, Outcome, Prompt, Trajectory
 from gdpo_nemo.environments.pool import EnvironmentPool
 from gdpo_nemo.generation.requests import CompletionBatch, SampleRequest, Sampling
-from gdpo_nemo.rollouts.functions import Asked, Engines, context_of, needs_verdict, rollout_functions, run_rollout
+from gdpo_nemo.rollouts.functions import Asked, Player, needs_verdict
 from gdpo_nemo.rollouts.learning import has_signal
 
 Span = tuple[str, str, float, float]
@@ -76,7 +76,7 @@ class RolloutStream:
             generation.max_new_tokens,
             tuple(generation.stop_strings),
         )
-        self._own = rollout_functions(config)
+        self._player = Player(config, fleet, pool, tokenizer)
         self._position, self._next = position, step
         self._pending: dict[int, Future[Rollout]] = {}
         # One thread: rollouts are finished in their order, beside the training in the main thread.
@@ -103,12 +103,13 @@ class RolloutStream:
     def close(self) -> None:
         """Wait for nothing: what is in flight is dropped."""
         self._worker.shutdown(wait=False, cancel_futures=True)
+        self._player.close()
 
     # -- one batch ----------------------------------------------------------------------------------------------
 
     def _submit(self, position: int, count: int):
         prompts = self._prompts.batch(position, count)
-        if prompts[0].environment in self._own:
+        if self._player.plays(prompts[0]):
             return None, prompts
         samples = self._config.gdpo.num_generations_per_prompt
         requests = [
@@ -150,12 +151,9 @@ class RolloutStream:
 
     def _groups(self, prompts: Sequence[Prompt], asked: Asked) -> tuple[list[Group], float]:
         """Groups by the environment's rollout function, and the seconds that the engines took for them."""
-        engines = Engines(self._fleet, asked.sampling)
-        function = self._own[prompts[0].environment]
-        context = context_of(self._config, asked, engines.sample, self._tokenizer, self._pool)
-        made = run_rollout(function, prompts, context)
+        made, seconds = self._player.play(prompts, asked)
         judge([t for group in made for t in group if needs_verdict(t)], self._pool)
-        return [Group(prompt, trajectories) for prompt, trajectories in zip(prompts, made)], engines.seconds
+        return [Group(prompt, trajectories) for prompt, trajectories in zip(prompts, made)], seconds
 
     def _replace_dead(self, rollout: Rollout, wanted: int) -> None:
         """Dynamic sampling: further prompts for groups in which every weighted component is constant.
@@ -187,7 +185,7 @@ class RolloutStream:
         sampling = Sampling(
             gdpo.val_temperature, 1.0, -1, generation.max_new_tokens, tuple(generation.stop_strings)
         )
-        if prompts[0].environment in self._own:
+        if self._player.plays(prompts[0]):
             seed = partial(sample_seed, self._config.run.seed)
             asked = Asked(sampling, gdpo.val_generations_per_prompt, lambda i, j, turn: seed(-1 - i, j, turn))
             return self._groups(prompts, asked)[0]

@@ -13,7 +13,10 @@ from gdpo_nemo.cluster.policy_group import PolicyGroup
 from gdpo_nemo.cluster.session import session
 from gdpo_nemo.cluster.weight_sync import WeightSync
 from gdpo_nemo.config.load import load_config
+from gdpo_nemo.data.conversation import Conversation
 from gdpo_nemo.generation.requests import Sampling
+from gdpo_nemo.rollouts.context import RolloutContext
+from gdpo_nemo.rollouts.stream import sample_seed
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 LONGEST = 768
@@ -31,6 +34,23 @@ class Stage:
         self.fleet.ready()
         WeightSync(self.policy, self.fleet, None, 1e-4).publish(0)
         self.sampling = Sampling(1.0, 1.0, -1, config.policy.generation.max_new_tokens)
+        self.conversation = Conversation(self.tokenizer, chat=True)
+
+    def context(self, pool, samples, max_turns, max_tokens, endpoint=None) -> RolloutContext:
+        """What rollout functions get; seeds depend on place, sample and turn alone."""
+        return RolloutContext(
+            samples=samples,
+            seed=lambda i, j, turn: sample_seed(7, i, j, turn),
+            sample=lambda requests: self.fleet.collect(self.fleet.submit(requests, self.sampling)),
+            conversation=self.conversation,
+            pool=pool,
+            max_turns=max_turns,
+            max_tokens=max_tokens,
+            max_new_tokens=10,
+            max_sequence=LONGEST,
+            sampling=self.sampling,
+            endpoint=endpoint,
+        )
 
 
 @pytest.fixture(scope="session")

@@ -12,8 +12,6 @@ from gdpo_nemo.data.records import Outcome, Prompt
 from gdpo_nemo.environments.episodes import EpisodeStep
 from gdpo_nemo.environments.pool import EnvironmentPool
 from gdpo_nemo.errors import RunError
-from gdpo_nemo.rollouts.functions import Asked, Engines, context_of
-from gdpo_nemo.rollouts.stream import sample_seed
 from gdpo_nemo.rollouts.turns import play
 
 PLUGINS = Path(__file__).with_name("episodes_for_tests.py")
@@ -31,9 +29,7 @@ def pool():
 
 
 def context(stage, pool, samples=2, max_turns=4, max_tokens=None):
-    stage.config.rollout.turns.max_turns, stage.config.rollout.turns.max_tokens = max_turns, max_tokens
-    asked = Asked(stage.sampling, samples, lambda i, j, turn: sample_seed(7, i, j, turn))
-    return context_of(stage.config, asked, Engines(stage.fleet, stage.sampling).sample, stage.tokenizer, pool)
+    return stage.context(pool, samples, max_turns, max_tokens or 10 * max_turns)
 
 
 def chat_prompt(stage, environment, text="hello") -> Prompt:
