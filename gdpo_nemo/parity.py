@@ -64,25 +64,28 @@ def measure_parity(
     longest = max(map(len, sequences)) + 1 if sequences else 256  # one more: vLLM scores a sequence only by going on
     one, many = (standalone_config(model, text, precision, longest) for text in ("", layout))
     sequences = sequences or _fixed(_vocabulary(model), one.policy.max_total_sequence_length)
-    targets = [s.completion_ids for s in sequences]
+    def written(values):
+        return [s.where_written(v) for s, v in zip(sequences, values)]
+
+    targets = written([s.completion_ids for s in sequences])
     report = ParityReport(str(model), layout or "one rank", sum(map(len, targets)), threshold)
     with _standing(one, many, str(model), engine) as (single, group, fleet):
-        reference = single.logprobs(sequences)
-        places = {"layout": group.logprobs(sequences)} if layout else {}
-        alone = (group if layout else single).logprobs(sequences, packed=False)
+        reference = written(single.logprobs(sequences))
+        places = {"layout": written(group.logprobs(sequences))} if layout else {}
+        alone = written((group if layout else single).logprobs(sequences, packed=False))
         places["alone, not packed"] = alone
         if fleet is not None:
             room = one.policy.max_total_sequence_length
             if any(len(s) >= room for s in sequences):
                 raise ConfigError(f"--engine: vLLM cannot score sequences that fill the context of {room} tokens")
-            places["vLLM"] = [_score(fleet, s) for s in sequences]
+            places["vLLM"] = written([_score(fleet, s) for s in sequences])
         if recorded is not None:
-            places["recorded by the sampler"] = recorded
+            places["recorded by the sampler"] = written(recorded)
         tempered = None
         for name, measured in places.items():
             found = compare(name, reference, measured, targets)
             if not found.max_abs <= threshold:
-                tempered = tempered or {t: single.logprobs(sequences, temperature=t) for t in _TEMPERATURES}
+                tempered = tempered or {t: written(single.logprobs(sequences, temperature=t)) for t in _TEMPERATURES}
                 found.causes = diagnose(
                     reference,
                     measured,
@@ -148,27 +151,31 @@ def _fixed(vocabulary: int, longest: int, count: int = 12) -> list[TrainSequence
 
 
 def _recorded(path: str | Path) -> tuple[list[TrainSequence], list[np.ndarray]]:
-    from gdpo_nemo.observe.rollouts import read_rollouts
+    from gdpo_nemo.observe.rollouts import loss_mask_of, read_rollouts
 
     try:
         records = read_rollouts(path)
         pairs = [(np.array(r["prompt_ids"], np.int32), np.array(r["completion_ids"], np.int32)) for r in records]
         logprobs = [np.array(r["logprobs"], np.float32) for r in records]
+        masks = [loss_mask_of(r) for r in records]
     except FileNotFoundError:
         raise ConfigError(f"--record: {path} does not exist") from None
     except (KeyError, ValueError) as error:
         raise ConfigError(f"--record: {path} is not a rollouts file ({error})") from None
     if not pairs:
         raise ConfigError(f"--record: {path} is empty")
-    return _weighted(pairs, np.array([r.get("advantage") or 0.0 for r in records])), logprobs
+    return _weighted(pairs, np.array([r.get("advantage") or 0.0 for r in records]), masks), logprobs
 
 
-def _weighted(pairs, advantages) -> list[TrainSequence]:
-    total = sum(len(completion) for _, completion in pairs)
-    return [
-        TrainSequence(prompt, completion, np.zeros(len(completion), np.float32), float(a), 1.0 / total)
-        for (prompt, completion), a in zip(pairs, advantages)
+def _weighted(pairs, advantages, masks=None) -> list[TrainSequence]:
+    sequences = [
+        TrainSequence(prompt, completion, np.zeros(len(completion), np.float32), float(a), loss_mask=mask)
+        for (prompt, completion), a, mask in zip(pairs, advantages, masks or [None] * len(pairs))
     ]
+    total = sum(s.written for s in sequences)
+    for sequence in sequences:
+        sequence.weight = 1.0 / total
+    return sequences
 
 
 def describe(report: ParityReport) -> str:

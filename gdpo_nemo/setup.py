@@ -119,6 +119,9 @@ def _data(config: Config):
         check_components(config, _reward_names(environments))
     folder = _model_folder(config)
     tokenizer = _tokenizer(config, folder)
+    from gdpo_nemo.rollouts.functions import rollout_functions
+
+    rollout_functions(config)
     room = config.policy.max_total_sequence_length - 1
     common = dict(seed=config.run.seed, max_prompt_tokens=room)
     prompts = PromptSource(config.data.train, environments, tokenizer, split="train", **common)

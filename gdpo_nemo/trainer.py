@@ -81,7 +81,10 @@ class Trainer:
         """Summed log-ratio of sampler to starting model per trajectory, where a shaping rule makes it a reward."""
         if not kl_in_reward(self.config):
             return None
-        sequences = [TrainSequence(t.prompt.token_ids, t.completion_ids, t.logprobs) for t in rollout.trajectories]
+        sequences = [
+            TrainSequence(t.prompt.token_ids, t.completion_ids, t.logprobs, loss_mask=t.loss_mask)
+            for t in rollout.trajectories
+        ]
         reference = self.policy.logprobs(sequences, reference=True)
         return np.array([np.nansum(s.sampler_logprobs - r, dtype=np.float64) for s, r in zip(sequences, reference)])
 
@@ -117,12 +120,12 @@ class Trainer:
         old = [s.sampler_logprobs if s.old_logprobs is None else s.old_logprobs for s in update]
         size = self.config.gdpo.num_generations_per_prompt
         coefficients = target_po_coefficients(
-            [values.sum() for values in now],
-            [values.sum() for values in old],
+            [s.where_written(values).sum() for s, values in zip(update, now)],
+            [s.where_written(values).sum() for s, values in zip(update, old)],
             [s.advantage for s in update],
             np.arange(len(update)) // size,
             valid=[s.weight > 0 for s in update],
-            lengths=[len(s.completion_ids) for s in update],
+            lengths=[s.written for s in update],
             temperature=self.loss.target_temperature,
             length_normalize=self.loss.target_length_normalize,
             weights=[s.weight for s in update],
@@ -181,7 +184,7 @@ class Trainer:
             values = [t.rewards[name] for t in trajectories if t.rewards.get(name) is not None]
             if values:
                 row[f"validation/{name}"] = float(np.mean(values))
-        row["validation/mean_length"] = float(np.mean([len(t.completion_ids) for t in trajectories]))
+        row["validation/mean_length"] = float(np.mean([t.written for t in trajectories]))
         row["validation/env_failed"] = float(np.mean([not t.trains for t in trajectories]))
         self.log.validation(row)
         self.state.metrics = {name: value for name, value in row.items() if name != "step"}

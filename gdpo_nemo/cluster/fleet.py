@@ -69,10 +69,15 @@ class EngineFleet:
         """Wait until every engine can sample."""
         gather([a.__ray_ready__.remote() for a in self._actors], "starting the vLLM engines", _START_S)
 
-    def submit(self, requests: Sequence[SampleRequest], sampling: Sampling) -> Ticket:
-        """Start drawing; consecutive requests of one prompt stay together, for the engine's prefix cache."""
+    def submit(self, requests: Sequence[SampleRequest], sampling: Sampling, engine: int | None = None) -> Ticket:
+        """Start drawing; consecutive requests of one prompt stay together, for the engine's prefix cache.
+
+        ``engine`` gives all of them to that one.
+        """
         with self._lock:
             bounds = np.linspace(0, len(requests), len(self._actors) + 1).astype(int)
+            if engine is not None:
+                bounds = np.array([0] * (engine + 1) + [len(requests)] * (len(self._actors) - engine))
             shares = [
                 (i, list(requests[a:b]), self._actors[i].generate.remote(list(requests[a:b]), sampling))
                 for i, (a, b) in enumerate(zip(bounds, bounds[1:]))

@@ -235,7 +235,7 @@ class PolicyGroup:
         temperature: float | None = None,
         packed: bool = True,
     ) -> list[np.ndarray]:
-        """float32 [completion tokens] for each sequence, under the current (or reference) weights.
+        """float32 [completion tokens] for each sequence, under the current (or reference) weights; NaN under its mask.
 
         ``temperature`` replaces the sampling temperature; without ``packed`` each sequence is a micro-batch of its own.
         """

@@ -47,7 +47,8 @@ def session(config: ClusterConfig) -> Iterator[None]:
     where = (
         dict(address=address)
         if address
-        else dict(num_cpus=cores(config), num_gpus=config.gpus_per_node, include_dashboard=False)
+        # "local": without it Ray joins any cluster that happens to run on this machine.
+        else dict(address="local", num_cpus=cores(config), num_gpus=config.gpus_per_node, include_dashboard=False)
     )
     reaper = Reaper()
     try:

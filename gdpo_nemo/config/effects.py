@@ -96,6 +96,11 @@ EFFECTS = (
         "while gdpo.dynamic_sampling.enabled is false",
     ),
     Effect(
+        ("rollout.endpoint.host", "rollout.endpoint.port"),
+        lambda c: c.rollout.endpoint.enabled,
+        "while rollout.endpoint.enabled is false",
+    ),
+    Effect(
         ("policy.generation.parity_limit",),
         lambda c: c.policy.generation.verify_weights,
         "while policy.generation.verify_weights is false",

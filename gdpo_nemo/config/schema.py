@@ -286,6 +286,28 @@ class PolicyConfig:
 
 
 @dataclass
+class TurnsConfig:
+    """How far a trajectory of several turns may go."""
+
+    max_turns: int = 1
+    """Turns that the policy may take in one trajectory; what goes on after them is truncated."""
+    max_tokens: Optional[int] = None
+    """Tokens that the policy may write in all turns of a trajectory. Null: policy.generation.max_new_tokens in each."""
+
+
+@dataclass
+class EndpointConfig:
+    """OpenAI-compatible HTTP endpoint of the engines, for agents that play the policy's turns."""
+
+    enabled: bool = False
+    """Serve /v1/chat/completions, /tokenize and /v1/models while the run lasts."""
+    host: str = "127.0.0.1"
+    """Address to listen at. Whoever reaches it can sample; there is no password."""
+    port: int = 8000
+    """Port to listen at; agents have to know it. 0 takes any free one."""
+
+
+@dataclass
 class RolloutConfig:
     """How rollouts are scheduled, and when a failing environment ends the run."""
 
@@ -303,6 +325,10 @@ class RolloutConfig:
     """Seconds one step's training may take."""
     save_samples: bool = True
     """Write rollouts/step_*.jsonl."""
+    function: Optional[str] = None
+    """`file.py:function` or `package.module.function` that makes trajectories of prompts in place of the built-in loop."""
+    turns: TurnsConfig = field(default_factory=TurnsConfig)
+    endpoint: EndpointConfig = field(default_factory=EndpointConfig)
 
 
 @dataclass

@@ -27,8 +27,9 @@ _AT_LEAST_ONE = (
     "policy.megatron_cfg.expert_tensor_parallel_size", "policy.megatron_cfg.data_parallel_size",
     "policy.megatron_cfg.scheduler.lr_decay_steps", "policy.generation.engines", "policy.generation.max_new_tokens",
     "policy.generation.vllm_cfg.tensor_parallel_size", "policy.generation.vllm_cfg.kv_cache_memory_bytes",
-    "policy.generation.vllm_cfg.max_num_seqs", "rollout.env_workers", "data.train.size", "data.validation.size",
-    "weights.bucket_mib", "cluster.num_nodes", "cluster.cpus_per_node", "checkpointing.save_period", "checkpointing.keep_last",
+    "policy.generation.vllm_cfg.max_num_seqs", "rollout.env_workers", "rollout.turns.max_turns", "rollout.turns.max_tokens",
+    "data.train.size", "data.validation.size", "weights.bucket_mib", "cluster.num_nodes", "cluster.cpus_per_node",
+    "checkpointing.save_period", "checkpointing.keep_last",
 )  # fmt: skip
 _NOT_NEGATIVE = (
     "run.seed", "policy.lora.rank", "gdpo.val_period", "gdpo.val_temperature", "loss_fn.ratio_clip_min", "loss_fn.ratio_clip_max",

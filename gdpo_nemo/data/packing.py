@@ -27,16 +27,28 @@ class TrainSequence:
     completion_ids: np.ndarray
     """int32 [completion tokens], at least one"""
     sampler_logprobs: np.ndarray
-    """float32 [completion tokens]"""
+    """float32 [completion tokens]; never read where the mask is false"""
     advantage: float = 0.0
     weight: float = 0.0
     old_logprobs: np.ndarray | None = None
     """float32 [completion tokens]; None: the log-probs of the update itself (ratio 1)."""
     reference_logprobs: np.ndarray | None = None
     """float32 [completion tokens], of the reference model."""
+    loss_mask: np.ndarray | None = None
+    """bool [completion tokens]: the tokens that the policy wrote. The others are context: no log-prob, no loss, no metric.
+    None: all."""
 
     def __len__(self) -> int:
         return len(self.prompt_ids) + len(self.completion_ids)
+
+    @property
+    def written(self) -> int:
+        """Completion tokens that the policy wrote."""
+        return len(self.completion_ids) if self.loss_mask is None else int(np.count_nonzero(self.loss_mask))
+
+    def where_written(self, values: np.ndarray) -> np.ndarray:
+        """Of the values [completion tokens] those of tokens that the policy wrote."""
+        return values if self.loss_mask is None else values[self.loss_mask]
 
 
 Assignment = list[list[list[int]]]
@@ -152,7 +164,7 @@ def measure(assignment: Assignment, lengths: Sequence[int], multiple: int, total
 class PackedRows:
     """One micro-batch laid out for one rank of a context-parallel group.
 
-    ``rows`` are the local tokens whose successor is a completion token; every other per-row array is aligned with it.
+    ``rows`` are the local tokens whose successor is a completion token that the policy wrote; every other per-row array is aligned with it.
     """
 
     tokens: np.ndarray
@@ -205,6 +217,8 @@ def lay_out(
         places = np.arange(length) if context_size == 1 else np.asarray(positions(length, context_rank, context_size))
         tokens.append(whole[places])
         local = np.flatnonzero((places >= p - 1) & (places < n - 1))
+        if s.loss_mask is not None:
+            local = local[s.loss_mask[places[local] + 1 - p]]
         rows.append(start + local)
         targets.append(whole[places[local] + 1])
         sequence.append(np.full(len(local), i, np.int64))

@@ -22,6 +22,10 @@ class Outcome(StrEnum):
     ENV_FAILED = "env_failed"
 
 
+NOT_CONTIGUOUS = "not_contiguous"
+"""First word of ``Trajectory.detail`` where a turn did not go on from the exact tokens before it."""
+
+
 @dataclass(frozen=True)
 class Prompt:
     """One prompt. ``id`` is unique and stable over epochs and resumes; groups are formed by it and by nothing else."""
@@ -39,14 +43,15 @@ class Prompt:
 
 @dataclass
 class Trajectory:
-    """One sampled completion with everything training and verification need."""
+    """One sampled completion, of one turn or several, with everything training and verification need."""
 
     prompt: Prompt
     sample_index: int
     completion_ids: np.ndarray
-    """int32 [completion tokens], exactly as sampled, never re-tokenised."""
+    """int32 [completion tokens], exactly as sampled, never re-tokenised. With several turns: all that follows the prompt,
+    what the environment said between the turns included."""
     logprobs: np.ndarray
-    """float32 [completion tokens], the sampler's log-probs of those tokens."""
+    """float32 [completion tokens], the sampler's log-probs of those tokens; NaN where the environment spoke."""
     policy_version: int
     """Updates that the sampling weights had seen."""
     text: str
@@ -57,6 +62,15 @@ class Trajectory:
     outcome: Outcome = Outcome.OK
     detail: str = ""
     """What went wrong, when something did."""
+    loss_mask: np.ndarray | None = None
+    """bool [completion tokens]: true where the policy wrote; None: everywhere."""
+    turns: int = 1
+    """Turns that the policy took."""
+
+    @property
+    def written(self) -> int:
+        """Tokens of the completion that the policy wrote."""
+        return len(self.completion_ids) if self.loss_mask is None else int(np.count_nonzero(self.loss_mask))
 
     @property
     def trains(self) -> bool:

@@ -21,12 +21,13 @@ import time
 from concurrent.futures import Future, wait
 from concurrent.futures.process import BrokenProcessPool
 from itertools import groupby
-from typing import Any, Mapping, Sequence
+from typing import Any, Callable, Container, Mapping, Sequence
 
 from pebble import ProcessExpired, ProcessPool
 
-from gdpo_nemo.data.records import Outcome, Trajectory, Verdict
+from gdpo_nemo.data.records import Outcome, Prompt, Trajectory, Verdict
 from gdpo_nemo.environments import worker
+from gdpo_nemo.environments.episodes import EpisodeReply, EpisodeStep
 from gdpo_nemo.environments.remote import RemoteEnvironments, is_remote
 from gdpo_nemo.errors import RunError
 
@@ -76,24 +77,33 @@ class EnvironmentPool:
         for an unknown environment, a mistake in an environment's code, workers that cannot start, or a closed pool.
         """
         for trajectory in trajectories:
-            wanted = trajectory.prompt.environment
-            if wanted not in self._environments and wanted not in self._remote.names:
-                raise RunError(f"prompt {trajectory.prompt.id} wants the environment {wanted!r}, which env lacks")
+            self._check_known(trajectory.prompt, also=self._remote.names)
         with self._remote.verifying(trajectories) as elsewhere:
             here = [t for t in trajectories if t.prompt.environment in self._environments]
-            verdicts = iter(self._verify_in_workers(here))
+            verdicts = iter(self._run(worker.verify, here, _failed))
             remote = elsewhere()
         return [remote[i] if i in remote else next(verdicts) for i in range(len(trajectories))]
 
-    def _verify_in_workers(self, trajectories: Sequence[Trajectory]) -> list[Verdict]:
-        verdicts: dict[int, Verdict] = {}
-        shards = _shards(trajectories, self._workers)
-        for shard, reply in zip(shards, self._replies(trajectories, shards)):
+    def step(self, steps: Sequence[EpisodeStep]) -> list[EpisodeReply]:
+        """One step of every episode, in order; time-outs, deaths and mistakes are treated as by ``verify``."""
+        for step in steps:
+            self._check_known(step.prompt)
+        return self._run(worker.step, steps, lambda detail: EpisodeReply(outcome=Outcome.ENV_FAILED, detail=detail))
+
+    def _check_known(self, prompt: Prompt, also: Container[str] = ()) -> None:
+        if prompt.environment not in self._environments and prompt.environment not in also:
+            raise RunError(f"prompt {prompt.id} wants the environment {prompt.environment!r}, which env lacks")
+
+    def _run(self, task: Callable, asked: Sequence[Trajectory | EpisodeStep], failed: Callable[[str], Any]) -> list:
+        """The workers' answer to each of ``asked``, in order; ``failed(line)`` for those without one."""
+        answers: dict[int, Any] = {}
+        shards = _shards(asked, self._workers)
+        for shard, reply in zip(shards, self._replies(task, asked, shards)):
             if isinstance(reply, str):
-                verdicts.update(self._one_by_one(trajectories, shard, reply))
+                answers.update(self._one_by_one(task, asked, shard, reply, failed))
             else:
-                verdicts.update(zip(shard, reply))
-        return [verdicts[index] for index in range(len(trajectories))]
+                answers.update(zip(shard, reply))
+        return [answers[index] for index in range(len(asked))]
 
     def close(self) -> None:
         """End the workers. A ``verify`` under way in another thread raises RunError."""
@@ -110,34 +120,32 @@ class EnvironmentPool:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _one_by_one(self, trajectories: Sequence[Trajectory], shard: Sequence[int], reason: str) -> dict[int, Verdict]:
-        """Verdicts of a shard that failed as a whole, each member in a task of its own."""
-        verdicts: dict[int, Verdict] = {}
+    def _one_by_one(self, task, asked, shard: Sequence[int], reason: str, failed) -> dict[int, Any]:
+        """Answers of a shard that failed as a whole, each member in a task of its own."""
+        answers: dict[int, Any] = {}
         failures = 0
         for index in shard:
             if failures >= RETRY_FAILURES:
-                verdicts[index] = _failed(f"{reason}; not tried alone after {failures} samples beside it had failed")
+                answers[index] = failed(f"{reason}; not tried alone after {failures} samples beside it had failed")
                 continue
-            [reply] = self._replies(trajectories, [[index]])
+            [reply] = self._replies(task, asked, [[index]])
             if isinstance(reply, str):
                 failures += 1
-                verdicts[index] = _failed(reply)
+                answers[index] = failed(reply)
             else:
-                verdicts[index] = reply[0]
-        return verdicts
+                answers[index] = reply[0]
+        return answers
 
-    def _replies(
-        self, trajectories: Sequence[Trajectory], shards: Sequence[Sequence[int]]
-    ) -> list[list[Verdict] | str]:
-        """For each shard its verdicts, or one line saying why there are none.
+    def _replies(self, task, asked: Sequence, shards: Sequence[Sequence[int]]) -> list[list | str]:
+        """For each shard its answers, or one line saying why there are none.
 
         When a worker dies in an unlucky moment pebble gives up the whole pool with all its tasks; those, which did
         nothing wrong, are sent again to a new pool.
         """
-        replies: dict[int, list[Verdict] | str] = {}
+        replies: dict[int, list | str] = {}
         open_shards = list(range(len(shards)))
         for _ in range(_ATTEMPTS):
-            pool, futures = self._schedule([[trajectories[i] for i in shards[number]] for number in open_shards])
+            pool, futures = self._schedule(task, [[asked[i] for i in shards[number]] for number in open_shards])
             try:
                 outcomes = [self._result(future) for future in futures]
             except BaseException:
@@ -151,15 +159,13 @@ class EnvironmentPool:
             self._replace(pool)
         raise RunError(f"environment workers ({', '.join(self._environments)}) die while starting or idle")
 
-    def _schedule(self, shards: Sequence[Sequence[Trajectory]]) -> tuple[ProcessPool, list[Future]]:
+    def _schedule(self, task, shards: Sequence[Sequence]) -> tuple[ProcessPool, list[Future]]:
         pool = self._pool
         futures = []
         for shard in shards:
             name = shard[0].prompt.environment
             try:
-                future = pool.schedule(
-                    worker.verify, [name, shard, self._timeout_s, self._seed], timeout=self._timeout_s
-                )
+                future = pool.schedule(task, [name, shard, self._timeout_s, self._seed], timeout=self._timeout_s)
             except RuntimeError as error:  # the pool broke since it was last used
                 self._check_open()
                 future = Future()
@@ -169,8 +175,8 @@ class EnvironmentPool:
         self._last_progress = time.monotonic()
         return pool, futures
 
-    def _result(self, future: Future) -> list[Verdict] | str | None:
-        """The task's verdicts, one line why it failed, or None when the pool broke around it. Raises RunError."""
+    def _result(self, future: Future) -> list | str | None:
+        """The task's answers, one line why it failed, or None when the pool broke around it. Raises RunError."""
         # pebble enforces the task's limit; silence beyond it and a worker's start means that pebble itself is stuck.
         silence = worker.STARTUP_LIMIT_S + 2 * self._timeout_s + 30.0
         while not wait([future], timeout=_POLL_S).done:

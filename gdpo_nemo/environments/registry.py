@@ -7,6 +7,7 @@ from typing import Any, Mapping
 
 from gdpo_nemo.data.wording import first_line, nearest
 from gdpo_nemo.environments.base import Environment
+from gdpo_nemo.environments.episodes import has_turns
 from gdpo_nemo.environments.objects import is_reference, load_object
 from gdpo_nemo.errors import ConfigError
 
@@ -15,10 +16,12 @@ ENTRY_POINT_GROUP = "gdpo_nemo.environments"
 # By text, so that naming one environment imports only that one.
 BUILT_IN = {
     "digit_sort": "gdpo_nemo.environments.digit_sort:DigitSort",
+    "digit_turns": "gdpo_nemo.environments.digit_turns:DigitTurns",
     "functions": "gdpo_nemo.environments.functions:Functions",
     "gsm8k": "gdpo_nemo.environments.gsm8k:Gsm8k",
     "math": "gdpo_nemo.environments.math:Math",
     "nemo_gym": "gdpo_nemo.environments.nemo_gym.environment:NemoGym",
+    "nemo_gym_agent": "gdpo_nemo.environments.nemo_gym.agents:NemoGymAgent",
     "reasoning_gym": "gdpo_nemo.environments.reasoning_gym:ReasoningGym",
     "tool_calling": "gdpo_nemo.environments.tool_calling:ToolCalling",
 }
@@ -109,8 +112,9 @@ def find_plugin(name: str, plugin: str) -> Any:
 
 def _check(name: str, plugin: str, environment: Any) -> None:
     names = getattr(environment, "reward_names", None)
-    if not callable(getattr(environment, "verify", None)):
-        raise ConfigError(f"env.{name}: {plugin} is no environment: it has no method verify(trajectories)")
+    plays = has_turns(environment) or getattr(environment, "plays_with_endpoint", False)
+    if not plays and not callable(getattr(environment, "verify", None)):
+        raise ConfigError(f"env.{name}: {plugin} is no environment: it has no method verify(trajectories) and no episode()")
     if isinstance(names, str) or not names or not all(isinstance(component, str) for component in names):
         raise ConfigError(f"env.{name}: {plugin} is no environment: reward_names must be a tuple of names")
     if len(set(names)) != len(names):

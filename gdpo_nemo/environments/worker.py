@@ -22,6 +22,7 @@ from gdpo_nemo.data.records import Trajectory, Verdict
 from gdpo_nemo.data.wording import first_line
 from gdpo_nemo.environments.base import Environment
 from gdpo_nemo.environments.checks import checked_verdicts
+from gdpo_nemo.environments.episodes import EpisodeReply, EpisodeStep, advance
 from gdpo_nemo.environments.registry import load_environment
 from gdpo_nemo.errors import GdpoError
 
@@ -94,10 +95,35 @@ def _restore(handlers: Mapping[int, Any]) -> None:
             signal.signal(number, handler)
 
 
-def _seed(seed: int, name: str, trajectories: Sequence[Trajectory]) -> None:
-    """Seed Python's and NumPy's global generators, so that a reward with chance in it is repeated on resume."""
+def step(name: str, steps: Sequence[EpisodeStep], time_limit_s: float, seed: int) -> list[EpisodeReply] | Fault:
+    """One step of every episode, or the Fault that the environment's author has to mend."""
+    environment = _environments[name]
+    if isinstance(environment, Fault):
+        return environment
+    faulthandler.dump_traceback_later(time_limit_s + _GRACE_S, exit=True)
+    replies = []
+    try:
+        for asked in steps:
+            # A reset draws the same for all samples of a prompt: they are to answer the same question.
+            _seed(seed, name, [asked], f"/{asked.turn}" if asked.turn else None)
+            replies.append(advance(environment, asked))
+        return replies
+    except GdpoError as error:
+        return Fault(f"environment {name!r}: {error}")
+    except BaseException as error:
+        return Fault(f"environment {name!r}: its episode raised {first_line(error)}")
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+def _seed(seed: int, name: str, trajectories: Sequence[Trajectory | EpisodeStep], turn: str | None = "") -> None:
+    """Seed Python's and NumPy's global generators, so that a reward with chance in it is repeated on resume.
+
+    ``turn`` None leaves the sample out.
+    """
     first = trajectories[0]
-    digest = hashlib.sha256(f"{seed}/{name}/{first.prompt.id}/{first.sample_index}".encode()).digest()
+    sample = "" if turn is None else f"{first.sample_index}{turn}"
+    digest = hashlib.sha256(f"{seed}/{name}/{first.prompt.id}/{sample}".encode()).digest()
     random.seed(digest)
     np.random.seed(int.from_bytes(digest[:4], "little"))
 

@@ -103,7 +103,7 @@ class Engine:
                     temperature=sampling.temperature,
                     top_p=sampling.top_p,
                     top_k=sampling.top_k,
-                    max_tokens=min(sampling.max_new_tokens, room),
+                    max_tokens=min(sampling.max_new_tokens, room, request.max_tokens or room),
                     seed=request.seed,
                     stop=list(sampling.stop_strings) or None,
                     include_stop_str_in_output=True,

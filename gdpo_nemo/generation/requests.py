@@ -14,6 +14,8 @@ class SampleRequest:
     prompt_ids: np.ndarray
     """int32 [prompt tokens]"""
     seed: int
+    max_tokens: int | None = None
+    """Longest completion of this request, where it is below that of all; None: that of all."""
 
 
 @dataclass(frozen=True)

@@ -52,7 +52,7 @@ def write_rollouts(
             if advantages is not None:
                 record["advantage"] = _number(advantages[index])
             if trainer_logprobs is not None:
-                record["trainer_logprobs"] = np.asarray(trainer_logprobs[index]).tolist()
+                record["trainer_logprobs"] = _list(trainer_logprobs[index])
             file.write(json.dumps(record) + "\n")
     os.replace(partial, path)
     return path
@@ -62,6 +62,12 @@ def read_rollouts(path: str | Path) -> list[dict[str, Any]]:
     """The records of one file, as written."""
     with open(path, encoding="utf-8") as file:
         return [json.loads(line) for line in file]
+
+
+def loss_mask_of(record: dict[str, Any]) -> np.ndarray | None:
+    """The mask of a record, bool [completion tokens]; None where the policy wrote every token (and in older files)."""
+    mask = record.get("loss_mask")
+    return None if mask is None else np.array(mask, bool)
 
 
 def rollout_files(run_dir: str | Path) -> Iterator[tuple[int, Path]]:
@@ -92,8 +98,14 @@ def _record(trajectory: Trajectory) -> dict[str, Any]:
         "policy_version": trajectory.policy_version,
         "prompt_ids": np.asarray(prompt.token_ids).tolist(),
         "completion_ids": np.asarray(trajectory.completion_ids).tolist(),
-        "logprobs": np.asarray(trajectory.logprobs).tolist(),
+        "logprobs": _list(trajectory.logprobs),
+        "turns": trajectory.turns,
+        "loss_mask": None if trajectory.loss_mask is None else np.asarray(trajectory.loss_mask).astype(int).tolist(),
     }
+
+
+def _list(values: np.ndarray) -> list[float | None]:
+    return [_number(value) for value in np.asarray(values).tolist()]
 
 
 def _number(value: float | None) -> float | None:

@@ -23,7 +23,7 @@ from gdpo_nemo.config.load import load_config
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.data.records import Group, Outcome, Prompt, Trajectory
 from gdpo_nemo.errors import ConfigError
-from gdpo_nemo.observe.rollouts import read_rollouts
+from gdpo_nemo.observe.rollouts import loss_mask_of, read_rollouts
 from gdpo_nemo.rollouts.learning import advantages_of, reward_columns
 
 _EQUAL = 1e-5
@@ -95,6 +95,8 @@ def _trajectory(record: dict[str, Any]) -> Trajectory:
         finish_reason=record["finish_reason"],
         rewards=record["rewards"],
         outcome=Outcome(record["outcome"]),
+        loss_mask=loss_mask_of(record),
+        turns=record.get("turns", 1),
     )
 
 

@@ -10,7 +10,7 @@ from gdpo_nemo.algorithms import Advantages, apply_shaping, compute_advantages, 
 from gdpo_nemo.algorithms.rewards import CREATING, transformation_of
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.data.packing import TrainSequence
-from gdpo_nemo.data.records import Group, Outcome, Trajectory
+from gdpo_nemo.data.records import NOT_CONTIGUOUS, Group, Outcome, Trajectory
 from gdpo_nemo.data.results import UpdateResult
 from gdpo_nemo.errors import RunError
 
@@ -36,8 +36,8 @@ def reward_columns(trajectories: Sequence[Trajectory], config: Config, kl: np.nd
     return apply_shaping(
         columns,
         rules,
-        lengths=np.array([len(t.completion_ids) for t in trajectories]),
-        max_length=config.policy.generation.max_new_tokens,
+        lengths=np.array([t.written for t in trajectories]),
+        max_length=longest_completion(config),
         truncated=np.array([t.finish_reason == "length" for t in trajectories]),
         kl=kl,
     )
@@ -64,7 +64,7 @@ def advantages_of(groups: Sequence[Group], config: Config, kl: np.ndarray | None
             ids,
             weights={name: gdpo.rewards.get(name, 0.0) for name in columns},
             valid=np.array([t.trains for t in trajectories]),
-            lengths=np.array([len(t.completion_ids) for t in trajectories]),
+            lengths=np.array([t.written for t in trajectories]),
             estimator=gdpo.estimator,
             preset=gdpo.preset,
             batch_norm=gdpo.batch_norm,
@@ -106,9 +106,9 @@ def _weighted(trajectories, advantages, loss, config: Config) -> list[TrainSeque
         for t, a in zip(trajectories, advantages)
     ]
     weights = token_weights(
-        [len(t.completion_ids) if keep else 0 for t, keep in zip(trajectories, trained)],
+        [t.written if keep else 0 for t, keep in zip(trajectories, trained)],
         loss.aggregation,
-        constant_length=loss.constant_length or config.policy.generation.max_new_tokens,
+        constant_length=loss.constant_length or longest_completion(config),
     )
     from_sampler = old_logprobs_source(config) == "sampler"
     return [
@@ -119,9 +119,16 @@ def _weighted(trajectories, advantages, loss, config: Config) -> list[TrainSeque
             advantage=float(a) if keep else 0.0,
             weight=float(w),
             old_logprobs=t.logprobs if from_sampler else None,
+            loss_mask=t.loss_mask,
         )
         for t, a, w, keep in zip(trajectories, advantages, weights, trained)
     ]
+
+
+def longest_completion(config: Config) -> int:
+    """Tokens that the policy may write in one trajectory."""
+    per_turn, turns = config.policy.generation.max_new_tokens, config.rollout.turns
+    return turns.max_tokens or per_turn * turns.max_turns
 
 
 def old_logprobs_source(config: Config) -> str:
@@ -131,12 +138,13 @@ def old_logprobs_source(config: Config) -> str:
 
 def rollout_metrics(trajectories: Sequence[Trajectory], version: int) -> dict[str, float]:
     """The keys ``rollout/...`` and ``staleness/...`` of a step trained on weights of ``version``."""
-    tokens = sum(len(t.completion_ids) for t in trajectories)
+    tokens = sum(t.written for t in trajectories)
     stale = [version - t.policy_version for t in trajectories]
     outcomes = [t.outcome for t in trajectories]
     return {
         "rollout/tokens": float(tokens),
         "rollout/mean_length": tokens / len(trajectories),
+        **_turn_metrics(trajectories),
         "rollout/truncated": outcomes.count(Outcome.TRUNCATED) / len(outcomes),
         "rollout/env_failed": outcomes.count(Outcome.ENV_FAILED) / len(outcomes),
         "rollout/aborted": outcomes.count(Outcome.ABORTED) / len(outcomes),
@@ -144,6 +152,15 @@ def rollout_metrics(trajectories: Sequence[Trajectory], version: int) -> dict[st
         "staleness/mean": float(np.mean(stale)),
         "staleness/max": float(max(stale)),
     }
+
+
+def _turn_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Turns per trajectory, and the share that was masked because its turns do not continue each other; where there are
+    turns at all."""
+    if all(t.loss_mask is None for t in trajectories):
+        return {}
+    broken = [t.detail.startswith(NOT_CONTIGUOUS) for t in trajectories]
+    return {"rollout/turns": float(np.mean([t.turns for t in trajectories])), "rollout/not_contiguous": float(np.mean(broken))}
 
 
 def _failed_by_environment(trajectories: Sequence[Trajectory]) -> dict[str, float]:

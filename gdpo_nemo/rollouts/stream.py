@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Sequence
 
 import numpy as np
@@ -21,6 +22,7 @@ from gdpo_nemo.data.prompts import PromptSource
 from gdpo_nemo.data.records import Group, Outcome, Prompt, Trajectory
 from gdpo_nemo.environments.pool import EnvironmentPool
 from gdpo_nemo.generation.requests import CompletionBatch, SampleRequest, Sampling
+from gdpo_nemo.rollouts.functions import Asked, Player, needs_verdict
 from gdpo_nemo.rollouts.learning import has_signal
 
 Span = tuple[str, str, float, float]
@@ -74,6 +76,7 @@ class RolloutStream:
             generation.max_new_tokens,
             tuple(generation.stop_strings),
         )
+        self._player = Player(config, fleet, pool, tokenizer)
         self._position, self._next = position, step
         self._pending: dict[int, Future[Rollout]] = {}
         # One thread: rollouts are finished in their order, beside the training in the main thread.
@@ -100,11 +103,14 @@ class RolloutStream:
     def close(self) -> None:
         """Wait for nothing: what is in flight is dropped."""
         self._worker.shutdown(wait=False, cancel_futures=True)
+        self._player.close()
 
     # -- one batch ----------------------------------------------------------------------------------------------
 
     def _submit(self, position: int, count: int):
         prompts = self._prompts.batch(position, count)
+        if self._player.plays(prompts[0]):
+            return None, prompts
         samples = self._config.gdpo.num_generations_per_prompt
         requests = [
             SampleRequest(prompt.token_ids, sample_seed(self._config.run.seed, position + place, j))
@@ -120,6 +126,8 @@ class RolloutStream:
         return rollout
 
     def _verified(self, ticket, prompts: list[Prompt], position: int) -> Rollout:
+        if ticket is None:
+            return self._played(prompts, position)
         batch = self._fleet.collect(ticket)
         sampled = time.time()
         groups = grouped(prompts, batch, self._tokenizer)
@@ -130,6 +138,22 @@ class RolloutStream:
             ("verify", f"verify {len(batch.completions)}", sampled, verified),
         ]
         return Rollout(groups, position, batch.seconds, verified - sampled, spans=spans)
+
+    def _played(self, prompts: list[Prompt], position: int) -> Rollout:
+        """A batch that a rollout function makes, with calls to engines and environments of its own."""
+        start, first = time.time(), position - len(prompts)
+        seed = partial(sample_seed, self._config.run.seed)
+        asked = Asked(self._sampling, self._config.gdpo.num_generations_per_prompt, lambda i, j, turn: seed(first + i, j, turn))
+        groups, sampling = self._groups(prompts, asked)
+        end = time.time()
+        spans = [("rollout", f"play {len(prompts) * asked.samples}", start, end)]
+        return Rollout(groups, position, sampling, end - start - sampling, spans=spans)
+
+    def _groups(self, prompts: Sequence[Prompt], asked: Asked) -> tuple[list[Group], float]:
+        """Groups by the environment's rollout function, and the seconds that the engines took for them."""
+        made, seconds = self._player.play(prompts, asked)
+        judge([t for group in made for t in group if needs_verdict(t)], self._pool)
+        return [Group(prompt, trajectories) for prompt, trajectories in zip(prompts, made)], seconds
 
     def _replace_dead(self, rollout: Rollout, wanted: int) -> None:
         """Dynamic sampling: further prompts for groups in which every weighted component is constant.
@@ -161,6 +185,10 @@ class RolloutStream:
         sampling = Sampling(
             gdpo.val_temperature, 1.0, -1, generation.max_new_tokens, tuple(generation.stop_strings)
         )
+        if self._player.plays(prompts[0]):
+            seed = partial(sample_seed, self._config.run.seed)
+            asked = Asked(sampling, gdpo.val_generations_per_prompt, lambda i, j, turn: seed(-1 - i, j, turn))
+            return self._groups(prompts, asked)[0]
         requests = [
             SampleRequest(prompt.token_ids, sample_seed(self._config.run.seed, -1 - place, j))
             for place, prompt in enumerate(prompts)
@@ -171,12 +199,12 @@ class RolloutStream:
         return groups
 
 
-def sample_seed(run_seed: int, position: int, sample: int) -> int:
-    """Seed of one sample, from the run's seed, the prompt's place in the run (negative: validation) and its number.
+def sample_seed(run_seed: int, position: int, sample: int, turn: int = 0) -> int:
+    """Seed of one sample, from the run's seed, the prompt's place in the run (negative: validation), its number and turn.
 
     Independent of engines, batches and resumes, so that a lost sample is drawn again exactly.
     """
-    entropy = [run_seed, abs(position), int(position < 0), sample]
+    entropy = [run_seed, abs(position), int(position < 0), sample, *([turn] if turn else [])]
     return int(np.random.SeedSequence(entropy).generate_state(1)[0] >> 1)
 
 

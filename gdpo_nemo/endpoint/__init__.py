@@ -1,0 +1,1 @@
+"""An OpenAI-compatible endpoint before the engines, for agents that play several turns."""

@@ -1,0 +1,97 @@
+"""The HTTP side: one uvicorn server in a thread of the driver."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+
+import uvicorn
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse
+
+from gdpo_nemo.endpoint.requests import MAX_BODY_BYTES, Refused
+from gdpo_nemo.endpoint.service import Service
+from gdpo_nemo.errors import RunError
+
+SESSION_HEADER = "x-session-id"
+_START_S, _STOP_S = 30.0, 10.0
+
+
+class Endpoint:
+    """Serves ``service`` at ``url`` until ``close``.
+
+    Args:
+        host: to listen at; whoever reaches it can sample, so leave it at a loopback address unless the network is yours.
+        port: 0 takes any free one.
+
+    Raises:
+        RunError: the port is taken.
+    """
+
+    def __init__(self, service: Service, host: str, port: int):
+        self.service = service
+        try:
+            self._socket = socket.create_server((host, port), backlog=2048)
+        except OSError as error:
+            raise RunError(f"rollout.endpoint: cannot listen at {host}:{port} ({error.strerror})") from None
+        self.url = f"http://{host}:{self._socket.getsockname()[1]}"
+        settings = uvicorn.Config(_app(service), log_level="error", timeout_keep_alive=30, lifespan="off")
+        self._server = uvicorn.Server(settings)
+        self._thread = threading.Thread(target=self._server.run, args=([self._socket],), daemon=True, name="endpoint")
+        self._thread.start()
+        deadline = time.monotonic() + _START_S
+        while not self._server.started:
+            if not self._thread.is_alive() or time.monotonic() > deadline:
+                raise RunError(f"rollout.endpoint: the server at {self.url} did not start")
+            time.sleep(0.01)
+
+    def close(self) -> None:
+        """Stop listening and drop what is under way."""
+        self._server.should_exit = self._server.force_exit = True
+        self._thread.join(_STOP_S)
+        self._socket.close()
+        self.service.router.close()
+
+
+def _app(service: Service) -> FastAPI:
+    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+
+    @app.exception_handler(Refused)
+    async def refuse(request: Request, refused: Refused) -> JSONResponse:
+        service.counts["refused"] += 1
+        error = {"message": refused.message, "type": "invalid_request_error", "code": refused.status}
+        return JSONResponse({"object": "error", "message": refused.message, "error": error}, refused.status)
+
+    @app.post("/v1/chat/completions")
+    async def chat(request: Request) -> JSONResponse:
+        return JSONResponse(await service.chat(await _body(request), _session(request)))
+
+    @app.post("/tokenize")
+    async def tokenize(request: Request) -> JSONResponse:
+        return JSONResponse(await service.tokenize(await _body(request), _session(request)))
+
+    @app.get("/v1/models")
+    async def models() -> JSONResponse:
+        return JSONResponse(service.models())
+
+    @app.get("/health")
+    async def health() -> JSONResponse:
+        return JSONResponse({"status": "ok"})
+
+    return app
+
+
+def _session(request: Request) -> str:
+    return request.headers.get(SESSION_HEADER, "")[:200]
+
+
+async def _body(request: Request) -> bytes:
+    """The body, as long as it is not too large. Raises Refused, status 413."""
+    parts, size = [], 0
+    async for part in request.stream():
+        size += len(part)
+        if size > MAX_BODY_BYTES:
+            raise Refused(413, f"the request has more than {MAX_BODY_BYTES} bytes")
+        parts.append(part)
+    return b"".join(parts)

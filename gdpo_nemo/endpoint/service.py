@@ -1,0 +1,216 @@
+"""What the endpoint does with a request: find the earlier turns, sample, remember, answer. No HTTP here."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import threading
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any, Iterator, Mapping
+
+import numpy as np
+
+from gdpo_nemo.data.conversation import Conversation
+from gdpo_nemo.endpoint.history import EditedHistory, History, Turn, UnknownTurn, arguments_of, fingerprint, text_of
+from gdpo_nemo.endpoint.requests import ChatRequest, Refused, read_chat
+from gdpo_nemo.endpoint.router import EngineRouter
+from gdpo_nemo.environments.nemo_gym.completions import output_items
+from gdpo_nemo.errors import GdpoError, RunError
+from gdpo_nemo.generation.requests import Completion, SampleRequest, Sampling
+
+MODEL = "policy"
+
+
+@dataclass(frozen=True)
+class Budgets:
+    """How far a conversation may go."""
+
+    max_turns: int
+    max_tokens: int
+    """Tokens that the policy may write in all its turns."""
+    max_sequence: int
+    """Tokens of prompt and completion together."""
+
+
+@dataclass(frozen=True)
+class _Next:
+    """The prompt of the next turn, and the turn before it."""
+
+    token_ids: np.ndarray
+    before: Turn | None
+
+
+class Service:
+    """Serves one batch of rollouts at a time: ``phase`` begins one and forgets the one before."""
+
+    def __init__(self, router: EngineRouter, conversation: Conversation, budgets: Budgets):
+        self.router, self.conversation, self.budgets = router, conversation, budgets
+        self.history = History()
+        self.counts: Counter[str] = Counter()
+        """Events of this phase: turns, spliced (turns that went on from sampled tokens), edited (turns whose history was
+        changed by the client, so that the prompt was rendered anew), refused."""
+        self._sampling: Sampling | None = None
+        self._entropy, self._drawn = 0, Counter()
+        self._phase, self._lock = threading.Lock(), threading.Lock()
+
+    @contextlib.contextmanager
+    def phase(self, sampling: Sampling, entropy: int) -> Iterator[None]:
+        """While the block runs, requests are served with ``sampling`` and with seeds drawn from ``entropy``."""
+        with self._phase:
+            self.history.clear()
+            self.counts.clear()
+            self._drawn.clear()
+            self.router.seconds = 0.0
+            self._sampling, self._entropy = sampling, entropy
+            try:
+                yield
+            finally:
+                self._sampling = None
+
+    async def chat(self, body: bytes, session: str = "") -> dict[str, Any]:
+        """The answer to /v1/chat/completions. Raises Refused."""
+        sampling = self._current_sampling()
+        request = read_chat(body, sampling, session)
+        following = self._next(request)
+        allowed = self._allowed(request, following, sampling)
+        before = following.before
+        engine = before.engine if before else self.router.least_busy()
+        sample = SampleRequest(following.token_ids, self._seed(following.token_ids), allowed)
+        try:
+            completion, version = await asyncio.wrap_future(self.router.sample(engine, sample, sampling))
+        except GdpoError as error:
+            raise Refused(500, str(error)) from None
+        message = self._message(completion, request)
+        said = fingerprint([*request.messages, message])
+        turns, written = (before.turns, before.written) if before else (0, 0)
+        turn = Turn(
+            following.token_ids, completion, version, engine, turns + 1, written + len(completion.token_ids), said
+        )
+        self.history.keep(request.session, turn)
+        self.counts["turns"] += 1
+        return _answer(turn, message, request, int(turn.said[:12], 16))
+
+    async def tokenize(self, body: bytes, session: str = "") -> dict[str, Any]:
+        """The answer to /tokenize: the prompt that the same messages would get. Raises Refused."""
+        ids = self._next(read_chat(body, self._current_sampling(), session), count=False).token_ids.tolist()
+        return {"tokens": ids, "count": len(ids), "max_model_len": self.budgets.max_sequence}
+
+    def models(self) -> dict[str, Any]:
+        """The answer to /v1/models."""
+        model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "gdpo_nemo", "max_model_len": self.budgets.max_sequence}
+        return {"object": "list", "data": [model]}
+
+    def _current_sampling(self) -> Sampling:
+        if self._sampling is None:
+            raise Refused(503, "no rollout is under way")
+        return self._sampling
+
+    def _next(self, request: ChatRequest, count: bool = True) -> _Next:
+        """The exact tokens of the turns before and those of what was said since; a prompt of its own where there are none."""
+        try:
+            found = self.history.last_turn(request.messages, request.session)
+        except EditedHistory:
+            found = None
+            self.counts["edited"] += count
+        except UnknownTurn:
+            raise Refused(400, "a message carries token ids that were not sampled in this batch of rollouts") from None
+        messages = [_for_template(message) for message in request.messages]
+        try:
+            if found is None:
+                return _Next(self.conversation.prompt(messages, request.tools)[1], None)
+            turn, place = found
+            if place + 1 == len(messages):
+                raise Refused(400, "messages end with the assistant's turn, so there is nothing to answer")
+            last = int(turn.completion.token_ids[-1])
+            new = self.conversation.continuation(messages[:place], messages[place + 1 :], last, request.tools)
+        except RunError as error:
+            raise Refused(400, str(error)) from None
+        self.counts["spliced"] += count
+        return _Next(np.concatenate([turn.token_ids, new]).astype(np.int32), turn)
+
+    def _allowed(self, request: ChatRequest, following: _Next, sampling: Sampling) -> int:
+        """Tokens that the next turn may have. Raises Refused, worded as agents expect it when a conversation is too long."""
+        budgets, before, length = self.budgets, following.before, len(following.token_ids)
+        room = budgets.max_sequence - length
+        left = budgets.max_tokens - (before.written if before else 0)
+        if before and before.turns >= budgets.max_turns:
+            raise Refused(400, f"max_tokens: the policy has taken its {budgets.max_turns} turns")
+        if room < 1:
+            raise Refused(400, f"the prompt of {length} tokens exceeds the context length of {budgets.max_sequence} tokens")
+        if left < 1:
+            raise Refused(400, f"max_tokens: the policy has written its {budgets.max_tokens} tokens")
+        return min(room, left, sampling.max_new_tokens, request.max_tokens or room)
+
+    def _seed(self, token_ids: np.ndarray) -> int:
+        """From the phase, the prompt and how often it was asked: samples of one prompt differ and do not depend on the
+        order in which agents call, only on their number."""
+        digest = hashlib.sha256(token_ids.tobytes()).digest()
+        with self._lock:
+            self._drawn[digest] += 1
+            times = self._drawn[digest]
+        entropy = [self._entropy, int.from_bytes(digest[:8], "little"), times]
+        return int(np.random.SeedSequence(entropy).generate_state(1)[0] >> 1)
+
+    def _message(self, completion: Completion, request: ChatRequest) -> dict[str, Any]:
+        """The assistant's message, its calls taken out of the text where tools were offered."""
+        text = self.conversation.text(completion.token_ids)
+        items = output_items(text, "hermes") if request.tools else []
+        calls = [item for item in items if item["type"] == "function_call"]
+        if not calls:
+            return {"role": "assistant", "content": text}
+        said = "".join(part["text"] for item in items if item["type"] == "message" for part in item["content"])
+        return {
+            "role": "assistant",
+            "content": said or None,
+            "tool_calls": [
+                {"id": c["call_id"], "type": "function", "function": {"name": c["name"], "arguments": c["arguments"]}}
+                for c in calls
+            ],
+        }
+
+
+def _for_template(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message as chat templates want it: content as text, arguments as objects, nothing that is ours."""
+    plain = {key: message[key] for key in ("role", "name", "tool_call_id", "reasoning_content") if key in message}
+    plain["content"] = text_of(message)
+    if message.get("tool_calls"):
+        plain["tool_calls"] = [
+            {**call, "function": {**call["function"], "arguments": arguments_of(call["function"])}}
+            for call in message["tool_calls"]
+        ]
+    return plain
+
+
+def _answer(turn: Turn, message: dict[str, Any], request: ChatRequest, number: int) -> dict[str, Any]:
+    """The reply. The three token fields on the message are what training goes by; NeMo Gym hands them on unchanged."""
+    completion = turn.completion
+    ids, logprobs = completion.token_ids.tolist(), completion.logprobs.tolist()
+    calls = message.get("tool_calls")
+    for place, call in enumerate(calls or ()):
+        call["id"] = f"call_{number}_{turn.turns}_{place}"
+    finish = "length" if completion.finish_reason == "length" else "tool_calls" if calls else "stop"
+    choice: dict[str, Any] = {
+        "index": 0,
+        "finish_reason": finish,
+        "message": {
+            **message,
+            "prompt_token_ids": turn.prompt_ids.tolist(),
+            "generation_token_ids": ids,
+            "generation_log_probs": logprobs,
+        },
+    }
+    if request.wants_logprobs:
+        entry = {"bytes": None, "top_logprobs": []}
+        content = [{"token": f"token_id:{i}", "logprob": value, **entry} for i, value in zip(ids, logprobs)]
+        choice["logprobs"] = {"content": content}
+    usage = {"prompt_tokens": len(turn.prompt_ids), "completion_tokens": len(ids)}
+    return {
+        "id": f"chatcmpl-{number:x}",
+        "object": "chat.completion",
+        "created": 0,
+        "model": MODEL,
+        "choices": [choice],
+        "usage": {**usage, "total_tokens": sum(usage.values())},
+    }

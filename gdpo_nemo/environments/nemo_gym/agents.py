@@ -1,0 +1,160 @@
+"""The ``nemo_gym_agent`` environment: NeMo Gym agents play whole episodes with the policy and return the verdict."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from dataclasses import dataclass
+from typing import Any, Mapping, Sequence
+
+from gdpo_nemo.data.records import Prompt
+from gdpo_nemo.data.wording import nearest
+from gdpo_nemo.environments.nemo_gym.client import Cookies, HttpClient
+from gdpo_nemo.environments.nemo_gym.failures import Failure, FailureKind
+from gdpo_nemo.environments.nemo_gym.replies import check_measurement
+from gdpo_nemo.environments.nemo_gym.rewards import read_rules, rewards_of
+from gdpo_nemo.environments.nemo_gym.rows import ROW, agent_of, read_row
+from gdpo_nemo.environments.nemo_gym.settings import api_key, base_url
+from gdpo_nemo.environments.options import read_options
+from gdpo_nemo.errors import ConfigError, RunError
+
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 8.0
+
+
+@dataclass(frozen=True)
+class Played:
+    """What an agent returned of one episode."""
+
+    response: Mapping[str, Any]
+    """Its response, whose output items carry the tokens of every turn. Not checked yet."""
+    rewards: Mapping[str, float | None]
+
+
+class NemoGymAgent:
+    """Episodes of NeMo Gym agents (nemo-gym 0.4 to 0.7), by /run. Their model is the run's own endpoint
+    (``rollout.endpoint``): the agent's model server is given its URL as ``base_url`` and ``return_token_id_information``.
+
+    Options:
+        agents: base URLs by the name in a row's ``agent_ref``; where there is one, all rows go to it.
+        rewards, check_sum, api_key_env: as of ``nemo_gym``.
+        concurrency (64): episodes under way. deadline_s (600): seconds one may take, retries included. retries (1): further
+            attempts at an episode after a transport failure, a 5xx or a 429.
+        max_reply_bytes (64 MiB), max_json_depth (100): of a reply, which repeats all tokens in every turn.
+    """
+
+    plays_with_endpoint = True
+    """Its episodes call ``rollout.endpoint``."""
+
+    def __init__(self, options: Mapping[str, Any] | None = None):
+        self._options = read_options(
+            "nemo_gym_agent",
+            options,
+            agents={},
+            rewards=None,
+            check_sum=False,
+            api_key_env=None,
+            concurrency=64,
+            deadline_s=600.0,
+            retries=1,
+            max_reply_bytes=64 * 2**20,
+            max_json_depth=100,
+        )
+        if not self._options.agents:
+            raise ConfigError("agents: name at least one, {name: url}")
+        self.agents = {name: base_url(f"agents.{name}", url) for name, url in self._options.agents.items()}
+        self.rules = read_rules(self._options.rewards)
+        self.open_rewards = not self.rules
+        self.reward_names: tuple[str, ...] = tuple(rule.name for rule in self.rules) or ("reward",)
+        for name in ("concurrency", "deadline_s", "max_reply_bytes", "max_json_depth"):
+            if not getattr(self._options, name) > 0:
+                raise ConfigError(f"{name}: must be more than 0")
+
+    def read_row(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        """A row of NeMo Gym's JSONL as prompts are made of. Raises ConfigError."""
+        return read_row(row)
+
+    def preflight(self, prompts: Sequence[Prompt]) -> None:
+        """Reach every agent, and find one for every row. Raises ConfigError, RunError."""
+        for prompt in prompts:
+            self._agent(prompt)
+        asyncio.run(self._reach())
+
+    def play(self, prompts: Sequence[Prompt], sampling: Mapping[str, float]) -> list[Played | Failure]:
+        """One episode per prompt (a prompt may come several times), all at once as far as ``concurrency`` allows.
+
+        Args:
+            sampling: temperature and top_p, which replace those of the rows.
+        """
+        return asyncio.run(self._play(prompts, sampling))
+
+    def close(self) -> None:
+        """Nothing is kept between batches."""
+
+    async def _reach(self) -> None:
+        client = self._client()
+        try:
+            for name, url in self.agents.items():
+                await client.reach(f"{url}/", 10.0)
+        except Failure as failure:
+            raise RunError(f"agent {name} at {url}: {failure}") from None
+        finally:
+            await client.close()
+
+    async def _play(self, prompts: Sequence[Prompt], sampling: Mapping[str, float]) -> list[Played | Failure]:
+        client, slots = self._client(), asyncio.Semaphore(self._options.concurrency)
+        times: dict[str, int] = {}
+        episodes = []
+        for index, prompt in enumerate(prompts):
+            sample = times[prompt.id] = times.get(prompt.id, -1) + 1
+            body = run_body(prompt, index, sample, sampling)
+            episodes.append(self._episode(client, slots, prompt, body))
+        try:
+            return await asyncio.gather(*episodes)
+        finally:
+            await client.close()
+
+    async def _episode(self, client: HttpClient, slots, prompt: Prompt, body: bytes) -> Played | Failure:
+        name, loop = self._agent(prompt), asyncio.get_running_loop()
+        async with slots:
+            deadline, attempts = loop.time() + self._options.deadline_s, 0
+            while True:
+                attempts += 1
+                try:
+                    reply = await client.post(f"{self.agents[name]}/run", body, Cookies(), deadline - loop.time())
+                    return self._read(reply, name)
+                except Failure as failure:
+                    pause = random.uniform(0.5, 1.0) * min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2**attempts)
+                    pause = pause if failure.retry_after_s is None else failure.retry_after_s
+                    if not failure.retried or attempts > self._options.retries or loop.time() + pause >= deadline:
+                        return Failure(failure.kind, f"{name}: {failure.detail} ({attempts} attempts)", status=failure.status)
+                await asyncio.sleep(pause)
+
+    def _read(self, reply: Mapping[str, Any], agent: str) -> Played:
+        check_measurement(reply)
+        response = reply.get("response")
+        if not isinstance(response, Mapping):
+            raise Failure(FailureKind.BAD_REPLY, "the reply has no response")
+        return Played(response, rewards_of(reply, self.rules, agent, self._options.check_sum))
+
+    def _agent(self, prompt: Prompt) -> str:
+        if len(self.agents) == 1:
+            return next(iter(self.agents))
+        name = agent_of(prompt.fields[ROW])
+        if name not in self.agents:
+            hint = nearest(name, self.agents) if name else ""
+            raise ConfigError(f"agents: has no {name!r}, the agent_ref of row {prompt.id}{hint}")
+        return name
+
+    def _client(self) -> HttpClient:
+        chosen = self._options
+        key = api_key(chosen.api_key_env)
+        return HttpClient(chosen.concurrency, chosen.max_reply_bytes, chosen.max_json_depth, key)
+
+
+def run_body(prompt: Prompt, task: int, sample: int, sampling: Mapping[str, float]) -> bytes:
+    """What /run is sent: the row with the run's sampling settings, without nulls, which are refused where a key may be absent."""
+    row = prompt.fields[ROW]
+    given = {key: value for key, value in row["responses_create_params"].items() if value is not None}
+    body = {**row, "responses_create_params": {**given, **sampling}, "_ng_task_index": task, "_ng_rollout_index": sample}
+    return json.dumps(body).encode()

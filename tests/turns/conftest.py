@@ -1,0 +1,83 @@
+"""One policy rank and two vLLM engines on a random byte model with a chat template, kept for all tests of turns."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+
+from gdpo_nemo.cluster.fleet import EngineFleet
+from gdpo_nemo.cluster.policy_group import PolicyGroup
+from gdpo_nemo.cluster.session import session
+from gdpo_nemo.cluster.weight_sync import WeightSync
+from gdpo_nemo.config.load import load_config
+from gdpo_nemo.data.conversation import Conversation
+from gdpo_nemo.generation.requests import Sampling
+from gdpo_nemo.rollouts.context import RolloutContext
+from gdpo_nemo.rollouts.stream import sample_seed
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+LONGEST = 768
+
+
+class Stage:
+    """What the tests share."""
+
+    def __init__(self, config, model):
+        self.config = config
+        self.tokenizer = AutoTokenizer.from_pretrained(model)
+        self.policy = PolicyGroup(config, str(model), total_updates=2)
+        self.fleet = EngineFleet(config, str(model))
+        self.policy.ready()
+        self.fleet.ready()
+        WeightSync(self.policy, self.fleet, None, 1e-4).publish(0)
+        self.sampling = Sampling(1.0, 1.0, -1, config.policy.generation.max_new_tokens)
+        self.conversation = Conversation(self.tokenizer, chat=True)
+
+    def context(self, pool, samples, max_turns, max_tokens, endpoint=None) -> RolloutContext:
+        """What rollout functions get; seeds depend on place, sample and turn alone."""
+        return RolloutContext(
+            samples=samples,
+            seed=lambda i, j, turn: sample_seed(7, i, j, turn),
+            sample=lambda requests: self.fleet.collect(self.fleet.submit(requests, self.sampling)),
+            conversation=self.conversation,
+            pool=pool,
+            max_turns=max_turns,
+            max_tokens=max_tokens,
+            max_new_tokens=10,
+            max_sequence=LONGEST,
+            sampling=self.sampling,
+            endpoint=endpoint,
+        )
+
+
+@pytest.fixture(scope="session")
+def byte_model(tmp_path_factory) -> Path:
+    """A random model over bytes, with a chat template."""
+    folder = tmp_path_factory.mktemp("bytes") / "model"
+    sys.path.insert(0, str(REPOSITORY / "examples"))
+    from make_tiny_model import make_random_model
+
+    make_random_model(str(folder), 0)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def stage(byte_model):
+    config = load_config(
+        REPOSITORY / "configs" / "gdpo_turns_cpu.yaml",
+        [
+            f"policy.model_name={byte_model}",
+            f"policy.max_total_sequence_length={LONGEST}",
+            "policy.generation={engines: 2, max_new_tokens: 10}",
+            "policy.generation.vllm_cfg.max_num_seqs=16",
+        ],
+    )
+    config.policy.megatron_cfg.data_parallel_size = 1
+    with session(config.cluster):
+        made = Stage(config, byte_model)
+        yield made
+        made.fleet.close()
+        made.policy.close()
