@@ -64,7 +64,7 @@ def _connect(where: dict[str, Any]) -> None:
     try:
         ray.init(log_to_driver=False, logging_level="ERROR", **where)
     except (ConnectionError, RuntimeError, ValueError) as error:
-        if "address" not in where:
+        if where["address"] == "local":
             raise
         raise RunError(f"cluster.address: no Ray cluster to join at {where['address']} ({_first_line(error)})") from error
 

@@ -7,9 +7,9 @@ others nor hold them up. The rest share ``rollout.env_workers`` processes.
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Mapping, Sequence
+from typing import Any, Callable, Mapping, Sequence
 
-from gdpo_nemo.data.records import Trajectory, Verdict
+from gdpo_nemo.data.records import EpisodeReply, EpisodeStep, Trajectory, Verdict
 from gdpo_nemo.environments.pool import EnvironmentPool
 from gdpo_nemo.environments.registry import own_workers
 
@@ -36,20 +36,27 @@ class EnvironmentPools:
 
     def verify(self, trajectories: Sequence[Trajectory]) -> list[Verdict]:
         """One verdict per trajectory, in order; the pools work side by side. Raises as ``EnvironmentPool.verify``."""
+        return self._spread(EnvironmentPool.verify, trajectories)
+
+    def step(self, steps: Sequence[EpisodeStep]) -> list[EpisodeReply]:
+        """One step of every episode, in order, as ``EnvironmentPool.step``."""
+        return self._spread(EnvironmentPool.step, steps)
+
+    def _spread(self, method: Callable[[EnvironmentPool, list], list], asked: Sequence[Any]) -> list:
         parts: dict[int, list[int]] = {}
-        for index, trajectory in enumerate(trajectories):
-            parts.setdefault(self._place.get(trajectory.prompt.environment, 0), []).append(index)
+        for index, item in enumerate(asked):
+            parts.setdefault(self._place.get(item.prompt.environment, 0), []).append(index)
         if len(parts) <= 1:
-            return self._pools[next(iter(parts), 0)].verify(trajectories)
-        verdicts: dict[int, Verdict] = {}
+            return method(self._pools[next(iter(parts), 0)], asked)
+        answers: dict[int, Any] = {}
         with ThreadPoolExecutor(len(parts)) as threads:
-            asked = {
-                place: threads.submit(self._pools[place].verify, [trajectories[index] for index in indices])
+            running = {
+                place: threads.submit(method, self._pools[place], [asked[index] for index in indices])
                 for place, indices in parts.items()
             }
             for place, indices in parts.items():
-                verdicts.update(zip(indices, asked[place].result()))
-        return [verdicts[index] for index in range(len(trajectories))]
+                answers.update(zip(indices, running[place].result()))
+        return [answers[index] for index in range(len(asked))]
 
     def close(self) -> None:
         """End the workers. A ``verify`` under way in another thread raises RunError."""
