@@ -9,7 +9,8 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Callable, Mapping, Sequence
 
-from gdpo_nemo.data.records import EpisodeReply, EpisodeStep, Trajectory, Verdict
+from gdpo_nemo.data.records import Trajectory, Verdict
+from gdpo_nemo.environments.episodes import EpisodeReply, EpisodeStep
 from gdpo_nemo.environments.pool import EnvironmentPool
 from gdpo_nemo.environments.registry import own_workers
 
