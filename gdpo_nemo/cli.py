@@ -129,6 +129,19 @@ def convert(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def doctor(arguments: argparse.Namespace) -> int:
+    """Why a live run does not go on; status 1 when a process is lost, stopped or silent."""
+    from gdpo_nemo.observe.doctor import examine
+
+    try:
+        found = examine(arguments.run_dir)
+    except ConfigError as error:
+        return _fail(error, 2)
+    print(found.sentence)
+    print(f"stacks, waits, versions and logs: {found.folder}")
+    return 1 if found.lost else 0
+
+
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parses the command line; overrides may stand before, between and after the options."""
     parser = _parser()
@@ -192,6 +205,9 @@ def _parser() -> argparse.ArgumentParser:
     command = commands.add_parser("report", help="write report.html for a run, finished or not")
     command.add_argument("run_dir", metavar="RUN_DIR", help="the folder of the run")
     command.set_defaults(command=report)
+    command = commands.add_parser("doctor", help="who blocks a live run: stacks, waits and logs of all its processes in one folder")
+    command.add_argument("run_dir", metavar="RUN_DIR", help="the folder of the run")
+    command.set_defaults(command=doctor)
     command = commands.add_parser("parity", help="the same tokens through one rank, a layout, and vLLM")
     command.add_argument("--model", required=True, metavar="DIR", help="Hugging Face folder")
     command.add_argument("--record", metavar="FILE", help="rollouts/step_N.jsonl to replay; default: fixed random sequences")

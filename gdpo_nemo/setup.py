@@ -25,7 +25,10 @@ from gdpo_nemo.data.prompts import PromptSource
 from gdpo_nemo.environments.pools import EnvironmentPools
 from gdpo_nemo.environments.registry import load_environments
 from gdpo_nemo.errors import ConfigError, GdpoError, RunError
+from gdpo_nemo.observe.doctor import examine
 from gdpo_nemo.observe.log import RunLog
+from gdpo_nemo.observe.status import StatusFile
+from gdpo_nemo.waits import WaitExpired
 
 _PROBE_TOKENS = 48
 
@@ -62,6 +65,23 @@ class Parts:
     sync: object = None
     validation_prompts: list = field(default_factory=list)
 
+    fleet: object = None
+
+    def describe(self) -> dict:
+        """What the status file says of the run; called from another thread at any time."""
+        from gdpo_nemo.cluster.session import log_folder
+
+        groups = {"policy rank": self.policy, "engine": self.fleet}
+        roles = {f"{name} {n}": place for name, group in groups.items() if group for n, place in group.places().items()}
+        logs = log_folder()
+        return {
+            "step": self.state.step,
+            "version": self.sync.version if self.sync else None,
+            "queues": {"batches in flight": self.stream.in_flight if self.stream else 0},
+            "roles": roles,
+            "logs": str(logs) if logs else None,
+        }
+
     def finish(self) -> None:
         """What follows the last step: the final weights as a Hugging Face folder."""
         if self.config.checkpointing.export_hf:
@@ -84,12 +104,18 @@ def standing(config: Config) -> Iterator[Parts]:
         for line in (*refused, *complaints):
             log.alert(line)
         parts = Parts(config, run_dir, log, stop, checkpoints, state, validation_prompts=held_out)
+        status = StatusFile(run_dir, parts.describe)
+        stack.callback(lambda: status.close(outcome[0]))
         try:
             _start_processes(parts, stack, prompts, tokenizer, folder, found)
             stop.patient = True
             yield parts
             outcome[0] = "stopped" if stop.requested else "complete"
         except GdpoError as error:
+            if isinstance(error, WaitExpired):  # before anything is closed: who is it that does not answer?
+                status.write(error.waits)
+                found = examine(run_dir)
+                error.args = (f"{error}; {found.sentence} (see {found.folder})",)
             log.alert(str(error))
             raise
         except SystemExit:
@@ -265,7 +291,7 @@ def _start_processes(parts: Parts, stack, prompts, tokenizer, folder: Path, foun
     pool = EnvironmentPools(config.env, config.rollout.env_workers, config.rollout.env_timeout_s, config.run.seed)
     stack.callback(pool.close)
     parts.policy = PolicyGroup(config, str(folder), config.gdpo.max_num_steps * updates_per_step(config), placement)
-    fleet = EngineFleet(config, str(folder), placement)
+    parts.fleet = fleet = EngineFleet(config, str(folder), placement)
     parts.policy.ready()
     if found is not None:
         parts.policy.load(found)

@@ -9,7 +9,7 @@ from typing import Iterable, Sequence
 import numpy as np
 
 from gdpo_nemo.cluster.placement import Placement, here
-from gdpo_nemo.cluster.session import WorkerDied, cores, gather, ray, thread_environment
+from gdpo_nemo.cluster.session import WorkerDied, answered, cores, gather, ray, thread_environment
 from gdpo_nemo.cluster.transports import Transport
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.errors import RunError
@@ -45,6 +45,7 @@ class EngineFleet:
         self._replaced = 0
         self._weights: Transport | None = None
         """Brings the newest weights to engines that have to start again."""
+        self._whereabouts: dict[int, "ray.ObjectRef"] = {}
         self._actors = [self._start(i) for i in range(config.policy.generation.engines)]
 
     def _start(self, index: int):
@@ -61,13 +62,19 @@ class EngineFleet:
             **self._placement.on(node),
         )
         policy = config.policy
-        return actor.remote(
+        engine = actor.remote(
             self._folder, vllm, policy.precision, policy.max_total_sequence_length, config.run.seed + index, on_cpu
         )
+        self._whereabouts[index] = engine.whereabouts.remote()
+        return engine
+
+    def places(self) -> dict[int, tuple[str, int]]:
+        """(host, process) of every engine that has started, by its number."""
+        return answered(self._whereabouts)
 
     def ready(self) -> None:
         """Wait until every engine can sample."""
-        gather([a.__ray_ready__.remote() for a in self._actors], "starting the vLLM engines", _START_S)
+        gather([a.__ray_ready__.remote() for a in self._actors], "starting the vLLM engines", _START_S, "engine")
 
     def submit(self, requests: Sequence[SampleRequest], sampling: Sampling, engine: int | None = None) -> Ticket:
         """Start drawing; consecutive requests of one prompt stay together, for the engine's prefix cache.
@@ -103,7 +110,7 @@ class EngineFleet:
         asked = self._actors[index]
         while True:
             try:
-                (batch,) = gather([ref], "sampling", self._timeout_s)
+                (batch,) = gather([ref], "sampling", self._timeout_s, f"engine {index}")
                 self._replaced = 0
                 return batch
             except WorkerDied as error:
@@ -142,7 +149,7 @@ class EngineFleet:
         waiting = [(index, self._actors[index].expect.remote(self._weights.manifest)) for index in engines]
         for index, ref in waiting:
             try:
-                gather([ref], "updating the engines' weights", self._timeout_s)
+                gather([ref], "updating the engines' weights", self._timeout_s, f"engine {index}")
             except WorkerDied as error:
                 self._replace(index, error)
                 return engines
@@ -150,12 +157,12 @@ class EngineFleet:
         again = []
         if sent is not None:
             try:
-                gather([sent], "sending weights", self._timeout_s)
+                gather([sent], "sending weights", self._timeout_s, "policy")
             except PeerLost:  # Which engine is gone, their own answers tell.
                 again = list(engines)
         for index, ref in zip(engines, refs):
             try:
-                gather([ref], "updating the engines' weights", self._timeout_s)
+                gather([ref], "updating the engines' weights", self._timeout_s, f"engine {index}")
             except WorkerDied as error:
                 self._replace(index, error)
                 again.append(index)
@@ -167,7 +174,7 @@ class EngineFleet:
         """The log-probs [tokens - 1] that each engine gives to a sequence."""
         with self._lock:
             refs = [actor.score.remote(list(token_ids)) for actor in self._actors]
-        return gather(refs, "probing the engines", self._timeout_s)
+        return gather(refs, "probing the engines", self._timeout_s, "engine")
 
     def close(self) -> None:
         """End the engine processes."""

@@ -12,7 +12,7 @@ import numpy as np
 
 from gdpo_nemo.cluster.network import interface_of
 from gdpo_nemo.cluster.placement import Placement, here
-from gdpo_nemo.cluster.session import cores, gather, ray, thread_environment
+from gdpo_nemo.cluster.session import answered, cores, gather, ray, thread_environment
 from gdpo_nemo.config.learning import kl_in_reward
 from gdpo_nemo.config.schema import Config, MegatronConfig, PolicyConfig
 from gdpo_nemo.data.packing import TrainSequence, assign, assign_singly, attention_cost, measure
@@ -28,6 +28,10 @@ class PolicyRank:
         self.rank, self.world_size = rank, world_size
         # Ray shows each actor its own GPU as device 0.
         os.environ["LOCAL_RANK"] = "0"
+
+    def whereabouts(self) -> tuple[str, int]:
+        """(host, process) of this rank."""
+        return socket.gethostname(), os.getpid()
 
     def rendezvous(self) -> str:
         """A torch URL on this rank's machine where the ranks can meet."""
@@ -183,6 +187,7 @@ class PolicyGroup:
         ]
         meeting = self.ranks[0].rendezvous.remote()
         reference = config.loss_fn.reference_policy_kl_penalty > 0 or kl_in_reward(config)
+        self._whereabouts = {rank: actor.whereabouts.remote() for rank, actor in enumerate(self.ranks)}
         self._building = [
             rank.build.remote(config.policy, config.run.seed, folder, meeting, total_updates, reference, len(set(nodes)) > 1)
             for rank in self.ranks
@@ -190,11 +195,15 @@ class PolicyGroup:
 
     def ready(self) -> list[int]:
         """Wait for the models; returns the parameters on each rank."""
-        return gather(self._building, "building the policy", _START_S)
+        return gather(self._building, "building the policy", _START_S, "policy")
+
+    def places(self) -> dict[int, tuple[str, int]]:
+        """(host, process) of every rank that has started, by its number."""
+        return answered(self._whereabouts)
 
     def _call(self, method: str, *arguments: Any, what: str) -> list[Any]:
         refs = [getattr(rank, method).remote(*arguments) for rank in self.ranks]
-        return gather(refs, what, self.timeout_s)
+        return gather(refs, what, self.timeout_s, "policy")
 
     @property
     def _multiple(self) -> int:
@@ -253,13 +262,13 @@ class PolicyGroup:
     def pack_weights(self, version: int):
         """References to (manifest, buffer) of the current weights in the object store."""
         refs = [rank.pack_weights.options(num_returns=2).remote(version) for rank in self.ranks]
-        gather([manifest for manifest, _ in refs], "exporting weights", self.timeout_s)
+        gather([manifest for manifest, _ in refs], "exporting weights", self.timeout_s, "policy")
         return refs[0]
 
     def hold_weights(self, version: int):
         """Reference to the manifest of the current weights, which stay on rank 0 to be sent or written."""
         refs = [rank.hold_weights.remote(version) for rank in self.ranks]
-        gather(refs, "exporting weights", self.timeout_s)
+        gather(refs, "exporting weights", self.timeout_s, "policy")
         return refs[0]
 
     def begin_save(self, folder: Path, background: bool = False) -> None:

@@ -22,6 +22,7 @@ from gdpo_nemo.cluster.reaper import Reaper  # noqa: E402
 from gdpo_nemo.config.placement import joined  # noqa: E402
 from gdpo_nemo.config.schema import ClusterConfig  # noqa: E402
 from gdpo_nemo.errors import ConfigError, GdpoError, RunError  # noqa: E402
+from gdpo_nemo.waits import WaitExpired, waiting  # noqa: E402
 
 _POLL_S = 1.0
 
@@ -98,12 +99,17 @@ def thread_environment(threads: int) -> dict[str, str]:
     }
 
 
-def gather(refs: Sequence[ray.ObjectRef], what: str, timeout_s: float) -> list[Any]:
-    """Results of all ``refs``, in order; the first failure ends the wait at once.
+def gather(refs: Sequence[ray.ObjectRef], what: str, timeout_s: float, owner: str = "workers") -> list[Any]:
+    """Results of all ``refs``, in order, which ``owner`` owes us; the first failure ends the wait at once.
 
     Raises:
         RunError: a worker died or the deadline passed; an exception of ours inside a worker is raised as itself.
     """
+    with waiting(what, owner, timeout_s):
+        return _gather(refs, what, timeout_s)
+
+
+def _gather(refs: Sequence[ray.ObjectRef], what: str, timeout_s: float) -> list[Any]:
     deadline = time.monotonic() + timeout_s
     pending = list(refs)
     while pending:
@@ -112,8 +118,21 @@ def gather(refs: Sequence[ray.ObjectRef], what: str, timeout_s: float) -> list[A
             _raise_failure(ref, what)
         _check_nodes(what)
         if pending and time.monotonic() > deadline:
-            raise RunError(f"{what}: {len(pending)} of {len(refs)} workers did not answer within {timeout_s:.0f} s")
+            raise WaitExpired(f"{what}: {len(pending)} of {len(refs)} workers did not answer within {timeout_s:.0f} s")
     return ray.get(list(refs))
+
+
+def answered(refs: dict[int, ray.ObjectRef]) -> dict[int, Any]:
+    """The results that are there by now; never waits, and never starts a session of its own."""
+    if not ray.is_initialized():
+        return {}
+    done = set(ray.wait(list(refs.values()), num_returns=len(refs), timeout=0)[0]) if refs else set()
+    found = {}
+    for key, ref in refs.items():
+        if ref in done:
+            with contextlib.suppress(RayError):  # a worker that died is nowhere
+                found[key] = ray.get(ref)
+    return found
 
 
 def _raise_failure(ref: ray.ObjectRef, what: str) -> None:
@@ -139,12 +158,15 @@ def _first_line(error: BaseException) -> str:
     return lines[0] if lines else type(error).__name__
 
 
+def log_folder() -> Path | None:
+    """Where this session's workers write, or None where there is no session."""
+    return Path(ray._private.worker._global_node.get_logs_dir_path()) if ray.is_initialized() else None
+
+
 def keep_logs(run_dir: Path) -> Path | None:
     """Copy the worker logs of this session into ``logs/`` of the run; returns that folder, or None if there are none."""
-    if not ray.is_initialized():
-        return None
-    source = Path(ray._private.worker._global_node.get_logs_dir_path())
-    if not source.is_dir():
+    source = log_folder()
+    if source is None or not source.is_dir():
         return None
     target = run_dir / "logs"
     shutil.rmtree(target, ignore_errors=True)

@@ -60,7 +60,7 @@ class Gloo:
 
     def ship(self, engines):
         root, timeout = self._policy.ranks[0], self._policy.timeout_s
-        ((host, port),) = gather([root.open_sender.remote()], "opening the weights' sender", timeout)
+        ((host, port),) = gather([root.open_sender.remote()], "opening the weights' sender", timeout, "policy")
         world = 1 + len(engines)
         updates = [
             engine.fetch.remote(self.manifest, Broadcast(host, port, rank, world, self._bucket, timeout))
@@ -83,7 +83,7 @@ class Disk:
         before, self._version = self._version, self._folder / f"version_{version}"
         self.manifest = self._policy.hold_weights(version)
         written = self._policy.ranks[0].write_weights.remote(str(self._version), self._bucket)
-        gather([written], f"writing {self._version}", self._policy.timeout_s)
+        gather([written], f"writing {self._version}", self._policy.timeout_s, "policy")
         if before not in (None, self._version):
             shutil.rmtree(before, ignore_errors=True)
 

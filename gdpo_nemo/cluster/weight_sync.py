@@ -32,6 +32,8 @@ class WeightSync:
         transport: Transport | None = None,
     ):
         self.transport = transport or Memory(policy)
+        self.version: int | None = None
+        """The newest version that every engine holds."""
         self._policy, self._fleet, self._probe, self._limit = policy, fleet, probe, limit
 
     def publish(self, version: int) -> dict[str, float]:
@@ -43,6 +45,7 @@ class WeightSync:
         start = time.monotonic()
         self.transport.load(version)
         self._fleet.update(self.transport)
+        self.version = version
         row = {}
         if self._probe is not None:
             row["parity/probe"] = self._difference(version)

@@ -30,6 +30,7 @@ from gdpo_nemo.environments import worker
 from gdpo_nemo.environments.episodes import EpisodeReply, EpisodeStep
 from gdpo_nemo.environments.remote import RemoteEnvironments, is_remote
 from gdpo_nemo.errors import RunError
+from gdpo_nemo.waits import WaitExpired, waiting
 
 SHARD_SIZE = 32
 """Trajectories in one task; a shard grows beyond it only to keep the samples of one prompt together."""
@@ -179,10 +180,11 @@ class EnvironmentPool:
         """The task's answers, one line why it failed, or None when the pool broke around it. Raises RunError."""
         # pebble enforces the task's limit; silence beyond it and a worker's start means that pebble itself is stuck.
         silence = worker.STARTUP_LIMIT_S + 2 * self._timeout_s + 30.0
-        while not wait([future], timeout=_POLL_S).done:
-            self._check_open()
-            if time.monotonic() - self._last_progress > silence:
-                raise RunError(f"environment workers made no progress for {silence:.0f} s")
+        with waiting(f"verdicts of {', '.join(self._environments)}", "environments", self._timeout_s):
+            while not wait([future], timeout=_POLL_S).done:
+                self._check_open()
+                if time.monotonic() - self._last_progress > silence:
+                    raise WaitExpired(f"environment workers made no progress for {silence:.0f} s")
         error = None if future.cancelled() else future.exception()
         if future.cancelled() or isinstance(error, BrokenProcessPool):
             self._check_open()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import tempfile
 import time
 from pathlib import Path
@@ -81,6 +82,10 @@ class Engine:
         self._llm.init_weight_transfer_engine({"init_info": {}})
         self._expected = _checkpoint_names(Path(model))
         self.version = -1
+
+    def whereabouts(self) -> tuple[str, int]:
+        """(host, process) of this engine."""
+        return socket.gethostname(), os.getpid()
 
     def generate(self, requests: Sequence[SampleRequest], sampling: Sampling) -> CompletionBatch:
         """Draw one completion per request.

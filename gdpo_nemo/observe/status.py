@@ -1,0 +1,50 @@
+"""``status.json`` of a run: which processes it has and what its driver waits for, renewed every second or two."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Callable
+
+from gdpo_nemo import waits
+
+FILE = "status.json"
+_PERIOD_S = 1.0
+
+
+class StatusFile:
+    """Writes the status from a thread of its own, so that it stays true while every other thread waits.
+
+    Args:
+        describe: called from that thread; returns what only the run knows (step, versions, roles, queues).
+    """
+
+    def __init__(self, run_dir: Path, describe: Callable[[], dict[str, Any]]):
+        self._file, self._describe, self._stop = run_dir / FILE, describe, threading.Event()
+        self._thread = threading.Thread(target=self._renew, name="status", daemon=True)
+        self._thread.start()
+
+    def _renew(self) -> None:
+        while True:
+            self.write(waits.current())
+            if self._stop.wait(_PERIOD_S):
+                return
+
+    def write(self, waiting: list[waits.Wait], **more: Any) -> None:
+        """Write the status now."""
+        status = {**self._describe(), **more, "waits": [asdict(wait) for wait in waiting]}
+        status = dict(time=time.time(), host=socket.gethostname(), driver=os.getpid(), **status)
+        temporary = self._file.with_suffix(f".{threading.get_ident()}")
+        temporary.write_text(json.dumps(status, indent=1))
+        os.replace(temporary, self._file)
+
+    def close(self, outcome: str) -> None:
+        """End the thread; the last status says how the run ended."""
+        self._stop.set()
+        self._thread.join()
+        self.write([], outcome=outcome)

@@ -1,0 +1,55 @@
+"""What this process waits for: every blocking wait has a name, an owner and, as a rule, a deadline while it lasts."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import threading
+import time
+from dataclasses import dataclass
+from typing import Iterator
+
+from gdpo_nemo.errors import RunError
+
+
+@dataclass(frozen=True)
+class Wait:
+    """One wait under way; times are seconds since the epoch."""
+
+    what: str
+    owner: str
+    """Whom it waits for: ``policy``, ``engine 0``, ``environments``, ``rollouts``."""
+    since: float
+    deadline: float | None
+
+
+_waits: dict[int, Wait] = {}
+_numbers = itertools.count()
+_lock = threading.Lock()
+
+
+@contextlib.contextmanager
+def waiting(what: str, owner: str, timeout_s: float | None = None) -> Iterator[None]:
+    """Make the wait that happens inside the block known."""
+    now, number = time.time(), next(_numbers)
+    with _lock:
+        _waits[number] = Wait(what, owner, now, None if timeout_s is None else now + timeout_s)
+    try:
+        yield
+    finally:
+        with _lock:
+            del _waits[number]
+
+
+def current() -> list[Wait]:
+    """The waits under way, the longest first."""
+    with _lock:
+        return sorted(_waits.values(), key=lambda wait: wait.since)
+
+
+class WaitExpired(RunError):
+    """A deadline passed; ``waits`` is what was waited for at that moment."""
+
+    def __init__(self, message: str):
+        super().__init__(message)
+        self.waits = current()
