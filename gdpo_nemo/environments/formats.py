@@ -52,12 +52,16 @@ def _valid(text: str, schema: Mapping[str, Any] | None) -> bool:
     if len(text) > JSON_CHARACTERS:
         return False
     try:
-        value = json.loads(text)
+        value = json.loads(text, parse_constant=_refuse)
         if schema is not None:
             jsonschema.validate(value, schema)
     except (ValueError, RecursionError, jsonschema.ValidationError):
         return False
     return True
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is no JSON")
 
 
 def _length_reward(tokens: int, max_tokens: int, cut_off: int | None) -> float:

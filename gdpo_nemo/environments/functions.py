@@ -80,7 +80,8 @@ class Functions:
         return [self._verdict({name: rewards[name][row] for name in self.reward_names}) for row in range(len(trajectories))]
 
     def _verdict(self, rewards: Mapping[str, float | Failure | None]) -> Verdict:
-        failed = [f"{name}: {value.detail}" for name, value in rewards.items() if isinstance(value, Failure)]
+        failures = {name: value for name, value in rewards.items() if isinstance(value, Failure)}
+        failed = [f"{name}: {' '.join(str(value.detail).split())[:300]}" for name, value in failures.items()]
         return Verdict({}, Outcome.ENV_FAILED, "; ".join(failed)) if failed else Verdict(rewards)
 
 

@@ -132,12 +132,12 @@ _README = '''\
 An environment for gdpo_nemo. From gdpo_nemo's folder, with PATH for the place of this one:
 
 ```bash
-uv pip install -e PATH                                    # registers the entry point
-uv run --no-sync pytest PATH                              # its test
-uv run --no-sync gdpo-nemo env list                       # it is there
-uv run --no-sync gdpo-nemo env check @NAME@
-uv run --no-sync examples/run_gdpo.py --config PATH/@NAME@.yaml --dry-run
-uv run --no-sync examples/run_gdpo.py --config PATH/@NAME@.yaml
+uv pip install -e PATH                # registers the entry point
+uv run pytest PATH                    # its test
+uv run gdpo-nemo env list             # it is there
+uv run gdpo-nemo env check @NAME@
+uv run examples/run_gdpo.py --config PATH/@NAME@.yaml --dry-run
+uv run examples/run_gdpo.py --config PATH/@NAME@.yaml
 ```
 
 `gdpo_nemo_@NAME@.py` is the environment; gdpo_nemo's `docs/environments.md` says what it may do.

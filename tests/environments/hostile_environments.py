@@ -37,9 +37,11 @@ class Hostile:
             print("garbage" * 1000)
         elif text == "down":
             return Verdict({}, Outcome.ENV_FAILED, "server is down")
-        elif text == "nap":
-            time.sleep(0.5)
-        special = {"nap": os.getpid(), "inf": float("inf"), "nan": float("nan"), "none": None, "text": "1", "pid": os.getpid()}
+        elif text == "meet":  # waits for a second process to come here
+            open(os.path.join(self.options["meeting"], str(os.getpid())), "w").close()
+            while len(os.listdir(self.options["meeting"])) < 2:
+                time.sleep(0.05)
+        special = {"inf": float("inf"), "nan": float("nan"), "none": None, "text": "1", "pid": os.getpid()}
         return Verdict({"unannounced" if text == "stray" else "length": special.get(text, float(len(text)))})
 
 

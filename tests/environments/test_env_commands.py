@@ -43,7 +43,17 @@ def test_a_new_plugin_passes_its_own_test(plugin):
     assert "3 passed" in run(["-m", "pytest", "-q", "-p", "no:cacheprovider"], package)
 
 
-def test_an_installed_plugin_is_found_through_its_entry_point_checked_and_ready_to_train(plugin):
+@pytest.fixture(scope="module")
+def broken(tmp_path_factory):
+    """A folder with an installed plugin whose module is not there."""
+    folder = tmp_path_factory.mktemp("broken")
+    (folder / "broken-1.0.dist-info").mkdir()
+    (folder / "broken-1.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: broken\nVersion: 1.0\n")
+    (folder / "broken-1.0.dist-info" / "entry_points.txt").write_text("[gdpo_nemo.environments]\nbroken = nowhere:Class\n")
+    return folder
+
+
+def test_an_installed_plugin_is_found_through_its_entry_point_checked_and_ready_to_train(plugin, broken):
     package, site = plugin
     program = (
         "import sys; from gdpo_nemo.cli import main\n"
@@ -51,7 +61,8 @@ def test_an_installed_plugin_is_found_through_its_entry_point_checked_and_ready_
         f"assert main(['train', '--dry-run', '--config', {str(package / f'{NAME}.yaml')!r}]) == 0\n"
         "assert not {'torch', 'ray', 'vllm', 'megatron'} & set(sys.modules)\n"
     )
-    shown = run(["-c", f"if __name__ == '__main__':\n  {program.replace(chr(10), chr(10) + '  ')}"], site.parent, site)
+    shown = run(["-c", f"if __name__ == '__main__':\n  {program.replace(chr(10), chr(10) + '  ')}"], site.parent, site, broken)
+    assert "plugin broken cannot be imported: ModuleNotFoundError: No module named 'nowhere'" in shown
     assert "gdpo-nemo-largest-digit 0.1.0 (gdpo_nemo_largest_digit:LargestDigit)" in shown
     assert "nothing would be masked: 6 samples verified" in shown
     assert "# rewards    1 correctness + 0.5 brevity by gdpo" in shown

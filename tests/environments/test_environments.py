@@ -210,6 +210,13 @@ def test_an_installed_plugin_is_found_by_its_entry_point(monkeypatch):
     assert "sorting" in environment_names()
 
 
+def test_two_packages_with_one_name_are_an_error_and_not_a_lottery(monkeypatch):
+    points = [EntryPoint("sorting", f"{place}:DigitSort", registry.ENTRY_POINT_GROUP) for place in ("a", "b")]
+    monkeypatch.setattr(registry, "entry_points", lambda group, name=None: points)
+    with pytest.raises(ConfigError, match="several packages call an environment 'sorting': a:DigitSort and b:DigitSort"):
+        load_environment("sorting")
+
+
 @settings(max_examples=60, deadline=None)
 @given(text=st.text(alphabet='<>/tainkswer_clospd{}\\\n "0', max_size=80))
 def test_every_environment_gives_each_text_finite_rewards_or_none(text):

@@ -154,9 +154,9 @@ def test_a_failure_in_the_place_of_a_reward_masks_the_sample_and_no_other(pool):
     assert (failed.outcome, failed.detail, failed.rewards) == (Outcome.ENV_FAILED, "value: server is down", {})
 
 
-def test_an_environment_with_workers_of_its_own_has_that_many_and_waits_for_no_other():
+def test_an_environment_with_workers_of_its_own_has_that_many_and_waits_for_no_other(tmp_path):
     section = {
-        "env": {"plugin": f"{HOSTILE}:Hostile", "num_workers": 2},
+        "env": {"plugin": f"{HOSTILE}:Hostile", "num_workers": 2, "meeting": str(tmp_path)},
         "misbehaving": {"plugin": "functions", "functions": {"value": f"{PLACE}:misbehaving"}},
     }
     ended = []
@@ -166,8 +166,8 @@ def test_an_environment_with_workers_of_its_own_has_that_many_and_waits_for_no_o
             pools.verify([trajectory("hang", "misbehaving")])
         ended.append(True)
 
-    with EnvironmentPools(section, workers=1, timeout_s=60.0) as pools:
-        assert len(set(lengths(pools.verify(trajectories(["nap", "nap"], group=1))))) == 2
+    with EnvironmentPools(section, workers=1, timeout_s=30.0) as pools:
+        assert lengths(pools.verify(trajectories(["meet", "meet"], group=1))) == [4.0, 4.0]
         with pytest.raises(RunError, match="wants the environment 'nowhere', which env lacks"):
             pools.verify([trajectory("x", "nowhere")])
         stuck = threading.Thread(target=hang)
@@ -234,6 +234,7 @@ def test_json_is_checked_against_the_schema():
     schema = {"type": "object", "required": ["a"], "properties": {"a": {"type": "integer"}}}
     assert form("json_schema", texts, schema=schema) == [1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0]
     assert form("json_schema", texts) == [1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0]
+    assert form("json_schema", ["NaN", '{"a": Infinity}', "1" * 9999]) == [0.0, 0.0, 0.0]
 
 
 def test_length_pays_in_full_up_to_the_limit_and_then_nothing_or_less_and_less():
