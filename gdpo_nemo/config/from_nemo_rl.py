@@ -65,7 +65,9 @@ class Translation:
 
     def to_text(self, title: str) -> str:
         """The config as YAML, followed by the account as comments."""
-        body = yaml.dump(self.content, Dumper=_Plain, sort_keys=False, allow_unicode=True, default_flow_style=None, width=110)
+        body = yaml.dump(
+            self.content, Dumper=_Plain, sort_keys=False, allow_unicode=True, default_flow_style=None, width=110
+        )
         return f"# Translated from {title} by `gdpo-nemo config from-nemo-rl`.\n{body}\n{self.account()}\n"
 
     def account(self) -> str:

@@ -96,13 +96,19 @@ def calibrate(runs: Sequence[Run], device: Device, start: Rates) -> Rates:
 
     return replace(
         start,
-        generation=phase("time/rollout", lambda run, x: generation_work(run.config, run.shape, device, x), start.generation),
+        generation=phase(
+            "time/rollout", lambda run, x: generation_work(run.config, run.shape, device, x), start.generation
+        ),
         training=phase("time/train", lambda run, x: training_work(run.config, run.shape, device, x), start.training),
         sync=phase("time/sync", lambda run, x: sync_work(run.config, run.shape, device), start.sync),
         verify=_exposed_verification(runs),
         completion_share=share(lambda config, x: x.completion / config.policy.generation.max_new_tokens),
         longest_share=share(lambda config, x: x.longest / config.policy.generation.max_new_tokens),
-        prompt_share=share(lambda config, x: x.prompt / (config.policy.max_total_sequence_length - config.policy.generation.max_new_tokens)),
+        prompt_share=share(
+            lambda config, x: (
+                x.prompt / (config.policy.max_total_sequence_length - config.policy.generation.max_new_tokens)
+            )
+        ),
         measured=[run.name for run in runs],
     )
 

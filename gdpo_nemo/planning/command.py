@@ -36,10 +36,14 @@ def run(arguments: argparse.Namespace) -> int:
 
         found = sweep(config, shape, on, rates, arguments.sweep)
         if not found:
-            raise ConfigError(f"--sweep: no layout of {config.policy.model_name} fits {arguments.sweep} x {on.name} or fewer")
+            raise ConfigError(
+                f"--sweep: no layout of {config.policy.model_name} fits {arguments.sweep} x {on.name} or fewer"
+            )
         print(table(found, config.gdpo.max_num_steps))
         print(f"assumes    {rates.describe()}")
-        print(f"figure     {draw(found, config.gdpo.max_num_steps, f'{config.run.name} on {on.name}', arguments.out or 'plan.png')}")
+        print(
+            f"figure     {draw(found, config.gdpo.max_num_steps, f'{config.run.name} on {on.name}', arguments.out or 'plan.png')}"
+        )
         return 0
     print(describe(config, notes))
     print(text(full(config, shape, on, rates)))

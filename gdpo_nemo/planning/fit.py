@@ -21,7 +21,11 @@ def fits(config: Config, shape: Shape, device: Device) -> str:
     policy, engine = policy_memory(config, shape), engine_memory(config, shape, int(device.memory))
     if not layout.gpus:
         needed = policy.total * layout.policy_ranks + (engine.weights + engine.kv_cache) * layout.engine_ranks
-        return "" if needed <= device.memory else f"all ranks need {needed / 1e9:.3g} GB, the machine has {device.memory / 1e9:.3g} GB"
+        return (
+            ""
+            if needed <= device.memory
+            else f"all ranks need {needed / 1e9:.3g} GB, the machine has {device.memory / 1e9:.3g} GB"
+        )
     if policy.total > device.memory:
         return f"a policy rank needs {policy.total / 1e9:.3g} GB, {device.name} has {device.memory / 1e9:.3g} GB"
     if not engine.sequences(config.policy.max_total_sequence_length):
@@ -79,12 +83,17 @@ def _candidates(config: Config, shape: Shape) -> Iterator[dict[str, Any]]:
         key = f"{name}_model_parallel_size"
         for factor in (2, 4, 8):
             wider = getattr(megatron, key) * factor
-            if limit % wider == 0 and (name != "tensor" or not config.cluster.gpus_per_node or wider <= config.cluster.gpus_per_node):
+            if limit % wider == 0 and (
+                name != "tensor" or not config.cluster.gpus_per_node or wider <= config.cluster.gpus_per_node
+            ):
                 yield {f"megatron_cfg__{key}": wider}
     for factor in (2, 4, 8):
         wider = policy.generation.vllm_cfg.tensor_parallel_size * factor
         if shape.heads % wider == 0 and policy.generation.engines >= factor:
-            yield {"generation__vllm_cfg__tensor_parallel_size": wider, "generation__engines": policy.generation.engines // factor}
+            yield {
+                "generation__vllm_cfg__tensor_parallel_size": wider,
+                "generation__engines": policy.generation.engines // factor,
+            }
 
 
 def best_split(config: Config, shape: Shape, device: Device, rates: Rates) -> tuple[int, float] | None:

@@ -40,7 +40,9 @@ def device(name: str, link: float | None = None) -> Device:
     table = yaml.safe_load(_TABLE.read_text(encoding="utf-8"))
     if name not in table:
         near = difflib.get_close_matches(name, table, n=1)
-        raise ConfigError(f"--gpu: {name!r} is not known{f', did you mean {near[0]}?' if near else ''} (known: {', '.join(table)})")
+        raise ConfigError(
+            f"--gpu: {name!r} is not known{f', did you mean {near[0]}?' if near else ''} (known: {', '.join(table)})"
+        )
     found = Device(**table[name])
     return replace(found, network=link) if link else found
 
@@ -86,7 +88,9 @@ class Rates:
 
     def describe(self) -> str:
         """One sentence with every figure."""
-        origin = f"measured on {', '.join(self.measured)}" if self.measured else "assumed; --calibrate RUN replaces them"
+        origin = (
+            f"measured on {', '.join(self.measured)}" if self.measured else "assumed; --calibrate RUN replaces them"
+        )
         return (
             f"generation {self.generation.fixed * 1e3:.3g} ms a decoding step + {self.generation.factor:.3g} x roofline, training "
             f"{self.training.fixed:.3g} s a micro-batch + {self.training.factor:.3g} x roofline, weights {self.sync.fixed:.3g} s + "
@@ -118,6 +122,8 @@ def load_rates(path: str | Path) -> Rates:
             raise KeyError(sorted(unknown)[0])
         return Rates(**phases, **content)
     except FileNotFoundError:
-        raise ConfigError(f"--calibration: {path} does not exist; `gdpo-nemo plan --calibrate RUN --out {path}` makes it") from None
+        raise ConfigError(
+            f"--calibration: {path} does not exist; `gdpo-nemo plan --calibrate RUN --out {path}` makes it"
+        ) from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"--calibration: {path} is not a calibration file ({error})") from None

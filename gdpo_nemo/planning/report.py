@@ -51,7 +51,10 @@ def full(config: Config, shape: Shape, device: Device, rates: Rates) -> list[tup
     sync = sync_work(config, shape, device)
     verdict = fits(config, shape, device)
     lines = [
-        ("device", f"{device.name}, {size(device.memory)}, {device.compute / 1e12:.3g} TFLOP/s, {device.bandwidth / 1e12:.3g} TB/s ({device.source})"),
+        (
+            "device",
+            f"{device.name}, {size(device.memory)}, {device.compute / 1e12:.3g} TFLOP/s, {device.bandwidth / 1e12:.3g} TB/s ({device.source})",
+        ),
         ("mesh", _mesh(config, layout)),
         ("arithmetic", worked_batch(config)),
         ("per rank", _policy_line(policy, shape)),
@@ -59,9 +62,18 @@ def full(config: Config, shape: Shape, device: Device, rates: Rates) -> list[tup
         ("fits", "yes" if not verdict else f"no: {verdict}"),
     ]
     if verdict:
-        lines.append(("change", smallest_change(config, shape, device) or "no single change or pair of changes is enough: more or larger devices"))
+        lines.append(
+            (
+                "change",
+                smallest_change(config, shape, device)
+                or "no single change or pair of changes is enough: more or larger devices",
+            )
+        )
     lines += [
-        ("refit", f"{size(refit_bytes(config, shape))} to each engine: {sync.ideal:.3g} s at the peak of {link if layout.gpus else 'shared memory'}"),
+        (
+            "refit",
+            f"{size(refit_bytes(config, shape))} to each engine: {sync.ideal:.3g} s at the peak of {link if layout.gpus else 'shared memory'}",
+        ),
         ("time", _time_line(config, shape, device, rates, layout)),
     ]
     if layout.gpus:
@@ -100,7 +112,9 @@ def _engine_line(config: Config, memory: EngineMemory, mean: float) -> str:
 
 def _mesh(config: Config, layout: Layout) -> str:
     mesh = f"tensor {layout.tensor} x pipeline {layout.pipeline} x context {layout.context} x data {layout.data} = {_count(layout.policy_ranks, 'policy rank')}"
-    engines = f"{_count(layout.engines, 'engine')} x {layout.engine_tensor} = {_count(layout.engine_ranks, 'engine rank')}"
+    engines = (
+        f"{_count(layout.engines, 'engine')} x {layout.engine_tensor} = {_count(layout.engine_ranks, 'engine rank')}"
+    )
     if not layout.gpus:
         return f"{mesh}, {engines}, on the CPU"
     each, nodes = config.cluster.gpus_per_node, []

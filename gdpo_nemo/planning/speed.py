@@ -36,7 +36,9 @@ def expected_lengths(config: Config, rates: Rates) -> Lengths:
     """What samples will be like, by the shares in ``rates``."""
     new = config.policy.generation.max_new_tokens
     room = config.policy.max_total_sequence_length - new
-    return Lengths(max(1.0, rates.prompt_share * room), max(1.0, rates.completion_share * new), max(1.0, rates.longest_share * new))
+    return Lengths(
+        max(1.0, rates.prompt_share * room), max(1.0, rates.completion_share * new), max(1.0, rates.longest_share * new)
+    )
 
 
 @dataclass(frozen=True)
@@ -76,15 +78,27 @@ def training_work(config: Config, shape: Shape, device: Device, lengths: Lengths
     compute = passes * per_token * tokens / (layout.policy_ranks * device.compute)
     batches = micro_batches(config, layout, lengths)
     per_update = max(1, batches // updates_per_step(config))
-    bubble = (layout.pipeline - 1) / (per_update * (config.policy.megatron_cfg.virtual_pipeline_model_parallel_size or 1))
-    return Work(batches, compute * (1 + bubble) + _tensor_traffic(config, shape, device, layout, tokens) + _gradients(config, shape, device, layout))
+    bubble = (layout.pipeline - 1) / (
+        per_update * (config.policy.megatron_cfg.virtual_pipeline_model_parallel_size or 1)
+    )
+    return Work(
+        batches,
+        compute * (1 + bubble)
+        + _tensor_traffic(config, shape, device, layout, tokens)
+        + _gradients(config, shape, device, layout),
+    )
 
 
 def evaluations(config: Config) -> int:
     """Forward passes over a step's tokens besides those of the updates."""
     loss, several = config.loss_fn, updates_per_step(config) > 1
     old = loss.old_logprobs or ("sampler" if config.rollout.max_staleness else "trainer")
-    return (several and old == "trainer") + bool(loss.reference_policy_kl_penalty) + (loss.type == "target_po") + kl_in_reward(config)
+    return (
+        (several and old == "trainer")
+        + bool(loss.reference_policy_kl_penalty)
+        + (loss.type == "target_po")
+        + kl_in_reward(config)
+    )
 
 
 def micro_batches(config: Config, layout: Layout, lengths: Lengths) -> int:
@@ -141,7 +155,9 @@ class StepTime:
     def idle(self, layout: Layout) -> float:
         """Share of all ranks' time that is waiting."""
         ranks = layout.policy_ranks + layout.engine_ranks
-        return (self.policy_idle * layout.policy_ranks + self.engines_idle * layout.engine_ranks + layout.idle_gpus) / (ranks + layout.idle_gpus)
+        return (self.policy_idle * layout.policy_ranks + self.engines_idle * layout.engine_ranks + layout.idle_gpus) / (
+            ranks + layout.idle_gpus
+        )
 
 
 def step_time(config: Config, shape: Shape, device: Device, rates: Rates, lengths: Lengths | None = None) -> StepTime:
@@ -160,4 +176,6 @@ def step_time(config: Config, shape: Shape, device: Device, rates: Rates, length
         step = max(generation + verify, training) + sync
     else:
         step = generation + verify + training + sync
-    return StepTime(generation, verify, training, sync, step, 1 - (training + sync) / step, 1 - (generation + sync) / step)
+    return StepTime(
+        generation, verify, training, sync, step, 1 - (training + sync) / step, 1 - (generation + sync) / step
+    )

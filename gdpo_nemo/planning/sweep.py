@@ -39,9 +39,7 @@ class Candidate:
     @property
     def name(self) -> str:
         """For tables."""
-        return (
-            f"tensor {self.tensor} x pipeline {self.pipeline} x data {self.data}, {self.engines} x {self.engine_tensor} engines"
-        )
+        return f"tensor {self.tensor} x pipeline {self.pipeline} x data {self.data}, {self.engines} x {self.engine_tensor} engines"
 
 
 def gpu_counts(largest: int, each: int) -> list[int]:
@@ -64,11 +62,17 @@ def gpu_counts(largest: int, each: int) -> list[int]:
 def sweep(config: Config, shape: Shape, device: Device, rates: Rates, largest: int) -> list[Candidate]:
     """Every layout that fits, for every number of GPUs, fastest first within each."""
     each = config.cluster.gpus_per_node or 8
-    found = [candidate for gpus in gpu_counts(largest, each) for candidate in _candidates(config, shape, device, rates, gpus, each)]
+    found = [
+        candidate
+        for gpus in gpu_counts(largest, each)
+        for candidate in _candidates(config, shape, device, rates, gpus, each)
+    ]
     return sorted(found, key=lambda c: (c.gpus, c.time.step))
 
 
-def _candidates(config: Config, shape: Shape, device: Device, rates: Rates, gpus: int, each: int) -> Iterator[Candidate]:
+def _candidates(
+    config: Config, shape: Shape, device: Device, rates: Rates, gpus: int, each: int
+) -> Iterator[Candidate]:
     cluster = replace(config.cluster, num_nodes=max(1, gpus // each), gpus_per_node=min(gpus, each))
     base = replace(config, cluster=cluster)
     inside = [size for size in _SIZES if size <= cluster.gpus_per_node]
@@ -141,7 +145,14 @@ def draw(candidates: list[Candidate], steps: int, title: str, path: str | Path) 
     gpus = [c.gpus for c in best]
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
     left.loglog(gpus, [c.time.step for c in best], "o-", base=2, label="fastest layout")
-    left.loglog(gpus, [best[0].time.step * gpus[0] / n for n in gpus], "--", base=2, color="grey", label="if it scaled perfectly")
+    left.loglog(
+        gpus,
+        [best[0].time.step * gpus[0] / n for n in gpus],
+        "--",
+        base=2,
+        color="grey",
+        label="if it scaled perfectly",
+    )
     left.set(xlabel="GPUs", ylabel="seconds per step")
     left.legend()
     right.semilogx(gpus, [c.gpu_seconds * steps / 3600 for c in best], "o-", base=2)

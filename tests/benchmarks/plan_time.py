@@ -55,7 +55,11 @@ def _model(folder: Path) -> Path:
         "import sys; sys.path.insert(0, sys.argv[1]); import make_tiny_model; "
         "make_tiny_model.make_tiny_model(sys.argv[2], 0, steps=30)"
     )
-    subprocess.run([sys.executable, "-W", "ignore", "-c", code, str(ROOT / "examples"), str(folder)], check=True, env=_environment())
+    subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code, str(ROOT / "examples"), str(folder)],
+        check=True,
+        env=_environment(),
+    )
     return folder
 
 

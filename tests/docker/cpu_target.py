@@ -3,9 +3,10 @@
     python tests/docker/cpu_target.py FOLDER
 
 Steps that need an image of their own are named and left out: system packages, the user, ownership. Copies between
-stages become copies between folders. At the end the health check and a dry run of the default config are run as the image would,
-with the environment that the Dockerfile sets. Needs some 7 GB and the package index; UV_LINK_MODE=hardlink where uv's cache is on
-the same disk, and UV_COMPILE_BYTECODE=0, save most of the time.
+stages become copies between folders, and the image's python3.12 is the one that runs this script. At the end the health
+check and a dry run of the default config are run as the image would, with the environment that the Dockerfile sets.
+Needs some 7 GB and the package index; UV_LINK_MODE=hardlink where uv's cache is on the same disk, and
+UV_COMPILE_BYTECODE=0, save most of the time.
 """
 
 from __future__ import annotations
@@ -47,8 +48,17 @@ def main() -> int:
 
 
 def _fresh(image: Path) -> dict[str, str]:
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV", "UV_PROJECT"))}
-    return {**kept, "HOME": str(image / "root"), "UV_CACHE_DIR": kept.get("UV_CACHE_DIR", str(Path.home() / ".cache" / "uv"))}
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("PYTHON", "VIRTUAL_ENV", "UV_PROJECT"))
+    }
+    return {
+        **kept,
+        "HOME": str(image / "root"),
+        "PATH": f"{sys.base_prefix}/bin:{kept['PATH']}",
+        "UV_CACHE_DIR": kept.get("UV_CACHE_DIR", str(Path.home() / ".cache" / "uv")),
+    }
 
 
 def _step(word: str, rest: str, image: Path, environment: dict[str, str], folder: Path) -> Path:

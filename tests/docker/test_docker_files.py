@@ -1,4 +1,4 @@
-"""The images' recipe names nothing that is not there. No Docker engine: tests/docker/cpu_target.py runs the CPU target's steps."""
+"""The images' recipe names nothing that is not there. tests/docker/cpu_target.py runs the CPU target's steps."""
 
 from __future__ import annotations
 
@@ -62,7 +62,12 @@ def test_images_run_as_a_user_that_may_write_only_its_folder(target):
     assert "RUN" not in words[words.index("USER") :] and "COPY" not in words[words.index("USER") :]
     # Dependencies come before the program, so that a change of the program does not install them again.
     build = [rest for word, rest in STAGES[f"{target}-build"].steps if word in ("RUN", "COPY")]
-    dependencies = [rest for step in dockerfile.lineage(STAGES, f"{target}-build") for word, rest in step.steps if word in ("RUN", "COPY")]
+    dependencies = [
+        rest
+        for step in dockerfile.lineage(STAGES, f"{target}-build")
+        for word, rest in step.steps
+        if word in ("RUN", "COPY")
+    ]
     place = next(i for i, rest in enumerate(dependencies) if "uv sync" in rest)
     assert place < next(i for i, rest in enumerate(dependencies) if rest.startswith("gdpo_nemo"))
     assert "--editable ." in build[-1]
@@ -90,13 +95,20 @@ def test_every_command_of_the_page_exists(capsys):
 def test_the_health_check_fails_on_a_run_that_stands_still(tmp_path):
     script, program = ROOT / "docker" / "healthcheck.sh", tmp_path / "bin" / "gdpo-nemo"
     program.parent.mkdir()
-    program.write_text(f'#!/bin/sh\nexec {sys.executable} -c "import sys; from gdpo_nemo.cli import main; sys.exit(main())" "$@"\n')
+    program.write_text(
+        f'#!/bin/sh\nexec {sys.executable} -c "import sys; from gdpo_nemo.cli import main; sys.exit(main())" "$@"\n'
+    )
     program.chmod(0o755)
     metrics = tmp_path / "metrics.jsonl"
     metrics.write_text('{"step": 1}\n')
 
     def status(**variables) -> int:
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "PATH": f"{program.parent}:{os.environ['PATH']}", **variables}
+        environment = {
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            "PATH": f"{program.parent}:{os.environ['PATH']}",
+            **variables,
+        }
         return subprocess.run([script], env=environment, capture_output=True).returncode
 
     assert status() == 0 and status(GDPO_RUN_DIR=str(tmp_path)) == 0

@@ -62,7 +62,9 @@ def peak_of_update(place, folder, batch, budget: int, updates: int = 2) -> dict[
     from megatron.core import parallel_state
 
     mine = assignment[parallel_state.get_data_parallel_rank()]
-    loads = [(sum(len(batch[i]) for i in members), sum(len(batch[i].completion_ids) for i in members)) for members in mine]
+    loads = [
+        (sum(len(batch[i]) for i in members), sum(len(batch[i].completion_ids) for i in members)) for members in mine
+    ]
     return {
         "tensors": tracker.peak,
         "rss": resident("VmHWM") - before,

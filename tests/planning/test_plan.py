@@ -66,14 +66,24 @@ def test_ranks_hold_the_whole_model_and_nothing_but_its_copies(name):
 
 def test_memory_shrinks_with_what_shards_it():
     shape = shape_from(KNOWN["Qwen/Qwen2.5-7B"])
-    plain = config_of("policy.megatron_cfg.use_distributed_optimizer=false", "policy.megatron_cfg.overlap_param_gather=false")
+    plain = config_of(
+        "policy.megatron_cfg.use_distributed_optimizer=false", "policy.megatron_cfg.overlap_param_gather=false"
+    )
     memory = policy_memory(plain, shape)
-    assert policy_memory(changed(plain, megatron_cfg__use_distributed_optimizer=True), shape).optimizer * 4 == pytest.approx(memory.optimizer, rel=1e-6)
-    assert policy_memory(changed(plain, megatron_cfg__tensor_model_parallel_size=4), shape).weights == pytest.approx(memory.weights / 4, rel=1e-3)
+    assert policy_memory(
+        changed(plain, megatron_cfg__use_distributed_optimizer=True), shape
+    ).optimizer * 4 == pytest.approx(memory.optimizer, rel=1e-6)
+    assert policy_memory(changed(plain, megatron_cfg__tensor_model_parallel_size=4), shape).weights == pytest.approx(
+        memory.weights / 4, rel=1e-3
+    )
     assert policy_memory(changed(plain, megatron_cfg__recompute="full"), shape).activations < memory.activations / 10
-    assert policy_memory(changed(plain, micro_batch_tokens=8192), shape).activations == pytest.approx(memory.activations / 2, rel=1e-6)
+    assert policy_memory(changed(plain, micro_batch_tokens=8192), shape).activations == pytest.approx(
+        memory.activations / 2, rel=1e-6
+    )
     engine = engine_memory(plain, shape, 80 * 10**9)
-    assert engine.bytes_per_token == 2 * 28 * 4 * 128 * 2 and engine.sequences(1536) == engine.kv_cache // (1536 * engine.bytes_per_token)
+    assert engine.bytes_per_token == 2 * 28 * 4 * 128 * 2 and engine.sequences(1536) == engine.kv_cache // (
+        1536 * engine.bytes_per_token
+    )
 
 
 def test_the_smallest_change_makes_it_fit_and_less_would_not():
@@ -82,11 +92,24 @@ def test_the_smallest_change_makes_it_fit_and_less_would_not():
     assert "needs" in fits(config, shape, gpu)
     words = smallest_change(config, shape, gpu)
     keys = [word for word in words.split() if word.startswith("policy.")]
-    assert keys and fits(config_of("policy.model_name=Qwen/Qwen2.5-7B", "policy.micro_batch_tokens=6144", *keys), shape, gpu) == ""
+    assert (
+        keys
+        and fits(config_of("policy.model_name=Qwen/Qwen2.5-7B", "policy.micro_batch_tokens=6144", *keys), shape, gpu)
+        == ""
+    )
     for left_out in keys if len(keys) > 1 else []:
         fewer = [key for key in keys if key != left_out]
-        assert fits(config_of("policy.model_name=Qwen/Qwen2.5-7B", "policy.micro_batch_tokens=6144", *fewer), shape, gpu)
-    assert smallest_change(config_of("policy.model_name=meta-llama/Llama-3.1-70B"), shape_from(KNOWN["meta-llama/Llama-3.1-70B"]), device("a100")) is None
+        assert fits(
+            config_of("policy.model_name=Qwen/Qwen2.5-7B", "policy.micro_batch_tokens=6144", *fewer), shape, gpu
+        )
+    assert (
+        smallest_change(
+            config_of("policy.model_name=meta-llama/Llama-3.1-70B"),
+            shape_from(KNOWN["meta-llama/Llama-3.1-70B"]),
+            device("a100"),
+        )
+        is None
+    )
 
 
 def test_the_best_split_is_no_slower_than_any_other():
@@ -112,7 +135,9 @@ def test_twice_the_bandwidth_and_arithmetic_take_half_the_ideal_time():
     shape, gpu = model_shape(config), device("h100")
     twice = replace(gpu, compute=2 * gpu.compute, bandwidth=2 * gpu.bandwidth, nvlink=2 * gpu.nvlink)
     ideal = Rates(generation=Phase(0.0, 1.0), training=Phase(0.0, 1.0), sync=Phase(0.0, 1.0))
-    assert step_time(config, shape, twice, ideal).step == pytest.approx(step_time(config, shape, gpu, ideal).step / 2, rel=0.05)
+    assert step_time(config, shape, twice, ideal).step == pytest.approx(
+        step_time(config, shape, gpu, ideal).step / 2, rel=0.05
+    )
 
 
 def test_a_calibration_recovers_the_law_its_observations_follow(tmp_path):
@@ -132,7 +157,9 @@ def test_a_calibration_recovers_the_law_its_observations_follow(tmp_path):
 
 
 def test_batches_are_worked_out_in_one_line():
-    config = config_of("policy.train_global_batch_size=128", "gdpo.num_prompts_per_step=64", "policy.micro_batch_tokens=3072")
+    config = config_of(
+        "policy.train_global_batch_size=128", "gdpo.num_prompts_per_step=64", "policy.micro_batch_tokens=3072"
+    )
     assert worked_batch(config) == (
         "64 prompts x 16 samples = 1024 samples = 8 optimizer updates of 128 = at most 16 micro-batches of at most 3072 tokens "
         "on each of 4 data-parallel ranks"
@@ -152,7 +179,18 @@ def test_a_sweep_ranks_layouts_that_fit_up_to_1024_gpus():
 def test_the_command_prints_the_plan_draws_the_sweep_and_refuses_in_one_line(tmp_path, capsys):
     assert cli.main(["plan", "--config", str(GPU_CONFIG), "--gpu", "b200"]) == 0
     shown = capsys.readouterr().out
-    for subject in ("device", "mesh", "arithmetic", "per rank", "per engine", "fits", "refit", "time", "split", "assumes"):
+    for subject in (
+        "device",
+        "mesh",
+        "arithmetic",
+        "per rank",
+        "per engine",
+        "fits",
+        "refit",
+        "time",
+        "split",
+        "assumes",
+    ):
         assert f"\n{subject} " in shown
     figure = tmp_path / "sweep.png"
     assert cli.main(["plan", "--config", str(GPU_CONFIG), "--sweep", "16", "--out", str(figure)]) == 0
@@ -174,4 +212,7 @@ def test_a_dry_run_shows_arithmetic_and_memory(capsys):
     shown = capsys.readouterr().out
     for subject, words in brief(config_of()):
         assert f"# {subject:<10} {words}" in shown
-    assert dict(full(config_of(), model_shape(config_of()), device("h100"), Rates()))["arithmetic"] == dict(brief(config_of()))["arithmetic"]
+    assert (
+        dict(full(config_of(), model_shape(config_of()), device("h100"), Rates()))["arithmetic"]
+        == dict(brief(config_of()))["arithmetic"]
+    )
