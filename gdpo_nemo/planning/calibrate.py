@@ -121,16 +121,23 @@ def _exposed_verification(runs: Sequence[Run]) -> float:
 
 
 def fit(observations: Sequence[Observation], start: Phase) -> Phase:
-    """The phase whose seconds are nearest, in proportion, to those observed."""
+    """The phase with the smallest mean absolute relative error, which a few disturbed steps move little."""
     units = np.array([o.work.units for o in observations])
     ideal = np.array([o.work.ideal for o in observations])
     seconds = np.array([o.seconds for o in observations])
     kinds = ideal / units
     if len(observations) > 2 and kinds.max() > _SPREAD * kinds.min():
-        # Relative errors count, so that long steps do not decide alone.
-        table = np.stack([units, ideal], axis=1) / seconds[:, None]
-        (fixed, factor), *_ = np.linalg.lstsq(table, np.ones(len(seconds)), rcond=None)
+        fixed, factor = _least_absolute(np.stack([units, ideal], axis=1) / seconds[:, None])
         if fixed >= 0 and factor >= 0:
-            return Phase(float(fixed), float(factor))
+            return Phase(fixed, factor)
     scale = float(np.median(seconds / (start.fixed * units + start.factor * ideal)))
     return Phase(start.fixed * scale, start.factor * scale)
+
+
+def _least_absolute(table: np.ndarray, rounds: int = 50) -> tuple[float, float]:
+    """x that minimises the sum of |table x - 1|, by least squares weighted anew with each round's errors."""
+    weights = np.ones(len(table))
+    for _ in range(rounds):
+        x, *_ = np.linalg.lstsq(table * weights[:, None], weights, rcond=None)
+        weights = 1 / np.sqrt(np.maximum(np.abs(table @ x - 1), 1e-6))
+    return float(x[0]), float(x[1])

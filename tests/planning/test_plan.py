@@ -145,6 +145,11 @@ def test_a_calibration_recovers_the_law_its_observations_follow(tmp_path):
     works = [Work(units, ideal) for units, ideal in ((30, 0.1), (30, 0.4), (90, 0.2), (60, 1.0))]
     found = fit([Observation(work, law.seconds(work.units, work.ideal)) for work in works], Phase(1.0, 1.0))
     assert (found.fixed, found.factor) == pytest.approx((law.fixed, law.factor))
+    # One step in four that something held up does not move it.
+    disturbed = [
+        Observation(work, law.seconds(work.units, work.ideal) * (3 if i % 4 == 0 else 1)) for i, work in enumerate(works * 3)
+    ]
+    assert fit(disturbed[1:], Phase(1.0, 1.0)).factor == pytest.approx(law.factor, rel=1e-3)
     # Observations of one kind cannot tell the two apart: the assumed law is scaled.
     alike = [Observation(Work(n, 0.01 * n), 3 * Phase(1.0, 1.0).seconds(n, 0.01 * n)) for n in (10, 20, 40)]
     assert fit(alike, Phase(1.0, 1.0)) == Phase(pytest.approx(3.0), pytest.approx(3.0))
