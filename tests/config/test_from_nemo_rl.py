@@ -155,6 +155,8 @@ def test_parents_are_merged_and_a_marked_section_replaces_theirs(tmp_path):
         ("grpo.num_prompts_per_stepp=3", "grpo.num_prompts_per_stepp", UNKNOWN),
         ("grpo.max_rollout_turns=5", "grpo.max_rollout_turns", NONE),
         ("grpo.max_rollout_turns=1", "grpo.max_rollout_turns", SAME),
+        ("loss_fn.use_importance_sampling_correction=false", "loss_fn.use_importance_sampling_correction", SAME),
+        ("loss_fn.use_importance_sampling_correction=false", "loss_fn.truncated_importance_sampling_ratio", NONE),
         ("policy.megatron_cfg.fp8_cfg={enabled: true}", "policy.megatron_cfg.fp8_cfg.enabled", NONE),
         ("policy.generation.backend=sglang", "policy.generation.backend", TRANSLATED),
         ("env.math.something=1", "env.math.something", NONE),
@@ -169,6 +171,19 @@ def test_each_value_gets_the_verdict_it_deserves(tmp_path, change, key, expected
     assert verdicts(translation)[key] == expected
     # What vLLM's place cannot take is refused by the check of every config, and said.
     assert ("sglang" in translation.refusal) == ("sglang" in change)
+
+
+@pytest.mark.parametrize("recipe", ["every_key.yaml", "gdpo.yaml"])
+def test_what_is_called_translated_is_in_the_result(recipe):
+    translation = translate(RECIPES / recipe)
+    written = set(leaves(translation.content))
+    translated = [line for line in translation.lines if line.verdict == TRANSLATED]
+    assert len(translated) > 50
+    for line in translated:
+        for target in line.text.split(" -> ")[1].split("; ")[0].split(", "):
+            name = target.partition("=")[0]
+            if "." in name and " " not in name and name.split(".")[0] in translation.content:
+                assert any(key == name or key.startswith(name + ".") for key in written), line
 
 
 def test_the_command_prints_a_config_and_says_what_is_missing(tmp_path, capsys):
