@@ -45,11 +45,21 @@ def train(arguments: argparse.Namespace) -> int:
     if arguments.dry_run:
         # The plan is written as comments, so that the output as a whole is a config file again.
         print(to_yaml(config), end="")
-        print("\n" + "\n".join(f"# {line}" for line in describe(config, notes).splitlines()))
+        from gdpo_nemo.planning.report import brief, text
+
+        lines = [*describe(config, notes).splitlines(), *text(brief(config)).splitlines()]
+        print("\n" + "\n".join(f"# {line}" for line in lines))
         return 0
     from gdpo_nemo.trainer import run
 
     return run(config)
+
+
+def plan(arguments: argparse.Namespace) -> int:
+    """Prints what a config will need: memory, batches, time, the best layout."""
+    from gdpo_nemo.planning.command import run
+
+    return run(arguments)
 
 
 def from_nemo_rl(arguments: argparse.Namespace) -> int:
@@ -182,6 +192,16 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--dry-run", action="store_true", help="validate, print the resolved config and the plan, exit")
     command.add_argument("overrides", nargs="*", metavar="section.key=value", help="changes to the config")
     command.set_defaults(command=train)
+    command = commands.add_parser("plan", help="memory, batches, time and the best layout of a config, before it is run")
+    command.add_argument("--config", default=str(DEFAULT_CONFIG), metavar="FILE", help="default: %(default)s")
+    command.add_argument("--gpu", default="h100", metavar="NAME", help="a100, h100, h200 or b200 (default: %(default)s)")
+    command.add_argument("--link", type=float, metavar="GB/S", help="network of one GPU to other nodes, one direction")
+    command.add_argument("--calibration", metavar="FILE", help="speeds that --calibrate measured, in place of assumed ones")
+    command.add_argument("--calibrate", nargs="+", metavar="RUN", help="measure speeds on finished runs and write them to --out")
+    command.add_argument("--sweep", type=int, metavar="N", help="rank layouts for up to N GPUs and draw them to --out")
+    command.add_argument("--out", metavar="FILE", help="default: plan.png, calibration.json")
+    command.add_argument("overrides", nargs="*", metavar="section.key=value", help="changes to the config")
+    command.set_defaults(command=plan)
     configs = commands.add_parser("config", help="translate configs").add_subparsers(
         required=True, metavar="WHAT", parser_class=_Parser
     )

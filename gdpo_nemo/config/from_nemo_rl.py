@@ -65,7 +65,9 @@ class Translation:
 
     def to_text(self, title: str) -> str:
         """The config as YAML, followed by the account as comments."""
-        body = yaml.dump(self.content, Dumper=_Plain, sort_keys=False, allow_unicode=True, default_flow_style=None, width=110)
+        body = yaml.dump(
+            self.content, Dumper=_Plain, sort_keys=False, allow_unicode=True, default_flow_style=None, width=110
+        )
         return f"# Translated from {title} by `gdpo-nemo config from-nemo-rl`.\n{body}\n{self.account()}\n"
 
     def account(self) -> str:
@@ -88,17 +90,13 @@ def translate(path: str | Path) -> Translation:
     recipe = Recipe(dict(_leaves(read_recipe(path))), path)
     if not any(key.startswith("grpo.") for key in recipe.flat):
         raise ConfigError(f"{path}: has no section grpo; only GRPO and GDPO recipes can be translated")
-    said = [(key, _said(key, value, recipe)) for key, value in recipe.flat.items()]
-    values: dict[str, Any] = {}
-    for _, outcome in said:
-        values.update(outcome.values)
-    lines = [_line(key, value, outcome) for (key, outcome), value in zip(said, recipe.flat.values())]
-    for key, (value, why) in derived(recipe).items():
-        if value is None:
-            lines.append(Line(key, NONE, why))
-        else:
-            values[key] = value
-            lines.append(Line(key, ADDED, f"{_short(value)}; {why}"))
+    said = {key: _said(key, value, recipe) for key, value in recipe.flat.items()}
+    values = {key: value for outcome in said.values() for key, value in outcome.values.items()}
+    together = derived(recipe)
+    values |= {key: value for key, (value, _) in together.items() if value is not None}
+    lines = [_line(key, recipe.flat[key], outcome, values) for key, outcome in said.items()]
+    for key, (value, why) in together.items():
+        lines.append(Line(key, NONE, why) if value is None else Line(key, ADDED, f"{_short(value)}; {why}"))
     translation = Translation(_nested(values), lines)
     _leave_out_idle_keys(translation, values)
     return translation
@@ -177,13 +175,25 @@ def _said(key: str, value: Any, recipe: Recipe) -> Said:
     return Said({}, "not known to this translator; look it up before relying on the result", unknown=True)
 
 
-def _line(key: str, value: Any, said: Said) -> Line:
+def _line(key: str, value: Any, said: Said, values: dict[str, Any]) -> Line:
+    """The account of one key; ``values`` are those of the whole translation."""
     if said.unknown:
         return Line(key, UNKNOWN, f"{_short(value)}; {said.text}")
-    if said.values or said.elsewhere:
-        target = ", ".join([f"{k}={_short(v)}" for k, v in said.values.items()] + list(said.elsewhere))
-        return Line(key, TRANSLATED, f"{_short(value)} -> {target}" + (f"; {said.text}" if said.text else ""))
+    targets = [f"{k}={_short(v)}" for k, v in said.values.items()] + [k for k in said.elsewhere if _holds(values, k)]
+    if targets:
+        return Line(
+            key, TRANSLATED, f"{_short(value)} -> {', '.join(targets)}" + (f"; {said.text}" if said.text else "")
+        )
+    if said.elsewhere:
+        off = value is None or value is False or value == {}
+        why = "not used there" if off else "does nothing beside the recipe's other keys, or cannot here"
+        return Line(key, SAME if off else NONE, f"{_short(value)}; {why}; no {' or '.join(said.elsewhere)} is written")
     return Line(key, SAME if said.same else NONE, f"{_short(value)}; {said.text}")
+
+
+def _holds(values: dict[str, Any], key: str) -> bool:
+    """Whether something is written at ``key`` or below it."""
+    return any(name == key or name.startswith(key + ".") for name in values)
 
 
 def _leave_out_idle_keys(translation: Translation, values: dict[str, Any]) -> None:

@@ -38,7 +38,20 @@ _COLUMNS = {
 
 def derived(recipe: Recipe) -> Derived:
     """Everything that no single key decides."""
-    parts = (_estimator, _rewards, _loss, _off_policy, _staleness, _batches, _lengths, _recompute, _lora, _cluster, _data, _folders)
+    parts = (
+        _estimator,
+        _rewards,
+        _loss,
+        _off_policy,
+        _staleness,
+        _batches,
+        _lengths,
+        _recompute,
+        _lora,
+        _cluster,
+        _data,
+        _folders,
+    )
     out: Derived = {}
     for part in parts:
         out |= part(recipe)
@@ -52,19 +65,29 @@ def _estimator(recipe: Recipe) -> Derived:
     name = recipe.get("grpo.adv_estimator.name", "grpo")
     normalize, leave_one_out = setting("normalize_rewards", True), setting("use_leave_one_out_baseline", True)
     if name == "gdpo":
-        out = {"gdpo.estimator": ("gdpo", "normalize_rewards is always on; `gdpo.preset: nemo_rl` reproduces its numerics, defects included")}
+        out = {
+            "gdpo.estimator": (
+                "gdpo",
+                "normalize_rewards is always on; `gdpo.preset: nemo_rl` reproduces its numerics, defects included",
+            )
+        }
         if leave_one_out:
             out["gdpo.options"] = ({"leave_one_out": True}, "use_leave_one_out_baseline")
         return out
     if name == "reinforce_plus_plus":
         return {
-            "gdpo.estimator": ("dr_grpo", "reinforce_plus_plus is the group's mean subtracted and the batch standardised"),
+            "gdpo.estimator": (
+                "dr_grpo",
+                "reinforce_plus_plus is the group's mean subtracted and the batch standardised",
+            ),
             "gdpo.batch_norm": (True, "over sequences, where it weighs tokens"),
         }
     if name != "grpo":
         return {"gdpo.estimator": ("grpo", f"there is no estimator {name!r} here; choose one")}
     if normalize:
-        warning = "; without its leave-one-out statistics, which explode where one member differs" if leave_one_out else ""
+        warning = (
+            "; without its leave-one-out statistics, which explode where one member differs" if leave_one_out else ""
+        )
         return {"gdpo.estimator": ("grpo", f"normalize_rewards{warning}")}
     if leave_one_out:
         return {"gdpo.estimator": ("rloo", "leave-one-out baseline, no division")}
@@ -104,7 +127,10 @@ def _rewards(recipe: Recipe) -> Derived:
     weights = recipe.get("grpo.adv_estimator.reward_weights") or [1.0] * len(names)
     why = f"components of {_env_name(recipe)}"
     if len(weights) != len(names):
-        why, weights = f"{len(weights)} reward_weights do not fit the components {', '.join(names)}; set them", [1.0] * len(names)
+        why, weights = (
+            f"{len(weights)} reward_weights do not fit the components {', '.join(names)}; set them",
+            [1.0] * len(names),
+        )
     rewards = {name: float(weight) for name, weight in zip(names, weights)}
     out: Derived = {"env": ({plugin: {}}, f"in place of {_env_name(recipe)}")}
     rules = _shaping(recipe, names)
@@ -127,9 +153,15 @@ def _shaping(recipe: Recipe, names: tuple[str, ...]) -> list[dict[str, Any]]:
         source, target = ([recipe.get(f"{scaling}.{side}_{end}", default) for end, default in (("min", 0.0), ("max", 1.0))]
                           for side in ("source", "target"))  # fmt: skip
         for name in names:
-            rules += [{"component": name, "clip": source}, {"component": name, "linear": {"from": source, "to": target}}]
+            rules += [
+                {"component": name, "clip": source},
+                {"component": name, "linear": {"from": source, "to": target}},
+            ]
     if recipe.get(f"{shaping}.enabled") and recipe.get(f"{shaping}.overlong_buffer_length"):
-        options = {"buffer": recipe.get(f"{shaping}.overlong_buffer_length"), "penalty": recipe.get(f"{shaping}.overlong_buffer_penalty", 1.0)}
+        options = {
+            "buffer": recipe.get(f"{shaping}.overlong_buffer_length"),
+            "penalty": recipe.get(f"{shaping}.overlong_buffer_penalty", 1.0),
+        }
         if recipe.get(f"{shaping}.max_response_length"):
             options["max_length"] = recipe.get(f"{shaping}.max_response_length")
         rules.append({"component": "overlong", "overlong": options})
@@ -155,7 +187,9 @@ def _off_policy(recipe: Recipe) -> Derived:
     prefix = "loss_fn.truncated_importance_sampling"
     kind, high, low = (recipe.get(f"{prefix}_{name}") for name in ("type", "ratio", "ratio_min"))
     mode = {"icepop": "icepop", "seq-mask-tis": "mask"}.get(kind, "truncate")
-    out: Derived = {"loss_fn.off_policy.mode": (mode, f"importance sampling correction, type {kind or 'not truncated'}")}
+    out: Derived = {
+        "loss_fn.off_policy.mode": (mode, f"importance sampling correction, type {kind or 'not truncated'}")
+    }
     if mode == "mask":
         out["loss_fn.off_policy.level"] = ("geometric", "seq-mask-tis judges sequences")
     if high is not None:
@@ -179,9 +213,19 @@ def _batches(recipe: Recipe) -> Derived:
     for section in ("sequence_packing", "dynamic_batching"):
         tokens = recipe.get(f"policy.{section}.train_mb_tokens")
         if recipe.get(f"policy.{section}.enabled") and tokens:
-            return {"policy.micro_batch_tokens": (max(int(tokens), longest), f"{section}.train_mb_tokens; packing is always on")}
+            return {
+                "policy.micro_batch_tokens": (
+                    max(int(tokens), longest),
+                    f"{section}.train_mb_tokens; packing is always on",
+                )
+            }
     size = recipe.get("policy.train_micro_batch_size", 1)
-    return {"policy.micro_batch_tokens": (size * longest, f"train_micro_batch_size {size} x {longest} tokens; packing is always on")}
+    return {
+        "policy.micro_batch_tokens": (
+            size * longest,
+            f"train_micro_batch_size {size} x {longest} tokens; packing is always on",
+        )
+    }
 
 
 def _lengths(recipe: Recipe) -> Derived:
@@ -189,7 +233,12 @@ def _lengths(recipe: Recipe) -> Derived:
     wanted = recipe.get("policy.generation.max_new_tokens", longest)
     if wanted < longest:
         return {"policy.generation.max_new_tokens": (wanted, "max_new_tokens")}
-    return {"policy.generation.max_new_tokens": (longest - 1, f"{wanted} leaves no room for a prompt; completions end with the context")}
+    return {
+        "policy.generation.max_new_tokens": (
+            longest - 1,
+            f"{wanted} leaves no room for a prompt; completions end with the context",
+        )
+    }
 
 
 def _recompute(recipe: Recipe) -> Derived:
@@ -220,7 +269,11 @@ def _cluster(recipe: Recipe) -> Derived:
         model *= recipe.get(f"policy.megatron_cfg.{size}_model_parallel_size", 1)
     engine = recipe.get("policy.generation.vllm_cfg.tensor_parallel_size", 1)
     shared = recipe.get("policy.generation.colocated.enabled", True)
-    why = "engines and policy take turns on the GPUs there; here each has its own" if shared else "GPUs dedicated to generation"
+    why = (
+        "engines and policy take turns on the GPUs there; here each has its own"
+        if shared
+        else "GPUs dedicated to generation"
+    )
     needed = model + engine
     if nodes * each < needed:
         each = -(-needed // nodes)
@@ -232,7 +285,10 @@ def _cluster(recipe: Recipe) -> Derived:
     return {
         "cluster.num_nodes": (nodes, "num_nodes"),
         "cluster.gpus_per_node": (each, why),
-        "policy.generation.engines": (engines, f"{engines} x {engine} of {total} GPUs sample, {total - engines * engine} train"),
+        "policy.generation.engines": (
+            engines,
+            f"{engines} x {engine} of {total} GPUs sample, {total - engines * engine} train",
+        ),
     }
 
 
@@ -250,12 +306,20 @@ def _data(recipe: Recipe) -> Derived:
     environment = found[0] if found else _env_name(recipe)
     out: Derived = {}
     for split, flat in (("train", "train_data_path"), ("validation", "val_data_path")):
-        name = recipe.get(f"data.{split}.dataset_name") or (recipe.get("data.dataset_name") if split == "train" else None)
+        name = recipe.get(f"data.{split}.dataset_name") or (
+            recipe.get("data.dataset_name") if split == "train" else None
+        )
         path = recipe.get(f"data.{split}.data_path") or recipe.get(f"data.{flat}")
         if not (path or name):
             continue
         known = _DATASETS.get(name or "")
-        why = "its file" if path else f"where {name} is on the hub" if known else f"the dataset {name} is not known here; name its file or its place on the hub"
+        why = (
+            "its file"
+            if path
+            else f"where {name} is on the hub"
+            if known
+            else f"the dataset {name} is not known here; name its file or its place on the hub"
+        )
         out[f"data.{split}.path"] = (path or known or name, why)
         out[f"data.{split}.environment"] = (environment, "who verifies")
         wanted = recipe.get(f"data.{split}.split") or ("train" if split == "train" and known else None)
@@ -287,7 +351,12 @@ def _system_prompt(recipe: Recipe, split: str) -> Derived:
         return {}
     for folder in (Path.cwd(), *recipe.path.resolve().parents):
         if (folder / name).is_file():
-            return {f"data.{split}.system_prompt": ((folder / name).read_text(encoding="utf-8").strip(), f"the text of {name}")}
+            return {
+                f"data.{split}.system_prompt": (
+                    (folder / name).read_text(encoding="utf-8").strip(),
+                    f"the text of {name}",
+                )
+            }
     return {f"data.{split}.system_prompt": (None, f"{name} was not found, so the environment's own wording counts")}
 
 

@@ -105,7 +105,9 @@ def _of_dtensor(act: Act) -> Act:
 
 
 def _of_megatron(act: Act) -> Act:
-    return where(lambda recipe: recipe.megatron, act, nothing("belongs to Megatron, which this recipe does not train with"))
+    return where(
+        lambda recipe: recipe.megatron, act, nothing("belongs to Megatron, which this recipe does not train with")
+    )
 
 
 def _validation(act: Act) -> Act:
@@ -113,7 +115,6 @@ def _validation(act: Act) -> Act:
         lambda recipe: recipe.validates, act,
         nothing("validates on data that the recipe does not name; set data.validation and this key", 0),
     )  # fmt: skip
-
 
 
 GRPO = [
@@ -189,7 +190,6 @@ LOSS = [
 def _updates(recipe: Recipe) -> float:
     samples = recipe.get("grpo.num_prompts_per_step", 0) * recipe.get("grpo.num_generations_per_prompt", 0)
     return samples / recipe.get("policy.train_global_batch_size", samples or 1)
-
 
 
 _RECOMPUTE = f"{_MEGATRON}.recompute"

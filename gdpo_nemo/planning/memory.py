@@ -88,7 +88,10 @@ def _stage_memory(config: Config, shape: Shape, layout: Layout, stage: int, toke
         trained = [shape.adapters(layout, stage, lora.rank, lora.target_modules), 0]
         dense += trained[0]
     state = 8 if config.policy.precision == "float32" else 12  # two moments; in bfloat16 main weights besides
-    replicas = [layout.data * layout.context, layout.tensor * layout.context * layout.data // (layout.expert * layout.expert_tensor)]
+    replicas = [
+        layout.data * layout.context,
+        layout.tensor * layout.context * layout.data // (layout.expert * layout.expert_tensor),
+    ]
     shards = replicas if megatron.use_distributed_optimizer else [1, 1]
     last = stage == layout.pipeline - 1
     logits = _logits(shape, layout, rows // layout.context, size) if last else 0
@@ -109,10 +112,16 @@ def _stage_memory(config: Config, shape: Shape, layout: Layout, stage: int, toke
 
 def _backward(config: Config, shape: Shape, layout: Layout, tokens: int, size: int) -> int:
     """Gradients of one MLP's activations, and what is recomputed of one layer for its backward pass."""
-    width = shape.active_experts * shape.expert_ffn / layout.expert_tensor if shape.mixture_layers else shape.ffn / layout.tensor
+    width = (
+        shape.active_experts * shape.expert_ffn / layout.expert_tensor
+        if shape.mixture_layers
+        else shape.ffn / layout.tensor
+    )
     floats = 5 * width + 2 * shape.hidden
     norms, attention, rest = _layer_floats(config, shape, layout)
-    again = {"none": 0, "selective": attention, "full": norms / 2 + max(attention, rest)}[config.policy.megatron_cfg.recompute]
+    again = {"none": 0, "selective": attention, "full": norms / 2 + max(attention, rest)}[
+        config.policy.megatron_cfg.recompute
+    ]
     return int((floats + again) * (tokens // layout.context) * size)
 
 
@@ -129,7 +138,9 @@ def _activations(config: Config, shape: Shape, layout: Layout, stage: int, token
     local = tokens // layout.context
     count = len(stage_layers(shape.layers, layout.pipeline, stage))
     inputs, attention, rest = _layer_floats(config, shape, layout)
-    kept = {"none": inputs + attention + rest, "selective": inputs + rest, "full": _residual(config, shape, layout)}[megatron.recompute]
+    kept = {"none": inputs + attention + rest, "selective": inputs + rest, "full": _residual(config, shape, layout)}[
+        megatron.recompute
+    ]
     floats = count * kept
     ends = 0
     if stage == layout.pipeline - 1:  # the final norm, gathered; the rows that are evaluated

@@ -31,7 +31,9 @@ def main() -> None:
     parser.add_argument("--layouts", default="DP1,TP2+SP,PP2,CP2,DP2+DIST,DP1+FULL")
     parser.add_argument("--sizes", default="10M,60M")
     arguments = parser.parse_args()
-    os.environ.update(MALLOC_MMAP_THRESHOLD_="65536", MALLOC_TRIM_THRESHOLD_="65536", MALLOC_ARENA_MAX="1", OMP_NUM_THREADS="1")
+    os.environ.update(
+        MALLOC_MMAP_THRESHOLD_="65536", MALLOC_TRIM_THRESHOLD_="65536", MALLOC_ARENA_MAX="1", OMP_NUM_THREADS="1"
+    )
     from rank_pool import RankPool
 
     print(f"{'layout':<10}{'size':<6}{'predicted MB':>14}{'tensors MB':>12}{'ratio':>8}{'resident MB':>13}{'ratio':>8}")

@@ -91,29 +91,57 @@ def test_every_canonical_key_is_translated_or_listed_and_the_result_is_valid(tmp
 def test_values_arrive_where_they_mean_the_same(tmp_path):
     config = config_of(translate(EVERY_KEY), tmp_path)
     megatron, generation = config.policy.megatron_cfg, config.policy.generation
-    assert (config.gdpo.estimator, config.gdpo.num_prompts_per_step, config.gdpo.num_generations_per_prompt) == ("grpo", 24, 12)
+    assert (config.gdpo.estimator, config.gdpo.num_prompts_per_step, config.gdpo.num_generations_per_prompt) == (
+        "grpo",
+        24,
+        12,
+    )
     assert config.gdpo.rewards == {"correctness": 1.0, "format": 1.0, "integer": 1.0, "overlong": 1.0}
     assert {"component": "integer", "linear": {"from": [-1.0, 3.0], "to": [0.0, 1.0]}} in config.gdpo.shaping
-    assert {"component": "overlong", "overlong": {"buffer": 100, "penalty": 0.7, "max_length": 700}} in config.gdpo.shaping
+    assert {
+        "component": "overlong",
+        "overlong": {"buffer": 100, "penalty": 0.7, "max_length": 700},
+    } in config.gdpo.shaping
     assert (config.gdpo.dynamic_sampling.enabled, config.gdpo.dynamic_sampling.max_rounds) == (True, 6)
-    assert (config.loss_fn.off_policy.mode, config.loss_fn.off_policy.ratio_max, config.loss_fn.off_policy.ratio_min) == ("icepop", 4.0, 0.3)
-    assert (config.loss_fn.ratio_clip_c, config.loss_fn.reference_policy_kl_type, config.loss_fn.mask_truncated) == (3.0, "k2", True)
+    assert (
+        config.loss_fn.off_policy.mode,
+        config.loss_fn.off_policy.ratio_max,
+        config.loss_fn.off_policy.ratio_min,
+    ) == ("icepop", 4.0, 0.3)
+    assert (config.loss_fn.ratio_clip_c, config.loss_fn.reference_policy_kl_type, config.loss_fn.mask_truncated) == (
+        3.0,
+        "k2",
+        True,
+    )
     # DTensor's optimizer and sizes are not Megatron's.
     assert (megatron.optimizer.lr, megatron.optimizer.adam_beta2, megatron.optimizer.clip_grad) == (2.5e-6, 0.95, 0.8)
-    assert (megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size, megatron.recompute) == (2, 2, "selective")
+    assert (megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size, megatron.recompute) == (
+        2,
+        2,
+        "selective",
+    )
     assert (megatron.scheduler.lr_decay_steps, megatron.scheduler.lr_warmup_steps) == (90, 5)
     assert (config.policy.micro_batch_tokens, config.policy.train_global_batch_size) == (1536, 144)
-    assert (config.policy.lora.rank, config.policy.lora.target_modules) == (24, ["q_proj", "k_proj", "v_proj", "down_proj"])
+    assert (config.policy.lora.rank, config.policy.lora.target_modules) == (
+        24,
+        ["q_proj", "k_proj", "v_proj", "down_proj"],
+    )
     assert (generation.engines, generation.vllm_cfg.tensor_parallel_size, generation.max_new_tokens) == (2, 2, 512)
     assert (config.env, config.data.validation.split, config.rollout.env_workers) == ({"gsm8k": {}}, "test", 6)
-    assert (config.run.dir, config.checkpointing.keep_best, config.checkpointing.keep_last) == ("results/from_there", 2, 3)
+    assert (config.run.dir, config.checkpointing.keep_best, config.checkpointing.keep_last) == (
+        "results/from_there",
+        2,
+        3,
+    )
     assert not config.logger.tensorboard.enabled
 
 
 def test_parents_are_merged_and_a_marked_section_replaces_theirs(tmp_path):
     translation = translate(RECIPES / "gdpo.yaml")
     config = config_of(translation, tmp_path)
-    assert translation.refusal == "" and config.gdpo.estimator == "gdpo" and config.gdpo.options == {"leave_one_out": True}
+    assert (
+        translation.refusal == "" and config.gdpo.estimator == "gdpo" and config.gdpo.options == {"leave_one_out": True}
+    )
     # Weights stand in the order of the sorted names.
     assert config.gdpo.rewards == {"correctness": 2.0, "format": 0.5, "integer": 1.0, "overlong": 1.0}
     assert config.data.validation is None and config.gdpo.val_period == 0
@@ -127,6 +155,8 @@ def test_parents_are_merged_and_a_marked_section_replaces_theirs(tmp_path):
         ("grpo.num_prompts_per_stepp=3", "grpo.num_prompts_per_stepp", UNKNOWN),
         ("grpo.max_rollout_turns=5", "grpo.max_rollout_turns", NONE),
         ("grpo.max_rollout_turns=1", "grpo.max_rollout_turns", SAME),
+        ("loss_fn.use_importance_sampling_correction=false", "loss_fn.use_importance_sampling_correction", SAME),
+        ("loss_fn.use_importance_sampling_correction=false", "loss_fn.truncated_importance_sampling_ratio", NONE),
         ("policy.megatron_cfg.fp8_cfg={enabled: true}", "policy.megatron_cfg.fp8_cfg.enabled", NONE),
         ("policy.generation.backend=sglang", "policy.generation.backend", TRANSLATED),
         ("env.math.something=1", "env.math.something", NONE),
@@ -141,6 +171,19 @@ def test_each_value_gets_the_verdict_it_deserves(tmp_path, change, key, expected
     assert verdicts(translation)[key] == expected
     # What vLLM's place cannot take is refused by the check of every config, and said.
     assert ("sglang" in translation.refusal) == ("sglang" in change)
+
+
+@pytest.mark.parametrize("recipe", ["every_key.yaml", "gdpo.yaml"])
+def test_what_is_called_translated_is_in_the_result(recipe):
+    translation = translate(RECIPES / recipe)
+    written = set(leaves(translation.content))
+    translated = [line for line in translation.lines if line.verdict == TRANSLATED]
+    assert len(translated) > 50
+    for line in translated:
+        for target in line.text.split(" -> ")[1].split("; ")[0].split(", "):
+            name = target.partition("=")[0]
+            if "." in name and " " not in name and name.split(".")[0] in translation.content:
+                assert any(key == name or key.startswith(name + ".") for key in written), line
 
 
 def test_the_command_prints_a_config_and_says_what_is_missing(tmp_path, capsys):

@@ -140,6 +140,33 @@ def test_every_step_reports_the_contracted_metrics(undisturbed):
         assert expected <= row.keys(), expected - row.keys()
 
 
+def test_the_plans_batch_arithmetic_is_what_the_run_did(undisturbed):
+    from gdpo_nemo.config.load import load_config
+    from gdpo_nemo.data.packing import assign
+    from gdpo_nemo.planning.calibrate import calibrate, read_run
+    from gdpo_nemo.planning.hardware import CPU_RATES, host
+    from gdpo_nemo.planning.report import worked_batch
+
+    run_dir = undisturbed[0].run_dir
+    config = load_config(run_dir / "config.yaml")
+    first = next(row for row in rows(run_dir) if "loss" in row)
+    samples = [json.loads(line) for line in (run_dir / "rollouts" / "step_0001.jsonl").read_text().splitlines()]
+    prompts = len({sample["prompt_id"] for sample in samples})
+    lengths = [len(sample["prompt_ids"]) + len(sample["completion_ids"]) for sample in samples]
+    batches = len(assign(lengths, 1, config.policy.micro_batch_tokens)[0])
+    assert first["packing/micro_batches"] == batches
+    assert worked_batch(config) == (
+        f"{prompts} prompts x {len(samples) // prompts} samples = {len(samples)} samples = 1 optimizer update of {len(samples)} = "
+        f"at most {batches} micro-batch of at most {config.policy.micro_batch_tokens} tokens"
+    )
+    # What a calibration takes from the run is what the run measured.
+    run = read_run(run_dir)
+    rates = calibrate([run], host(), CPU_RATES)
+    tokens = sum(len(sample["completion_ids"]) for sample in samples)
+    assert tokens == first["rollout/tokens"] and len(run.rows) == STEPS - 1
+    assert 0 < rates.completion_share <= rates.longest_share <= 1 and rates.measured == [str(run_dir)]
+
+
 def test_trainer_and_sampler_agree_at_every_step(undisturbed):
     trained = [row for row in rows(undisturbed[0].run_dir) if "loss" in row]
     assert max(row["parity/max_abs"] for row in trained) < 1e-4

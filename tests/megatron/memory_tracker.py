@@ -45,14 +45,21 @@ class TensorBytes(TorchDispatchMode):
 
 def peak_of_update(place, folder, batch, budget: int, updates: int = 2) -> dict[str, float]:
     """Peak tensor bytes of building the policy and training ``updates`` updates on this rank, and RSS beside it."""
+    import gc
     from pathlib import Path
 
     import rank_cases
+    from transformers import AutoConfig
+
+    import gdpo_nemo.megatron.policy  # noqa: F401
+
+    AutoConfig.from_pretrained(folder)  # libraries are here before anything is measured
 
     def resident(field: str) -> int:
         line = next(row for row in Path("/proc/self/status").read_text().splitlines() if row.startswith(field))
         return int(line.split()[1]) * 1024
 
+    gc.collect()
     Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts anew
     before = resident("VmRSS")
     with TensorBytes() as tracker:
@@ -62,7 +69,9 @@ def peak_of_update(place, folder, batch, budget: int, updates: int = 2) -> dict[
     from megatron.core import parallel_state
 
     mine = assignment[parallel_state.get_data_parallel_rank()]
-    loads = [(sum(len(batch[i]) for i in members), sum(len(batch[i].completion_ids) for i in members)) for members in mine]
+    loads = [
+        (sum(len(batch[i]) for i in members), sum(len(batch[i].completion_ids) for i in members)) for members in mine
+    ]
     return {
         "tensors": tracker.peak,
         "rss": resident("VmHWM") - before,

@@ -44,7 +44,7 @@ def predicted(content: dict, name: str, tokens: int, rows: int) -> int:
 @pytest.mark.parametrize("layout", ["DP1+FULL", "TP2+SP", "PP2"])
 def test_predicted_memory_is_within_15_percent_of_the_tensors_of_the_fullest_rank(on_ranks, folders, layout, size):
     folder, content = folders[size]
-    batch = tiny_models.make_batch(48, longest=60)
+    batch = tiny_models.make_batch(28, longest=60)
     found = on_ranks(layout, memory_tracker.peak_of_update, folder, batch, BUDGET)
     fullest = max(found, key=lambda rank: rank["tensors"])
     guess = predicted(content, layout, max(r["tokens"] for r in found), max(r["rows"] for r in found))

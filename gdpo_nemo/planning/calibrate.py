@@ -1,0 +1,143 @@
+"""Rates measured by runs: what their metrics and samples say about the speed of this code on that machine.
+
+Every step of every run is one observation of each phase: its seconds, its units and its ideal seconds at the lengths that
+were sampled. Where observations differ enough in kind, both coefficients of a phase are fitted; otherwise the assumed ones
+are scaled together.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any, Sequence
+
+import numpy as np
+
+from gdpo_nemo.config.load import load_config
+from gdpo_nemo.config.schema import Config
+from gdpo_nemo.errors import ConfigError
+from gdpo_nemo.planning.hardware import Device, Phase, Rates
+from gdpo_nemo.planning.shape import Shape, model_shape
+from gdpo_nemo.planning.speed import Lengths, Work, generation_work, sync_work, training_work
+
+WARM_UP = 1
+"""Steps at the start of each run that are not counted."""
+_SPREAD = 1.3
+"""The ratio of ideal seconds to units has to vary by this factor before both coefficients are fitted."""
+
+
+@dataclass(frozen=True)
+class Observation:
+    """One phase of one step."""
+
+    work: Work
+    seconds: float
+
+
+@dataclass
+class Run:
+    """A finished run: its config, and per step the metrics and the lengths of its samples."""
+
+    name: str
+    config: Config
+    shape: Shape
+    rows: list[dict[str, Any]]
+    lengths: list[Lengths]
+
+
+def read_run(folder: str | Path) -> Run:
+    """The run in ``folder``.
+
+    Raises:
+        ConfigError: it holds no run, too few steps, no samples, or a model whose shape is not known here.
+    """
+    folder = Path(folder)
+    if not (folder / "config.yaml").is_file():
+        raise ConfigError(f"--calibrate: {folder} holds no run (no config.yaml)")
+    config = load_config(folder / "config.yaml")
+    rows = [json.loads(line) for line in _lines(folder / "metrics.jsonl")]
+    rows = [row for row in rows if "time/train" in row][WARM_UP:]
+    if not rows:
+        raise ConfigError(f"--calibrate: {folder} has fewer than {WARM_UP + 1} steps in metrics.jsonl")
+    shape = model_shape(config)
+    if shape is None:
+        raise ConfigError(f"--calibrate: the model {config.policy.model_name} of {folder} is not here")
+    return Run(str(folder), config, shape, rows, [_lengths(folder, row) for row in rows])
+
+
+def _lines(path: Path) -> list[str]:
+    if not path.is_file():
+        raise ConfigError(f"--calibrate: {path} does not exist")
+    return path.read_text(encoding="utf-8").splitlines()
+
+
+def _lengths(folder: Path, row: dict[str, Any]) -> Lengths:
+    samples = [json.loads(line) for line in _lines(folder / "rollouts" / f"step_{row['step']:04d}.jsonl")]
+    prompts, completions = ([len(sample[key]) for sample in samples] for key in ("prompt_ids", "completion_ids"))
+    return Lengths(float(np.mean(prompts)), float(np.mean(completions)), float(max(completions)))
+
+
+def calibrate(runs: Sequence[Run], device: Device, start: Rates) -> Rates:
+    """Rates fitted to the steps of ``runs``; what they cannot tell stays as in ``start``."""
+
+    def phase(name: str, work, initial: Phase) -> Phase:
+        seen = [
+            Observation(work(run, lengths), row[name])
+            for run in runs
+            for row, lengths in zip(run.rows, run.lengths)
+            if name in row
+        ]
+        return fit(seen, initial) if seen else initial
+
+    def share(value) -> float:
+        return median(value(run.config, lengths) for run in runs for lengths in run.lengths)
+
+    return replace(
+        start,
+        generation=phase(
+            "time/rollout", lambda run, x: generation_work(run.config, run.shape, device, x), start.generation
+        ),
+        training=phase("time/train", lambda run, x: training_work(run.config, run.shape, device, x), start.training),
+        sync=phase("time/sync", lambda run, x: sync_work(run.config, run.shape, device), start.sync),
+        verify=_exposed_verification(runs),
+        completion_share=share(lambda config, x: x.completion / config.policy.generation.max_new_tokens),
+        longest_share=share(lambda config, x: x.longest / config.policy.generation.max_new_tokens),
+        prompt_share=share(
+            lambda config, x: (
+                x.prompt / (config.policy.max_total_sequence_length - config.policy.generation.max_new_tokens)
+            )
+        ),
+        measured=[run.name for run in runs],
+    )
+
+
+def _exposed_verification(runs: Sequence[Run]) -> float:
+    """Seconds per sample by which on-policy steps waited longer than generation took."""
+    rows = [(row, x) for run in runs if not run.config.rollout.max_staleness for row, x in zip(run.rows, run.lengths)]
+    waits = [max(0.0, row["time/idle"] - row["time/rollout"]) * x.completion / row["rollout/tokens"] for row, x in rows]
+    return median(waits) if waits else 0.0
+
+
+def fit(observations: Sequence[Observation], start: Phase) -> Phase:
+    """The phase with the smallest mean absolute relative error, which a few disturbed steps move little."""
+    units = np.array([o.work.units for o in observations])
+    ideal = np.array([o.work.ideal for o in observations])
+    seconds = np.array([o.seconds for o in observations])
+    kinds = ideal / units
+    if len(observations) > 2 and kinds.max() > _SPREAD * kinds.min():
+        fixed, factor = _least_absolute(np.stack([units, ideal], axis=1) / seconds[:, None])
+        if fixed >= 0 and factor >= 0:
+            return Phase(fixed, factor)
+    scale = float(np.median(seconds / (start.fixed * units + start.factor * ideal)))
+    return Phase(start.fixed * scale, start.factor * scale)
+
+
+def _least_absolute(table: np.ndarray, rounds: int = 50) -> tuple[float, float]:
+    """x that minimises the sum of |table x - 1|, by least squares weighted anew with each round's errors."""
+    weights = np.ones(len(table))
+    for _ in range(rounds):
+        x, *_ = np.linalg.lstsq(table * weights[:, None], weights, rcond=None)
+        weights = 1 / np.sqrt(np.maximum(np.abs(table @ x - 1), 1e-6))
+    return float(x[0]), float(x[1])

@@ -1,0 +1,70 @@
+"""``gdpo-nemo plan``: from command-line options to what is printed and written."""
+
+from __future__ import annotations
+
+import argparse
+
+from gdpo_nemo.config.load import load_config
+from gdpo_nemo.config.plan import describe
+from gdpo_nemo.config.validate import validate
+from gdpo_nemo.errors import ConfigError
+from gdpo_nemo.planning.hardware import CPU_RATES, Device, Rates, device, host, load_rates, save_rates
+from gdpo_nemo.planning.report import full, text
+from gdpo_nemo.planning.shape import model_shape
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Prints the plan of a config, a sweep, or what a calibration measured.
+
+    Raises:
+        ConfigError: of the config or the options; also where the model's shape cannot be had without a download.
+    """
+    if arguments.calibrate:
+        return _calibrate(arguments)
+    config = load_config(arguments.config, arguments.overrides)
+    notes = validate(config)
+    shape = model_shape(config)
+    if shape is None:
+        raise ConfigError(
+            f"policy.model_name: the shape of {config.policy.model_name} is not known here; give a folder that holds its "
+            "config.json, or make or download the model first"
+        )
+    on = _device(arguments, bool(config.cluster.gpus_per_node or arguments.sweep))
+    rates = load_rates(arguments.calibration) if arguments.calibration else _assumed(on)
+    if arguments.sweep:
+        from gdpo_nemo.planning.sweep import draw, sweep, table
+
+        found = sweep(config, shape, on, rates, arguments.sweep)
+        if not found:
+            raise ConfigError(
+                f"--sweep: no layout of {config.policy.model_name} fits {arguments.sweep} x {on.name} or fewer"
+            )
+        print(table(found, config.gdpo.max_num_steps))
+        print(f"assumes    {rates.describe()}")
+        print(
+            f"figure     {draw(found, config.gdpo.max_num_steps, f'{config.run.name} on {on.name}', arguments.out or 'plan.png')}"
+        )
+        return 0
+    print(describe(config, notes))
+    print(text(full(config, shape, on, rates)))
+    return 0
+
+
+def _calibrate(arguments: argparse.Namespace) -> int:
+    from gdpo_nemo.planning.calibrate import calibrate, read_run
+
+    runs = [read_run(folder) for folder in arguments.calibrate]
+    on = _device(arguments, bool(runs[0].config.cluster.gpus_per_node))
+    rates = calibrate(runs, on, _assumed(on))
+    path = arguments.out or "calibration.json"
+    save_rates(rates, path)
+    print(f"{path}: {rates.describe()}")
+    return 0
+
+
+def _device(arguments: argparse.Namespace, gpu: bool) -> Device:
+    return device(arguments.gpu, arguments.link and arguments.link * 1e9) if gpu else host()
+
+
+def _assumed(on: Device) -> Rates:
+    return CPU_RATES if on.name == host().name else Rates()

@@ -1,0 +1,119 @@
+"""Whether a config fits its devices, the smallest change that makes it fit, and the best split of the GPUs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import combinations
+from typing import Any, Iterator
+
+from gdpo_nemo.config.layout import resolve_layout, samples_per_step, updates_per_step
+from gdpo_nemo.config.schema import Config
+from gdpo_nemo.errors import ConfigError
+from gdpo_nemo.planning.hardware import Device, Rates
+from gdpo_nemo.planning.memory import engine_memory, policy_memory
+from gdpo_nemo.planning.shape import Shape
+from gdpo_nemo.planning.speed import step_time
+
+
+def fits(config: Config, shape: Shape, device: Device) -> str:
+    """Why the config does not fit ``device``; empty where it does. On a CPU all ranks share the machine's memory."""
+    layout = resolve_layout(config)
+    policy, engine = policy_memory(config, shape), engine_memory(config, shape, int(device.memory))
+    if not layout.gpus:
+        needed = policy.total * layout.policy_ranks + (engine.weights + engine.kv_cache) * layout.engine_ranks
+        return (
+            ""
+            if needed <= device.memory
+            else f"all ranks need {needed / 1e9:.3g} GB, the machine has {device.memory / 1e9:.3g} GB"
+        )
+    if policy.total > device.memory:
+        return f"a policy rank needs {policy.total / 1e9:.3g} GB, {device.name} has {device.memory / 1e9:.3g} GB"
+    if not engine.sequences(config.policy.max_total_sequence_length):
+        return f"an engine rank has no room for one sequence beside {engine.weights / 1e9:.3g} GB of weights"
+    return ""
+
+
+def changed(config: Config, **changes: Any) -> Config:
+    """A copy of ``config`` with other values at the keys below ``policy`` (``megatron_cfg__name=value``)."""
+    policy = config.policy
+    for path, value in changes.items():
+        *sections, name = path.split("__")
+        policy = _with(policy, sections, name, value)
+    return replace(config, policy=policy)
+
+
+def _with(section: Any, sections: list[str], name: str, value: Any) -> Any:
+    if not sections:
+        return replace(section, **{name: value})
+    inner = getattr(section, sections[0])
+    return replace(section, **{sections[0]: _with(inner, sections[1:], name, value)})
+
+
+def smallest_change(config: Config, shape: Shape, device: Device) -> str | None:
+    """The first change, or pair of changes, that makes the config fit, in the order of what it costs; None: there is none."""
+    candidates = list(_candidates(config, shape))
+    for count in (1, 2):
+        for chosen in combinations(candidates, count):
+            merged = {key: value for change in chosen for key, value in change.items()}
+            other = changed(config, **merged)
+            try:
+                if not fits(other, shape, device):
+                    memory = policy_memory(other, shape).total
+                    keys = " ".join(f"policy.{key.replace('__', '.')}={_yaml(value)}" for key, value in merged.items())
+                    return f"{keys} (a policy rank then needs {memory / 1e9:.3g} GB)"
+            except ConfigError:
+                continue  # this layout does not divide the GPUs
+    return None
+
+
+def _candidates(config: Config, shape: Shape) -> Iterator[dict[str, Any]]:
+    megatron, policy = config.policy.megatron_cfg, config.policy
+    if not megatron.use_distributed_optimizer and resolve_layout(config).data > 1:
+        yield {"megatron_cfg__use_distributed_optimizer": True}
+    if policy.micro_batch_tokens > policy.max_total_sequence_length:
+        yield {"micro_batch_tokens": max(policy.max_total_sequence_length, policy.micro_batch_tokens // 2)}
+        yield {"micro_batch_tokens": policy.max_total_sequence_length}
+    if megatron.recompute == "none":
+        yield {"megatron_cfg__recompute": "selective"}
+    if megatron.recompute != "full":
+        yield {"megatron_cfg__recompute": "full"}
+    if megatron.tensor_model_parallel_size > 1 and not megatron.sequence_parallel:
+        yield {"megatron_cfg__sequence_parallel": True}
+    for name, limit in (("tensor", shape.groups), ("pipeline", shape.layers)):
+        key = f"{name}_model_parallel_size"
+        for factor in (2, 4, 8):
+            wider = getattr(megatron, key) * factor
+            if limit % wider == 0 and (
+                name != "tensor" or not config.cluster.gpus_per_node or wider <= config.cluster.gpus_per_node
+            ):
+                yield {f"megatron_cfg__{key}": wider}
+    for factor in (2, 4, 8):
+        wider = policy.generation.vllm_cfg.tensor_parallel_size * factor
+        if shape.heads % wider == 0 and policy.generation.engines >= factor:
+            yield {
+                "generation__vllm_cfg__tensor_parallel_size": wider,
+                "generation__engines": policy.generation.engines // factor,
+            }
+
+
+def best_split(config: Config, shape: Shape, device: Device, rates: Rates) -> tuple[int, float] | None:
+    """(engines, seconds per step) of the fastest split of the same GPUs that fits; None where none does."""
+    gpus = config.cluster.num_nodes * config.cluster.gpus_per_node
+    each = config.policy.generation.vllm_cfg.tensor_parallel_size
+    found = None
+    for engines in range(1, gpus // each + 1):
+        other = changed(config, generation__engines=engines, megatron_cfg__data_parallel_size=None)
+        try:
+            layout = resolve_layout(other)
+            if layout.data > samples_per_step(config) // updates_per_step(config) or fits(other, shape, device):
+                continue
+        except ConfigError:
+            continue  # what is left is no whole number of replicas
+        seconds = step_time(other, shape, device, rates).step
+        if found is None or seconds < found[1]:
+            found = engines, seconds
+    return found
+
+
+def _yaml(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,158 @@
+"""The plan as text: mesh, memory, batches, refit, time, the best split, what would make it fit."""
+
+from __future__ import annotations
+
+from math import ceil
+
+from gdpo_nemo.config.layout import Layout, resolve_layout, samples_per_step, updates_per_step
+from gdpo_nemo.config.schema import Config
+from gdpo_nemo.data.packing import assign
+from gdpo_nemo.planning.fit import best_split, fits, smallest_change
+from gdpo_nemo.planning.hardware import Device, Rates
+from gdpo_nemo.planning.memory import EngineMemory, RankMemory, engine_memory, policy_memory
+from gdpo_nemo.planning.shape import Shape, model_shape
+from gdpo_nemo.planning.speed import expected_lengths, refit_bytes, step_time, sync_work
+
+
+def worked_batch(config: Config) -> str:
+    """The batch sizes as one line of arithmetic, from prompts to micro-batches of full-length samples."""
+    layout, longest = resolve_layout(config), config.policy.max_total_sequence_length
+    samples, updates = samples_per_step(config), updates_per_step(config)
+    megatron = config.policy.megatron_cfg
+    multiple = layout.pipeline if megatron.virtual_pipeline_model_parallel_size else 1
+    batches = len(assign([longest] * (samples // updates), layout.data, config.policy.micro_batch_tokens, multiple)[0])
+    ranks = f" on each of {layout.data} data-parallel ranks" if layout.data > 1 else ""
+    return (
+        f"{config.gdpo.num_prompts_per_step} prompts x {config.gdpo.num_generations_per_prompt} samples = {samples} samples = "
+        f"{_count(updates, 'optimizer update')} of {samples // updates} = at most {_count(batches, 'micro-batch')} "
+        f"of at most {config.policy.micro_batch_tokens} tokens{ranks}"
+    )
+
+
+def brief(config: Config) -> list[tuple[str, str]]:
+    """The lines that --dry-run shows: nothing that needs a GPU's figures. Without the model's shape, that it is missing."""
+    lines = [("arithmetic", worked_batch(config))]
+    shape = model_shape(config)
+    if shape is None:
+        return [*lines, ("per rank", f"not known before {config.policy.model_name} is here")]
+    memory = policy_memory(config, shape)
+    return [
+        *lines,
+        ("per rank", _policy_line(memory, shape)),
+        ("refit", f"{size(refit_bytes(config, shape))} to each engine after every step"),
+    ]
+
+
+def full(config: Config, shape: Shape, device: Device, rates: Rates) -> list[tuple[str, str]]:
+    """Every line of ``gdpo-nemo plan``."""
+    layout, lengths = resolve_layout(config), expected_lengths(config, rates)
+    policy, engine = policy_memory(config, shape), engine_memory(config, shape, int(device.memory))
+    link = "NVLink" if config.cluster.num_nodes == 1 else "the network"
+    sync = sync_work(config, shape, device)
+    verdict = fits(config, shape, device)
+    lines = [
+        (
+            "device",
+            f"{device.name}, {size(device.memory)}, {device.compute / 1e12:.3g} TFLOP/s, {device.bandwidth / 1e12:.3g} TB/s ({device.source})",
+        ),
+        ("mesh", _mesh(config, layout)),
+        ("arithmetic", worked_batch(config)),
+        ("per rank", _policy_line(policy, shape)),
+        ("per engine", _engine_line(config, engine, lengths.whole)),
+        ("fits", "yes" if not verdict else f"no: {verdict}"),
+    ]
+    if verdict:
+        lines.append(
+            (
+                "change",
+                smallest_change(config, shape, device)
+                or "no single change or pair of changes is enough: more or larger devices",
+            )
+        )
+    lines += [
+        (
+            "refit",
+            f"{size(refit_bytes(config, shape))} to each engine: {sync.ideal:.3g} s at the peak of {link if layout.gpus else 'shared memory'}",
+        ),
+        ("time", _time_line(config, shape, device, rates, layout)),
+    ]
+    if layout.gpus:
+        lines.append(("split", _split_line(config, shape, device, rates)))
+    return [*lines, ("assumes", rates.describe())]
+
+
+def text(lines: list[tuple[str, str]]) -> str:
+    """Aligned lines, one subject a line."""
+    return "\n".join(f"{subject:<10} {words}" for subject, words in lines)
+
+
+def size(number: float) -> str:
+    """Bytes for a person: 12.3 GB."""
+    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if number >= scale:
+            return f"{number / scale:.3g} {unit}"
+    return f"{number:.0f} B"
+
+
+def _policy_line(memory: RankMemory, shape: Shape) -> str:
+    parts = [("weights", memory.weights), ("gradients", memory.gradients), ("optimizer", memory.optimizer),
+             ("activations", memory.activations), ("log-prob chunk", memory.logprobs), ("buffers", memory.buffers),
+             ("device reserve", memory.reserve)]  # fmt: skip
+    terms = " + ".join(f"{size(value)} {name}" for name, value in parts if value)
+    return f"{size(memory.total)} on the fullest policy rank (stage {memory.stage}) = {terms}; {shape.parameters / 1e6:,.0f} M parameters in all"
+
+
+def _engine_line(config: Config, memory: EngineMemory, mean: float) -> str:
+    longest = config.policy.max_total_sequence_length
+    return (
+        f"{size(memory.weights)} weights + {size(memory.kv_cache)} KV cache on each engine rank: {memory.sequences(longest)} sequences "
+        f"of {longest} tokens, {memory.sequences(ceil(mean))} of the expected {mean:.0f}"
+    )
+
+
+def _mesh(config: Config, layout: Layout) -> str:
+    mesh = f"tensor {layout.tensor} x pipeline {layout.pipeline} x context {layout.context} x data {layout.data} = {_count(layout.policy_ranks, 'policy rank')}"
+    engines = (
+        f"{_count(layout.engines, 'engine')} x {layout.engine_tensor} = {_count(layout.engine_ranks, 'engine rank')}"
+    )
+    if not layout.gpus:
+        return f"{mesh}, {engines}, on the CPU"
+    each, nodes = config.cluster.gpus_per_node, []
+    for node in range(config.cluster.num_nodes):
+        policy = max(0, min(each, layout.policy_ranks - node * each))
+        taken = max(0, min(each, layout.policy_ranks + layout.engine_ranks - node * each)) - policy
+        nodes.append(f"{policy} + {taken}" + (f" + {each - policy - taken} idle" if each - policy - taken else ""))
+    runs = [(n, nodes.count(n)) for n in dict.fromkeys(nodes)]
+    shares = ", ".join(f"{_count(count, 'node')} with {n}" for n, count in runs)
+    return f"{mesh}, {engines}; policy + engine ranks when nodes are filled in that order: {shares}"
+
+
+def _time_line(config: Config, shape: Shape, device: Device, rates: Rates, layout: Layout) -> str:
+    time = step_time(config, shape, device, rates)
+    steps = config.gdpo.max_num_steps
+    how = "generation beside training" if config.rollout.max_staleness else "in turn"
+    verify = f", verification {time.verify:.3g} s" if time.verify else ""
+    hours = time.step * steps / 3600
+    cost = f" = {hours * (layout.gpus or 1):.3g} {'GPU' if layout.gpus else 'machine'} hours"
+    return (
+        f"generation {time.generation:.3g} s{verify}, training {time.training:.3g} s, weights {time.sync:.3g} s, {how}: {time.step:.3g} s "
+        f"a step, {hours:.3g} h for {_count(steps, 'step')}{cost}; idle: policy {time.policy_idle:.0%}, engines {time.engines_idle:.0%}, "
+        f"all ranks {time.idle(layout):.0%}"
+    )
+
+
+def _split_line(config: Config, shape: Shape, device: Device, rates: Rates) -> str:
+    found = best_split(config, shape, device, rates)
+    if found is None:
+        return "no number of engines makes this layout fit"
+    engines, time = found
+    now = step_time(config, shape, device, rates).step
+    each = config.policy.generation.vllm_cfg.tensor_parallel_size
+    gpus = config.cluster.num_nodes * config.cluster.gpus_per_node
+    change = "as it is" if engines == config.policy.generation.engines else f"policy.generation.engines={engines}"
+    return f"best: {engines * each} of {gpus} GPUs sample ({change}): {time:.3g} s a step instead of {now:.3g} s"
+
+
+def _count(number: int, noun: str) -> str:
+    plural = "" if number == 1 else "es" if noun.endswith("ch") else "s"
+    return f"{number} {noun}{plural}"

@@ -1,0 +1,223 @@
+"""The plan before launch: its arithmetic against published sizes, its fits against known laws, its commands."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from gdpo_nemo import cli
+from gdpo_nemo.config.layout import resolve_layout
+from gdpo_nemo.config.load import load_config
+from gdpo_nemo.errors import ConfigError
+from gdpo_nemo.planning.calibrate import Observation, fit
+from gdpo_nemo.planning.fit import best_split, changed, fits, smallest_change
+from gdpo_nemo.planning.hardware import Phase, Rates, device, load_rates, save_rates
+from gdpo_nemo.planning.memory import engine_memory, policy_memory
+from gdpo_nemo.planning.report import brief, full, worked_batch
+from gdpo_nemo.planning.shape import KNOWN, model_shape, shape_from
+from gdpo_nemo.planning.speed import Work, step_time
+from gdpo_nemo.planning.sweep import best_per_count, gpu_counts, sweep
+
+ROOT = Path(__file__).resolve().parents[2]
+GPU_CONFIG = ROOT / "configs" / "gdpo_gsm8k_qwen2.5_1.5b_8gpu.yaml"
+
+
+def config_of(*overrides: str):
+    return load_config(GPU_CONFIG, overrides)
+
+
+# Millions of parameters as the models' publishers give them.
+@pytest.mark.parametrize(
+    "name, millions, active",
+    [
+        ("Qwen/Qwen2.5-0.5B", 494, None),
+        ("Qwen/Qwen2.5-1.5B", 1544, None),
+        ("Qwen/Qwen2.5-7B", 7616, None),
+        ("Qwen/Qwen2.5-32B", 32764, None),
+        ("meta-llama/Llama-3.1-8B", 8030, None),
+        ("meta-llama/Llama-3.1-70B", 70554, None),
+        ("Qwen/Qwen3-30B-A3B", 30532, 3300),
+    ],
+)
+def test_parameters_are_those_the_publishers_give(name, millions, active):
+    content = KNOWN[name]
+    shape = shape_from(content)
+    assert shape.parameters / 1e6 == pytest.approx(millions, rel=2e-3)
+    if active:  # the publisher counts the embedding, too
+        assert (shape.active_parameters + shape.vocabulary * shape.hidden) / 1e6 == pytest.approx(active, rel=0.03)
+
+
+@pytest.mark.parametrize("name", ["Qwen/Qwen2.5-1.5B", "Qwen/Qwen2.5-7B", "Qwen/Qwen3-30B-A3B"])
+def test_ranks_hold_the_whole_model_and_nothing_but_its_copies(name):
+    shape = shape_from(KNOWN[name])
+    expert = 4 if shape.experts else 1
+    config = config_of("policy.megatron_cfg.tensor_model_parallel_size=2", "policy.megatron_cfg.pipeline_model_parallel_size=2",
+                       f"policy.megatron_cfg.expert_model_parallel_size={expert}", "policy.megatron_cfg.expert_tensor_parallel_size=1",
+                       "cluster.num_nodes=2", "policy.generation.engines=8")  # fmt: skip
+    layout = resolve_layout(config)
+    held = sum(2 * dense + expert * experts for dense, experts in (shape.on_rank(layout, stage) for stage in (0, 1)))
+    # Norms, biases of nothing, routers are on both tensor ranks; a tied table is on both ends of the pipeline.
+    copies = held - shape.parameters - (shape.vocabulary * shape.hidden if shape.tied else 0)
+    assert 0 <= copies < 2e-3 * shape.parameters
+
+
+def test_memory_shrinks_with_what_shards_it():
+    shape = shape_from(KNOWN["Qwen/Qwen2.5-7B"])
+    plain = config_of(
+        "policy.megatron_cfg.use_distributed_optimizer=false", "policy.megatron_cfg.overlap_param_gather=false"
+    )
+    memory = policy_memory(plain, shape)
+    assert policy_memory(
+        changed(plain, megatron_cfg__use_distributed_optimizer=True), shape
+    ).optimizer * 4 == pytest.approx(memory.optimizer, rel=1e-6)
+    assert policy_memory(changed(plain, megatron_cfg__tensor_model_parallel_size=4), shape).weights == pytest.approx(
+        memory.weights / 4, rel=1e-3
+    )
+    assert policy_memory(changed(plain, megatron_cfg__recompute="full"), shape).activations < memory.activations / 10
+    assert policy_memory(changed(plain, micro_batch_tokens=8192), shape).activations == pytest.approx(
+        memory.activations / 2, rel=1e-6
+    )
+    engine = engine_memory(plain, shape, 80 * 10**9)
+    assert engine.bytes_per_token == 2 * 28 * 4 * 128 * 2 and engine.sequences(1536) == engine.kv_cache // (
+        1536 * engine.bytes_per_token
+    )
+
+
+def test_the_smallest_change_makes_it_fit_and_less_would_not():
+    config = config_of("policy.model_name=Qwen/Qwen2.5-7B", "policy.micro_batch_tokens=6144")
+    shape, gpu = model_shape(config), device("h100")
+    assert "needs" in fits(config, shape, gpu)
+    words = smallest_change(config, shape, gpu)
+    keys = [word for word in words.split() if word.startswith("policy.")]
+    assert (
+        keys
+        and fits(config_of("policy.model_name=Qwen/Qwen2.5-7B", "policy.micro_batch_tokens=6144", *keys), shape, gpu)
+        == ""
+    )
+    for left_out in keys if len(keys) > 1 else []:
+        fewer = [key for key in keys if key != left_out]
+        assert fits(
+            config_of("policy.model_name=Qwen/Qwen2.5-7B", "policy.micro_batch_tokens=6144", *fewer), shape, gpu
+        )
+    assert (
+        smallest_change(
+            config_of("policy.model_name=meta-llama/Llama-3.1-70B"),
+            shape_from(KNOWN["meta-llama/Llama-3.1-70B"]),
+            device("a100"),
+        )
+        is None
+    )
+
+
+def test_the_best_split_is_no_slower_than_any_other():
+    config, rates, gpu = config_of(), Rates(), device("h200")
+    shape = model_shape(config)
+    engines, seconds = best_split(config, shape, gpu, rates)
+    others = [step_time(changed(config, generation__engines=n), shape, gpu, rates).step for n in range(1, 8)]
+    assert seconds == min(others) == others[engines - 1]
+
+
+def test_generation_beside_training_hides_the_shorter_one():
+    config, rates, gpu = config_of(), Rates(), device("h100")
+    shape = model_shape(config)
+    on_policy = step_time(config, shape, gpu, rates)
+    stale = step_time(replace(config, rollout=replace(config.rollout, max_staleness=1)), shape, gpu, rates)
+    assert on_policy.step == pytest.approx(on_policy.generation + on_policy.training + on_policy.sync)
+    assert stale.step == pytest.approx(max(stale.generation, stale.training) + stale.sync)
+    assert on_policy.policy_idle == pytest.approx(on_policy.generation / on_policy.step)
+
+
+def test_twice_the_bandwidth_and_arithmetic_take_half_the_ideal_time():
+    config = config_of()
+    shape, gpu = model_shape(config), device("h100")
+    twice = replace(gpu, compute=2 * gpu.compute, bandwidth=2 * gpu.bandwidth, nvlink=2 * gpu.nvlink)
+    ideal = Rates(generation=Phase(0.0, 1.0), training=Phase(0.0, 1.0), sync=Phase(0.0, 1.0))
+    assert step_time(config, shape, twice, ideal).step == pytest.approx(
+        step_time(config, shape, gpu, ideal).step / 2, rel=0.05
+    )
+
+
+def test_a_calibration_recovers_the_law_its_observations_follow(tmp_path):
+    law = Phase(0.004, 2.5)
+    works = [Work(units, ideal) for units, ideal in ((30, 0.1), (30, 0.4), (90, 0.2), (60, 1.0))]
+    found = fit([Observation(work, law.seconds(work.units, work.ideal)) for work in works], Phase(1.0, 1.0))
+    assert (found.fixed, found.factor) == pytest.approx((law.fixed, law.factor))
+    # One step in four that something held up does not move it.
+    disturbed = [
+        Observation(work, law.seconds(work.units, work.ideal) * (3 if i % 4 == 0 else 1)) for i, work in enumerate(works * 3)
+    ]
+    assert fit(disturbed[1:], Phase(1.0, 1.0)).factor == pytest.approx(law.factor, rel=1e-3)
+    # Observations of one kind cannot tell the two apart: the assumed law is scaled.
+    alike = [Observation(Work(n, 0.01 * n), 3 * Phase(1.0, 1.0).seconds(n, 0.01 * n)) for n in (10, 20, 40)]
+    assert fit(alike, Phase(1.0, 1.0)) == Phase(pytest.approx(3.0), pytest.approx(3.0))
+    rates = Rates(generation=found, verify=0.25, measured=["a run"])
+    save_rates(rates, tmp_path / "rates.json")
+    assert load_rates(tmp_path / "rates.json") == rates
+    (tmp_path / "other.json").write_text(json.dumps({"generation": 3}))
+    with pytest.raises(ConfigError, match="not a calibration file"):
+        load_rates(tmp_path / "other.json")
+
+
+def test_batches_are_worked_out_in_one_line():
+    config = config_of(
+        "policy.train_global_batch_size=128", "gdpo.num_prompts_per_step=64", "policy.micro_batch_tokens=3072"
+    )
+    assert worked_batch(config) == (
+        "64 prompts x 16 samples = 1024 samples = 8 optimizer updates of 128 = at most 16 micro-batches of at most 3072 tokens "
+        "on each of 4 data-parallel ranks"
+    )
+
+
+def test_a_sweep_ranks_layouts_that_fit_up_to_1024_gpus():
+    config, gpu = config_of("policy.model_name=Qwen/Qwen2.5-32B"), device("h100")
+    shape = model_shape(config)
+    found = sweep(config, shape, gpu, Rates(), 1024)
+    best = best_per_count(found)
+    assert [c.gpus for c in best] == [n for n in gpu_counts(1024, 8) if n >= best[0].gpus] and best[0].gpus > 2
+    assert all(c.time.step == min(o.time.step for o in found if o.gpus == c.gpus) for c in best)
+    assert all(c.tensor * c.pipeline * c.data + c.engines * c.engine_tensor == c.gpus for c in found)
+
+
+def test_the_command_prints_the_plan_draws_the_sweep_and_refuses_in_one_line(tmp_path, capsys):
+    assert cli.main(["plan", "--config", str(GPU_CONFIG), "--gpu", "b200"]) == 0
+    shown = capsys.readouterr().out
+    for subject in (
+        "device",
+        "mesh",
+        "arithmetic",
+        "per rank",
+        "per engine",
+        "fits",
+        "refit",
+        "time",
+        "split",
+        "assumes",
+    ):
+        assert f"\n{subject} " in shown
+    figure = tmp_path / "sweep.png"
+    assert cli.main(["plan", "--config", str(GPU_CONFIG), "--sweep", "16", "--out", str(figure)]) == 0
+    assert figure.read_bytes().startswith(b"\x89PNG") and "16 GPUs" in capsys.readouterr().out
+    for arguments, named in (
+        (["--gpu", "h1000"], "did you mean h100?"),
+        (["--sweep", "4096"], "between 2 and 1024"),
+        (["policy.model_name=nobody/unknown"], "shape of nobody/unknown is not known"),
+        (["--calibration", str(tmp_path / "none.json")], "does not exist"),
+        (["--calibrate", str(tmp_path)], "holds no run"),
+    ):
+        assert cli.main(["plan", "--config", str(GPU_CONFIG), *arguments]) == 2
+        error = capsys.readouterr().err
+        assert named in error and error.count("\n") == 1
+
+
+def test_a_dry_run_shows_arithmetic_and_memory(capsys):
+    assert cli.main(["train", "--dry-run", "--config", str(GPU_CONFIG)]) == 0
+    shown = capsys.readouterr().out
+    for subject, words in brief(config_of()):
+        assert f"# {subject:<10} {words}" in shown
+    assert (
+        dict(full(config_of(), model_shape(config_of()), device("h100"), Rates()))["arithmetic"]
+        == dict(brief(config_of()))["arithmetic"]
+    )
