@@ -16,11 +16,12 @@ from typing import Iterator
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 import make_tiny_model as tiny  # noqa: E402
 
-STEPS = 100
+STEPS = 150
+CALL = '<tool_call>{"name": "get_counter_value"}</tool_call>'
 
 
 def rows(tokenizer) -> Iterator[tuple[list[int], list[int]]]:
-    """Chats of one to five random messages, and what the model answers: a call in four of five, else a word."""
+    """Chats of one to five random messages, and what the model answers: a call in three of five, else a word."""
     rng = random.Random(0)
 
     def words() -> str:
@@ -30,8 +31,7 @@ def rows(tokenizer) -> Iterator[tuple[list[int], list[int]]]:
     while True:
         chat = [{"role": rng.choice(("user", "tool", "system")), "content": words()} for _ in range(rng.randint(1, 5))]
         prompt = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-        call = rng.choice(('increment_counter", "arguments": {"count": %d}' % rng.randrange(1, 4), 'get_counter_value", "arguments": {}'))
-        answer = '<tool_call>{"name": "' + call + "}</tool_call>" if rng.random() < 0.8 else "done"
+        answer = CALL if rng.random() < 0.6 else "done"
         ids = tokenizer.encode(answer, add_special_tokens=False)
         yield tokenizer.encode(prompt, add_special_tokens=False), [*ids, tokenizer.eos_token_id]
 

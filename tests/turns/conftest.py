@@ -22,6 +22,8 @@ from gdpo_nemo.rollouts.stream import sample_seed
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 LONGEST = 1536
+TEMPERATURE = 0.5
+"""Low enough for a model of seconds to spell a call."""
 
 
 class Stage:
@@ -35,7 +37,7 @@ class Stage:
         self.policy.ready()
         self.fleet.ready()
         WeightSync(self.policy, self.fleet, None, 1e-4).publish(0)
-        self.sampling = Sampling(1.0, 1.0, -1, config.policy.generation.max_new_tokens)
+        self.sampling = Sampling(TEMPERATURE, 1.0, -1, config.policy.generation.max_new_tokens)
         self.conversation = Conversation(self.tokenizer, chat=True)
 
     def context(self, pool, samples, max_turns, max_tokens, endpoint=None, sampling=None) -> RolloutContext:
@@ -71,7 +73,7 @@ def stage(byte_model):
         [
             f"policy.model_name={byte_model}",
             f"policy.max_total_sequence_length={LONGEST}",
-            "policy.generation={engines: 2, max_new_tokens: 10}",
+            f"policy.generation={{engines: 2, max_new_tokens: 10, temperature: {TEMPERATURE}}}",
             "policy.generation.vllm_cfg.max_num_seqs=16",
         ],
     )
