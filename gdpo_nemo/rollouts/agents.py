@@ -15,7 +15,7 @@ import numpy as np
 
 from gdpo_nemo.data.records import NOT_CONTIGUOUS, Outcome, Prompt, Trajectory
 from gdpo_nemo.endpoint.history import History
-from gdpo_nemo.environments.nemo_gym.failures import Failure
+from gdpo_nemo.environments.nemo_gym.failures import Failure, printable
 from gdpo_nemo.errors import RunError
 from gdpo_nemo.rollouts.context import RolloutContext, Transcript
 
@@ -89,9 +89,16 @@ def follow(t: Transcript, response: Mapping[str, Any], history: History) -> None
             t.heard(prompt[len(seen) :])
         t.wrote(turn.completion, turn.version)
     if t.turns == 0:
-        raise BrokenEpisode("bad_reply: no turn of the policy is in the response")
+        raise BrokenEpisode(f"no turn of the policy is in the response{_reason(response)}")
     if response.get("incomplete_details"):
         t.finish_reason = "length"
+
+
+def _reason(response: Mapping[str, Any]) -> str:
+    """What an agent says where it stopped early; for a prompt that has no room that is max_output_tokens."""
+    details = response.get("incomplete_details")
+    reason = details.get("reason") if isinstance(details, Mapping) else None
+    return f" ({printable(str(reason), 40)})" if reason else ""
 
 
 def _ids(value: Any) -> np.ndarray:

@@ -1,7 +1,9 @@
-"""One policy rank and two vLLM engines on a random byte model with a chat template, kept for all tests of turns."""
+"""One policy rank and two vLLM engines on a byte model with a chat template, kept for all tests of turns."""
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -19,7 +21,9 @@ from gdpo_nemo.rollouts.context import RolloutContext
 from gdpo_nemo.rollouts.stream import sample_seed
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-LONGEST = 768
+LONGEST = 1536
+TEMPERATURE = 0.5
+"""Low enough for a model of seconds to spell a call."""
 
 
 class Stage:
@@ -33,10 +37,10 @@ class Stage:
         self.policy.ready()
         self.fleet.ready()
         WeightSync(self.policy, self.fleet, None, 1e-4).publish(0)
-        self.sampling = Sampling(1.0, 1.0, -1, config.policy.generation.max_new_tokens)
+        self.sampling = Sampling(TEMPERATURE, 1.0, -1, config.policy.generation.max_new_tokens)
         self.conversation = Conversation(self.tokenizer, chat=True)
 
-    def context(self, pool, samples, max_turns, max_tokens, endpoint=None) -> RolloutContext:
+    def context(self, pool, samples, max_turns, max_tokens, endpoint=None, sampling=None) -> RolloutContext:
         """What rollout functions get; seeds depend on place, sample and turn alone."""
         return RolloutContext(
             samples=samples,
@@ -48,19 +52,17 @@ class Stage:
             max_tokens=max_tokens,
             max_new_tokens=10,
             max_sequence=LONGEST,
-            sampling=self.sampling,
+            sampling=sampling or self.sampling,
             endpoint=endpoint,
         )
 
 
 @pytest.fixture(scope="session")
 def byte_model(tmp_path_factory) -> Path:
-    """A random model over bytes, with a chat template."""
+    """A small model over bytes, with a chat template, that mostly writes tool calls."""
     folder = tmp_path_factory.mktemp("bytes") / "model"
-    sys.path.insert(0, str(REPOSITORY / "examples"))
-    from make_tiny_model import make_random_model
-
-    make_random_model(str(folder), 0)
+    command = [sys.executable, "-W", "ignore", str(Path(__file__).with_name("calling_model.py")), str(folder)]
+    subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "2"}, stdout=subprocess.DEVNULL, cwd=REPOSITORY)
     return folder
 
 
@@ -71,7 +73,7 @@ def stage(byte_model):
         [
             f"policy.model_name={byte_model}",
             f"policy.max_total_sequence_length={LONGEST}",
-            "policy.generation={engines: 2, max_new_tokens: 10}",
+            f"policy.generation={{engines: 2, max_new_tokens: 10, temperature: {TEMPERATURE}}}",
             "policy.generation.vllm_cfg.max_num_seqs=16",
         ],
     )

@@ -124,18 +124,18 @@ def test_budgets_end_an_episode_as_truncated_and_the_environment_has_the_last_wo
     (two_turns,) = play([chat_prompt(stage, "guessing")], context(stage, pool, max_turns=2))
     (few_tokens,) = play([chat_prompt(stage, "guessing")], context(stage, pool, max_tokens=13))
     for trajectory in (*two_turns, *few_tokens):
-        assert trajectory.turns == 2 and trajectory.outcome is Outcome.TRUNCATED
-        assert trajectory.loss_mask[-1] and trajectory.rewards["turns"] == 2.0
-    assert all(t.written <= 13 for t in few_tokens)
+        assert trajectory.outcome is Outcome.TRUNCATED and trajectory.loss_mask[-1]
+        assert trajectory.rewards["turns"] == trajectory.turns and trajectory.rewards["length"] % 1 == 0.0
+    assert all(t.turns == 2 for t in two_turns) and all(t.written == 13 for t in few_tokens)
 
 
 def test_the_first_prompt_may_come_from_reset_and_equal_seeds_replay_a_batch(stage, pool):
-    first, again = (play([chat_prompt(stage, "opened")], context(stage, pool, max_turns=2))[0] for _ in range(2))
+    first, again = (play([chat_prompt(stage, "opened")], context(stage, pool, samples=6, max_turns=2))[0] for _ in range(2))
     assert first[0].prompt.text == "<|start|>user\nbegin<|end|>\n<|start|>assistant\n"
     for one, other in zip(first, again):
         assert np.array_equal(one.completion_ids, other.completion_ids)
         assert np.array_equal(one.logprobs, other.logprobs, equal_nan=True)
-    assert not np.array_equal(first[0].completion_ids, first[1].completion_ids)
+    assert len({t.completion_ids.tobytes() for t in first}) > 1
 
 
 def test_a_step_that_hangs_dies_or_fails_masks_its_trajectory_and_no_other(pool, tmp_path):

@@ -1,0 +1,250 @@
+"""The OpenAI-compatible endpoint over HTTP: exact earlier tokens, refusals, stickiness."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import numpy as np
+import pytest
+
+from gdpo_nemo.data.conversation import Conversation
+from gdpo_nemo.data.packing import TrainSequence
+from gdpo_nemo.data.records import NOT_CONTIGUOUS, Prompt
+from gdpo_nemo.endpoint import server
+from gdpo_nemo.endpoint.router import EngineRouter
+from gdpo_nemo.endpoint.server import Endpoint
+from gdpo_nemo.endpoint.service import Budgets, Service
+from gdpo_nemo.generation.requests import Sampling
+from gdpo_nemo.rollouts.agents import BrokenEpisode, follow
+from gdpo_nemo.rollouts.context import Transcript
+
+SAMPLING = Sampling(0.5, 1.0, -1, 24)
+FIELDS = ("prompt_token_ids", "generation_token_ids", "generation_log_probs")
+# Shows an assistant's message in full only while it is the last one: what templates do that drop old reasoning.
+FORGETFUL = (
+    "{% for message in messages %}{{ '<|start|>' + message.role + '\\n' }}"
+    "{% if message.role != 'assistant' or loop.index0 == messages|map(attribute='role')|list|length - 2 %}"
+    "{{ message.content }}{% else %}{{ '...' }}{% endif %}{{ '<|end|>\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|start|>assistant\\n' }}{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def router(stage):
+    made = EngineRouter(stage.fleet, 2)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def endpoint(stage, router):
+    made = Endpoint(Service(router, stage.conversation, Budgets(4, 80, 400)), "127.0.0.1", 0)
+    made.service.router = router
+    with made.service.phase(SAMPLING, 5):
+        yield made
+    made._server.should_exit = made._server.force_exit = True
+    made._thread.join(10)
+
+
+def post(endpoint, messages, path="/v1/chat/completions", headers=None, **keys):
+    body = {"model": "policy", "messages": messages, **keys}
+    return httpx.post(endpoint.url + path, json=body, headers=headers, timeout=60)
+
+
+def said(endpoint, messages, **keys) -> dict:
+    """The assistant's message."""
+    reply = post(endpoint, messages, **keys)
+    assert reply.status_code == 200, reply.text
+    return reply.json()["choices"][0]["message"]
+
+
+def converse(endpoint, turns: int, keep=lambda message: message, **keys) -> tuple[list[dict], list[dict]]:
+    """A conversation of so many turns: (what the client holds in the end, the assistant's messages with their tokens)."""
+    messages, answers = [{"role": "user", "content": "begin"}], []
+    for turn in range(turns):
+        answers.append(said(endpoint, messages, **keys))
+        messages += [keep(answers[-1]), {"role": "tool", "content": f"result {turn}"}]
+    return messages, answers
+
+
+def without_fields(message: dict) -> dict:
+    return {key: value for key, value in message.items() if key not in FIELDS}
+
+
+def response_of(answers) -> dict:
+    return {"output": [{"type": "message", **answer} for answer in answers]}
+
+
+def transcript() -> Transcript:
+    return Transcript(Prompt("p", np.zeros(1, np.int32), "", "agents"), 0)
+
+
+def test_every_turn_begins_with_the_exact_tokens_of_those_before_and_logprobs_are_megatrons(endpoint, stage):
+    """Turns are cut in the middle of a call and never closed by the policy, so a renderer of text would drift."""
+    _, answers = converse(endpoint, 3)
+    for before, after in zip(answers, answers[1:]):
+        seen = before["prompt_token_ids"] + before["generation_token_ids"]
+        assert after["prompt_token_ids"][: len(seen)] == seen
+    t = transcript()
+    follow(t, response_of(answers), endpoint.service.history)
+    assert t.turns == 3 and t.written == sum(len(a["generation_token_ids"]) for a in answers)
+    made = t.trajectory(stage.conversation, 0)
+    sequence = TrainSequence(made.prompt.token_ids, made.completion_ids, made.logprobs, loss_mask=made.loss_mask)
+    (found,) = stage.policy.logprobs([sequence])
+    assert np.array_equal(np.isnan(found), ~made.loss_mask)
+    assert np.abs(found - made.logprobs)[made.loss_mask].max() < 1e-4
+    assert [p for a in answers for p in a["generation_log_probs"]] == made.logprobs[made.loss_mask].tolist()
+
+
+def test_a_client_that_drops_the_token_fields_goes_on_from_them_all_the_same(endpoint):
+    """Found by what was said, in the session that a header names; /tokenize shows the prompt that a turn would get."""
+    header = {"x-session-id": "s1"}
+    messages, answers = converse(endpoint, 3, keep=without_fields, headers=header)
+    for before, after in zip(answers, answers[1:]):
+        seen = before["prompt_token_ids"] + before["generation_token_ids"]
+        assert after["prompt_token_ids"][: len(seen)] == seen
+    shown = post(endpoint, messages[:-2], "/tokenize", header).json()
+    assert shown["tokens"] == answers[2]["prompt_token_ids"] and shown["count"] == len(shown["tokens"])
+    assert endpoint.service.counts["spliced"] == 2
+    other = said(endpoint, messages[:3], headers={"x-session-id": "s2"})  # another session has no such turn
+    assert endpoint.service.counts["spliced"] == 2 and other["prompt_token_ids"][:9] == answers[0]["prompt_token_ids"][:9]
+
+
+def test_a_template_that_rewrites_history_would_drift_and_does_not(stage, router):
+    tokenizer = copy.deepcopy(stage.tokenizer)
+    tokenizer.chat_template = FORGETFUL
+    conversation = Conversation(tokenizer, chat=True)
+    service = Service(router, conversation, Budgets(4, 80, 400))
+
+    class Direct:
+        """The service without HTTP."""
+
+        def say(self, messages):
+            import json
+
+            return asyncio.run(service.chat(json.dumps({"messages": messages}).encode()))["choices"][0]["message"]
+
+    messages, seen = [{"role": "user", "content": "begin"}], []
+    with service.phase(SAMPLING, 5):
+        for turn in range(3):
+            answer = Direct().say(messages)
+            assert answer["prompt_token_ids"][: len(seen)] == seen
+            seen = answer["prompt_token_ids"] + answer["generation_token_ids"]
+            messages += [answer, {"role": "tool", "content": f"result {turn}"}]
+        # What the template makes of the same messages is something else: with it the second turn would be off-policy.
+        _, naive = conversation.prompt([{"role": m["role"], "content": m["content"] or ""} for m in messages])
+        assert naive[: len(seen)].tolist() != seen
+        assert service.counts["spliced"] == 2 and service.counts["edited"] == 0
+
+
+@pytest.mark.parametrize("place, what", [(0, "another question"), (1, "words that were not sampled")])
+def test_an_agent_that_edits_its_history_is_caught_and_its_trajectory_is_not_trained(endpoint, place, what):
+    messages, answers = converse(endpoint, 2)
+    messages[place] = {**messages[place], "content": what}
+    answers.append(said(endpoint, messages))
+    assert endpoint.service.counts["edited"] == 1  # rendered anew: the model reads what the client means
+    t = transcript()
+    with pytest.raises(BrokenEpisode, match=f"{NOT_CONTIGUOUS}: turn 3 departs from the turns before it at token"):
+        follow(t, response_of(answers), endpoint.service.history)
+    assert t.turns == 2  # what is left is the part that holds together, for the record
+
+
+def test_tokens_that_were_not_sampled_here_are_refused_and_never_read_as_a_turn(endpoint):
+    messages, answers = converse(endpoint, 1)
+    forged = {**answers[0], "generation_token_ids": [*answers[0]["generation_token_ids"][:-1], 7]}
+    refused = post(endpoint, [messages[0], forged, messages[2]])
+    assert refused.status_code == 400 and "not sampled" in refused.json()["message"]
+    with pytest.raises(BrokenEpisode, match="did not sample"):
+        follow(transcript(), response_of([forged]), endpoint.service.history)
+    shifted = {**answers[0], "prompt_token_ids": answers[0]["prompt_token_ids"] + answers[0]["generation_token_ids"][:1]}
+    shifted["generation_token_ids"] = answers[0]["generation_token_ids"][1:]
+    with pytest.raises(BrokenEpisode, match="did not sample"):
+        follow(transcript(), response_of([shifted]), endpoint.service.history)
+    for output in (None, [], [{"type": "message", "generation_token_ids": "x" * 9}], ["?"]):
+        with pytest.raises(BrokenEpisode, match="bad_reply|no turn"):
+            follow(transcript(), {"output": output}, endpoint.service.history)
+
+
+@pytest.mark.parametrize(
+    "keys, message",
+    [
+        ({"temperature": 1.0}, "temperature 1.0"),
+        ({"temperature": 0}, "temperature 0"),
+        ({"top_p": 0.9}, "top_p 0.9"),
+        ({"top_k": 5}, "top_k 5"),
+        ({"n": 2}, "n 2"),
+        ({"stream": True}, "stream True"),
+        ({"stop": ["x"]}, "stop"),
+        ({"logit_bias": {"3": 9}}, "logit_bias"),
+        ({"presence_penalty": 0.5}, "presence_penalty"),
+        ({"seed": 3}, "seed"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"tools": "?"}, "tools"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"content": "x"}]}, "messages[0]"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "no text"),
+        ({"messages": [{"role": "assistant", "content": "x", "tool_calls": [3]}]}, "tool_calls"),
+        ({"messages": [{"role": "assistant", "content": "x", "prompt_token_ids": [1.5]}]}, "token ids"),
+        ({"messages": [{"role": "user", "content": "x" * 400}]}, "context length"),
+    ],
+)
+def test_what_would_be_sampled_otherwise_or_is_malformed_is_refused_with_a_sentence(endpoint, keys, message):
+    keys = {"messages": [{"role": "user", "content": "begin"}], **keys}
+    reply = httpx.post(endpoint.url + "/v1/chat/completions", json=keys, timeout=60)
+    assert reply.status_code == 400 and message in reply.json()["message"]
+    assert endpoint.service.counts["turns"] == 0
+
+
+def test_neutral_settings_are_taken_and_completions_stay_within_every_budget(endpoint):
+    question = [{"role": "user", "content": "begin"}]
+    reply = post(endpoint, question, temperature=0.5, top_p=1, n=1, stop=[], max_tokens=5, logprobs=True, seed=None).json()
+    (choice,) = reply["choices"]
+    ids = choice["message"]["generation_token_ids"]
+    assert len(ids) <= 5 and reply["usage"]["completion_tokens"] == len(ids)
+    assert [c["token"] for c in choice["logprobs"]["content"]] == [f"token_id:{i}" for i in ids]
+    assert [c["logprob"] for c in choice["logprobs"]["content"]] == choice["message"]["generation_log_probs"]
+    messages, answers = converse(endpoint, 4)  # at most 4 turns and 80 tokens
+    assert sum(len(a["generation_token_ids"]) for a in answers) <= 80
+    refused = post(endpoint, messages)
+    assert refused.status_code == 400 and "max_tokens: the policy has" in refused.json()["message"]
+    assert httpx.get(endpoint.url + "/v1/models").json()["data"][0]["id"] == "policy"
+
+
+def test_requests_that_are_too_large_or_no_json_or_come_between_batches_are_refused(endpoint, stage, router, monkeypatch):
+    url = endpoint.url + "/v1/chat/completions"
+    assert httpx.post(url, content=b"{").status_code == 400
+    assert httpx.post(url, content=b"[" * 500 + b"]" * 500).status_code == 400
+    monkeypatch.setattr(server, "MAX_BODY_BYTES", 1000)
+    assert httpx.post(url, content=b" " * 2000).status_code == 413
+    monkeypatch.undo()
+    idle = Endpoint(Service(router, stage.conversation, Budgets(4, 80, 400)), "127.0.0.1", 0)
+    assert post(idle, [{"role": "user", "content": "x"}]).status_code == 503
+    idle._server.should_exit = True
+    idle._thread.join(10)
+
+
+def test_a_conversation_stays_on_its_engine_and_many_use_all(endpoint):
+    with ThreadPoolExecutor(8) as threads:
+        talks = list(threads.map(lambda _: converse(endpoint, 2)[1], range(8)))
+    history, engines = endpoint.service.history, []
+    for answers in talks:
+        turns = [history.turn(np.array(a["prompt_token_ids"] + a["generation_token_ids"], np.int32)) for a in answers]
+        assert len({turn.engine for turn in turns}) == 1 and [turn.turns for turn in turns] == [1, 2]
+        engines.append(turns[0].engine)
+    assert set(engines) == {0, 1}
+    firsts = [tuple(answers[0]["generation_token_ids"]) for answers in talks]
+    assert len(set(firsts)) > 1  # one prompt, other seeds
+
+
+def test_samples_of_one_prompt_are_the_same_set_in_every_run_of_a_batch(endpoint, stage):
+    def batch():
+        with ThreadPoolExecutor(4) as threads:
+            answers = threads.map(lambda _: said(endpoint, [{"role": "user", "content": "again"}]), range(4))
+            return sorted(tuple(a["generation_token_ids"]) for a in answers)
+
+    first = batch()
+    endpoint.service._drawn.clear()
+    assert batch() == first

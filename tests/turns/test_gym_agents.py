@@ -1,0 +1,109 @@
+"""Agents of real nemo-gym 0.4.0 play with our engines through the endpoint."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from gdpo_nemo.data.packing import TrainSequence
+from gdpo_nemo.data.records import Outcome, Prompt
+from gdpo_nemo.endpoint.router import EngineRouter
+from gdpo_nemo.endpoint.server import Endpoint
+from gdpo_nemo.endpoint.service import Budgets, Service
+from gdpo_nemo.environments.nemo_gym.agents import NemoGymAgent
+from gdpo_nemo.environments.nemo_gym.failures import FailureKind
+from gdpo_nemo.errors import RunError
+from gdpo_nemo.generation.requests import Sampling
+from gdpo_nemo.rollouts.agents import play_with_agents
+from gdpo_nemo.rollouts.context import checked
+from real_nemo_gym import installed
+
+SERVERS = ("example_session_state_mgmt", "example_multi_step")
+SAMPLING = Sampling(0.5, 1.0, -1, 80)
+REWARDS = [
+    {"name": "reward", "path": "reward"},
+    {"name": "overlap", "path": "set_overlap", "missing": "mask", "servers": ["example_multi_step_agent"]},
+]
+
+
+@pytest.fixture(scope="module")
+def endpoint(stage):
+    service = Service(EngineRouter(stage.fleet, 2), stage.conversation, Budgets(5, 400, 12_000))
+    made = Endpoint(service, "127.0.0.1", 0)
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def agents(endpoint, tmp_path_factory):
+    """URLs of the agents by name."""
+    log = tmp_path_factory.mktemp("agents") / "log"
+    command = [str(installed()), str(Path(__file__).with_name("serve_agents.py")), endpoint.url, *SERVERS]
+    environment = {**os.environ, "PYTHONWARNINGS": "ignore", "RAY_USAGE_STATS_ENABLED": "0"}
+    environment.pop("PYTHONPATH", None)
+    with open(log, "w") as errors:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment, cwd=log.parent)
+    line = process.stdout.readline()
+    assert line, log.read_text()
+    yield json.loads(line)
+    process.terminate()
+    process.wait(20)
+
+
+def prompts_of(environment, server: str, count: int) -> list[Prompt]:
+    [packages] = installed().parent.parent.glob("lib/python3.*/site-packages")
+    lines = (packages / "resources_servers" / server / "data" / "example.jsonl").read_text().splitlines()[:count]
+    rows = [{**json.loads(line), "agent_ref": {"type": "responses_api_agents", "name": f"{server}_agent"}} for line in lines]
+    fields = [environment.read_row(row) for row in rows]
+    return [Prompt(f"{server}/{i}", np.zeros(1, np.int32), "", "agents", f, f["messages"]) for i, f in enumerate(fields)]
+
+
+def test_turns_of_real_agents_are_the_sampled_tokens_masked_and_rewarded_by_name(stage, endpoint, agents):
+    environment = NemoGymAgent({"agents": agents, "rewards": REWARDS})
+    prompts = [*prompts_of(environment, SERVERS[0], 2)]
+    environment.preflight(prompts)
+    context = stage.context(None, samples=8, max_turns=5, max_tokens=400, endpoint=endpoint, sampling=SAMPLING)
+    groups = checked(play_with_agents(environment, prompts, context), prompts, context, "agents")
+    trajectories = [t for group in groups for t in group]
+    played = [t for t in trajectories if t.trains]
+    assert len(played) == len(trajectories) == 16, [t.detail for t in trajectories]
+    assert max(t.turns for t in played) >= 3 and endpoint.service.counts["spliced"] == sum(t.turns - 1 for t in played)
+    assert endpoint.service.counts["edited"] == 0
+    for t in played:
+        assert t.rewards["overlap"] is None and t.rewards["reward"] in (0.0, 1.0)
+        parts = np.split(t.completion_ids, np.flatnonzero(np.diff(t.loss_mask.astype(int))) + 1)
+        assert len(parts) == 2 * t.turns - 1
+        for heard in parts[1::2]:  # what a tool answered, in the template's words
+            assert "<|start|>tool\n" in stage.tokenizer.decode(heard)
+    sequences = [TrainSequence(t.prompt.token_ids, t.completion_ids, t.logprobs, loss_mask=t.loss_mask) for t in played]
+    for sequence, found in zip(sequences, stage.policy.logprobs(sequences)):
+        assert np.abs(found - sequence.sampler_logprobs)[sequence.loss_mask].max() < 1e-4
+
+
+def test_a_prompt_without_room_is_masked_and_other_agents_go_on(stage, endpoint, agents):
+    """Rows of example_multi_step are thousands of bytes, more than these engines' context."""
+    environment = NemoGymAgent({"agents": agents, "retries": 0})
+    prompts = [*prompts_of(environment, SERVERS[1], 1), *prompts_of(environment, SERVERS[0], 1)]
+    endpoint.service.budgets = Budgets(5, 400, 1400)
+    context = stage.context(None, samples=2, max_turns=5, max_tokens=400, endpoint=endpoint, sampling=SAMPLING)
+    long, short = checked(play_with_agents(environment, prompts, context), prompts, context, "agents")
+    assert all(t.outcome is Outcome.ENV_FAILED and "no turn of the policy" in t.detail and not t.rewards for t in long)
+    assert all(t.trains for t in short), [t.detail for t in short]
+
+
+def test_an_agent_that_is_gone_or_too_slow_fails_its_trajectory_and_preflight_says_so(stage, endpoint, agents):
+    name = f"{SERVERS[0]}_agent"
+    gone = NemoGymAgent({"agents": {name: "http://127.0.0.1:9"}, "retries": 0})
+    slow = NemoGymAgent({"agents": {name: agents[name]}, "deadline_s": 0.001})
+    context = stage.context(None, samples=1, max_turns=5, max_tokens=400, endpoint=endpoint, sampling=SAMPLING)
+    for environment, kind in ((gone, FailureKind.CONNECTION), (slow, FailureKind.TIMEOUT)):
+        prompts = prompts_of(environment, SERVERS[0], 1)
+        ((trajectory,),) = play_with_agents(environment, prompts, context)
+        assert trajectory.outcome is Outcome.ENV_FAILED and trajectory.detail.startswith(f"{kind}: {name}")
+    with pytest.raises(RunError, match="agent example_session_state_mgmt_agent at http://127.0.0.1:9: connection"):
+        gone.preflight(prompts_of(gone, SERVERS[0], 1))

@@ -1,0 +1,94 @@
+"""``rollout.function``, and a run over the built-in environment with turns as a user starts it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from gdpo_nemo.config.load import load_config
+from gdpo_nemo.data.records import Prompt
+from gdpo_nemo.errors import ConfigError, RunError
+from gdpo_nemo.rollouts.functions import Asked, Player, needs_verdict, rollout_functions
+from gdpo_nemo.rollouts.stream import sample_seed
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+OWN = Path(__file__).with_name("own_rollouts.py")
+
+
+def player(stage, function: str) -> Player:
+    return Player(replace(stage.config, rollout=replace(stage.config.rollout, function=f"{OWN}:{function}")), stage.fleet, None, stage.tokenizer)
+
+
+def asked(stage, samples=2) -> Asked:
+    return Asked(stage.sampling, samples, lambda i, j, turn: sample_seed(3, i, j, turn))
+
+
+def prompt(stage) -> Prompt:
+    messages = [{"role": "user", "content": "hello"}]
+    text, ids = stage.conversation.prompt(messages)
+    return Prompt("p", ids, text, "digit_turns", {}, messages)
+
+
+def test_a_function_of_ones_own_makes_the_trajectories_and_the_environment_their_verdicts(stage):
+    one, other = player(stage, "best_of_hints").play([prompt(stage)], asked(stage))[0][0]
+    assert one.turns == other.turns == 2 and one.trains and needs_verdict(one)
+    (heard,) = (part for part in np.split(one.completion_ids, np.flatnonzero(np.diff(one.loss_mask)) + 1)[1:2])
+    assert "<|start|>user\nagain<|end|>\n<|start|>assistant\n" in stage.tokenizer.decode(heard)
+
+
+@pytest.mark.parametrize(
+    "function, fault",
+    [
+        ("forgets_a_sample", "wants samples 0 to 1"),
+        ("drops_logprobs", "no finite number of at most 0"),
+        ("masks_everything", "the policy wrote nothing"),
+        ("raises", "raises raised ZeroDivisionError"),
+    ],
+)
+def test_what_breaks_the_contract_stops_the_run_with_a_sentence(stage, function, fault):
+    with pytest.raises(RunError, match=fault):
+        player(stage, function).play([prompt(stage)], asked(stage))
+
+
+@pytest.mark.parametrize(
+    "override, message",
+    [
+        ("rollout.function=nowhere.py:f", "rollout.function: no such file: nowhere.py"),
+        ("rollout.function=json.nothing", "rollout.function: json has no 'nothing'"),
+        ("rollout.endpoint.enabled=true", "rollout.endpoint: has no effect"),
+        ("env.agents={plugin: nemo_gym_agent, agents: {a: 'http://127.0.0.1:1'}}", "rollout.endpoint.enabled: must be true"),
+    ],
+)
+def test_settings_of_turns_that_cannot_work_are_refused_before_anything_starts(override, message):
+    with pytest.raises(ConfigError) as refused:
+        rollout_functions(load_config(REPOSITORY / "configs" / "gdpo_turns_cpu.yaml", [override]))
+    assert message in str(refused.value)
+    with pytest.raises(ConfigError, match="rollout.turns: has no effect"):
+        rollout_functions(load_config(REPOSITORY / "configs" / "gdpo_tiny_cpu.yaml", ["rollout.turns.max_turns=2"]))
+
+
+def test_two_turns_train_three_steps_and_sampler_and_trainer_agree(digit_model, tmp_path):
+    command = [sys.executable, "-W", "ignore", "examples/run_gdpo.py", "--config", "configs/gdpo_turns_cpu.yaml"]
+    settings = [f"run.dir={tmp_path}/run", f"policy.model_name={digit_model}", "gdpo.max_num_steps=3", "gdpo.val_prompts=8",
+                "gdpo.num_prompts_per_step=4", "data.train.size=256", "data.validation.size=64", "logger.console=plain"]  # fmt: skip
+    done = subprocess.run([*command, *settings], capture_output=True, text=True, cwd=REPOSITORY, timeout=240)
+    assert done.returncode == 0, (done.stdout, done.stderr)
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    steps = [row for row in rows if "loss" in row]
+    assert len(steps) == 3 and all(row["parity/max_abs"] < 1e-4 for row in steps)
+    assert all(row["rollout/turns"] == 2.0 and row["rollout/not_contiguous"] == 0.0 for row in steps)
+    assert len({row["grad_norm"] for row in steps}) == 3 and steps[0]["reward/first/std"] > 0
+    assert any("validation/second" in row for row in rows)
+    for row in steps:
+        samples = [json.loads(line) for line in open(tmp_path / "run" / "rollouts" / f"step_{row['step']:04d}.jsonl")]
+        assert row["rollout/tokens"] == sum(sum(s["loss_mask"]) for s in samples)
+        for s in samples:
+            assert len(s["loss_mask"]) == len(s["completion_ids"]) == len(s["logprobs"])
+            assert [value is None for value in s["logprobs"]] == [not written for written in s["loss_mask"]]
+            assert s["loss_mask"].count(0) == 2 and s["turns"] == 2  # the hint: a digit (or +) and =
