@@ -47,7 +47,7 @@ def session(config: ClusterConfig) -> Iterator[None]:
     where = (
         dict(address=address)
         if address
-        else dict(num_cpus=cores(config), num_gpus=config.gpus_per_node, include_dashboard=False)
+        else dict(address="local", num_cpus=cores(config), num_gpus=config.gpus_per_node, include_dashboard=False)
     )
     reaper = Reaper()
     try:
@@ -63,7 +63,7 @@ def _connect(where: dict[str, Any]) -> None:
     try:
         ray.init(log_to_driver=False, logging_level="ERROR", **where)
     except (ConnectionError, RuntimeError, ValueError) as error:
-        if "address" not in where:
+        if where["address"] == "local":
             raise
         raise RunError(f"cluster.address: no Ray cluster to join at {where['address']} ({_first_line(error)})") from error
 
