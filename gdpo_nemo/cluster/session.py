@@ -47,6 +47,7 @@ def session(config: ClusterConfig) -> Iterator[None]:
     where = (
         dict(address=address)
         if address
+        # "local": without it Ray joins any cluster that happens to run on this machine.
         else dict(address="local", num_cpus=cores(config), num_gpus=config.gpus_per_node, include_dashboard=False)
     )
     reaper = Reaper()

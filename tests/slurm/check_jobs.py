@@ -140,7 +140,7 @@ def nothing_left() -> None:
 def main() -> None:
     work, wanted = Path(sys.argv[1]), sys.argv[2:]
     (work / "logs").mkdir(exist_ok=True)
-    os.environ |= {"OMP_NUM_THREADS": "2"}
+    os.environ |= {"OMP_NUM_THREADS": "2", "PYTHONPATH": str(REPOSITORY)}
     code = "import sys; sys.path.insert(0, 'examples'); import make_tiny_model as m; m.make_tiny_model(sys.argv[1], 0, steps=30)"
     if not (work / "alone").exists():
         subprocess.run([sys.executable, "-W", "ignore", "-c", code, str(work / "model")], check=True, cwd=REPOSITORY)
