@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from itertools import product
+from pathlib import Path
 
 import pytest
 
 from gdpo_nemo.config.layout import resolve_layout
+from gdpo_nemo.config.load import load_config
 from gdpo_nemo.config.placement import describe_places, place
 from gdpo_nemo.config.schema import Config
+from gdpo_nemo.config.validate import validate
 from gdpo_nemo.errors import ConfigError
+
+
+TINY = Path(__file__).resolve().parents[2] / "configs" / "gdpo_tiny_cpu.yaml"
 
 
 def config(nodes: int, gpus: int, tensor: int = 1, data: int | None = None, engines: int = 1, engine_tensor: int = 1) -> Config:
@@ -71,3 +77,23 @@ def test_policy_fills_nodes_from_the_first_and_engines_from_the_last(wanted, pla
 def test_what_does_not_fit_is_refused_with_the_arithmetic(wanted, why):
     with pytest.raises(ConfigError, match=why):
         place(wanted)
+
+def test_a_run_on_several_nodes_is_told_that_it_joins_a_cluster(monkeypatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    notes = validate(load_config(TINY, ["cluster.num_nodes=3"]))
+    assert any(note.startswith("cluster.address: a run on 3 nodes joins a Ray cluster") for note in notes)
+    assert "cluster.num_nodes: 1 of 3 nodes get no process" in notes
+    assert not any("cluster." in note for note in validate(load_config(TINY, ["cluster={num_nodes: 2, address: 'h:1'}"])))
+
+
+@pytest.mark.parametrize(
+    "overrides, why",
+    [
+        (["weights.transport=nccl"], "weights.transport: .*nccl.*memory, gloo, folder"),
+        (["weights.bucket_mib=8"], "weights.bucket_mib: has no effect with weights.transport memory"),
+        (["weights={transport: gloo, bucket_mib: 0}"], "weights.bucket_mib: must be at least 1"),
+    ],
+)
+def test_a_transport_that_is_not_there_and_a_bucket_without_use_are_refused(overrides, why):
+    with pytest.raises(ConfigError, match=why):
+        validate(load_config(TINY, overrides))
