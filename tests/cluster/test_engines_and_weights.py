@@ -12,6 +12,7 @@ import numpy as np
 import psutil
 import pytest
 
+from gdpo_nemo.cluster import placement
 from gdpo_nemo.cluster.fleet import EngineFleet
 from gdpo_nemo.cluster.policy_group import PolicyGroup
 from gdpo_nemo.cluster.session import WorkerDied, gather, ray, session
@@ -207,6 +208,18 @@ def test_an_engine_that_dies_takes_part_in_the_next_broadcast(parts, tmp_path):
     train_once(parts.policy)
     assert sync.publish(21)["parity/probe"] < 1e-4
     assert draw(parts.fleet, requests(16)).version == 21
+
+
+def test_nodes_that_are_not_there_and_folders_that_a_node_does_not_see_are_named(parts, tmp_path, monkeypatch):
+    """The wait for nodes is shortened: its length is not what is shown."""
+    monkeypatch.setattr(placement, "_JOIN_S", 1.0)
+    config = copy.deepcopy(parts.config)
+    config.cluster.address = "auto"
+    with pytest.raises(RunError, match=r"node \S+ does not see \S+absent: it must be on a file system that all nodes share"):
+        placement.reserve(config, [tmp_path, tmp_path / "absent"])
+    config.cluster.num_nodes = 2
+    with pytest.raises(RunError, match="2 nodes with 1 CPU each were not free within 1 s; the Ray cluster has 1 nodes"):
+        placement.reserve(config, [tmp_path])
 
 
 def _kill_one_engine() -> None:

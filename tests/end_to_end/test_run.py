@@ -3,112 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
-import sys
-import time
-from pathlib import Path
 
 import psutil
 import pytest
-
-REPOSITORY = Path(__file__).resolve().parents[2]
-START_S, STEPS = 240, 6
-
-
-class Launch:
-    """One start of ``examples/run_gdpo.py`` on a run folder."""
-
-    def __init__(self, run_dir: Path, model: Path, *overrides: str, before: list[str] | None = None):
-        self.run_dir = run_dir
-        command = [
-            sys.executable,
-            str(REPOSITORY / "examples" / "run_gdpo.py"),
-            f"run.dir={run_dir}",
-            f"policy.model_name={model}",
-            f"gdpo.max_num_steps={STEPS}",
-            "gdpo.num_prompts_per_step=4",
-            "gdpo.val_period=3",
-            "gdpo.val_prompts=8",
-            "data.train.size=512",
-            "data.validation.size=512",
-            "checkpointing.save_period=2",
-            "logger.console=plain",
-            *overrides,
-        ]
-        self.process = subprocess.Popen(
-            [*(before or []), *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=REPOSITORY
-        )
-        self.seen: dict[int, float] = {}
-
-    def wait_for_step(self, step: int) -> None:
-        """Return once the metrics hold ``step``; remembers every process of the run on the way."""
-        deadline = time.monotonic() + START_S
-        while not any(row["step"] >= step and "loss" in row for row in rows(self.run_dir)):
-            assert self.process.poll() is None, self.process.communicate()
-            assert time.monotonic() < deadline, f"step {step} did not come"
-            self._look()
-            time.sleep(0.05)
-
-    def finish(self) -> tuple[int, str, str]:
-        """Exit status, stdout, stderr."""
-        deadline = time.monotonic() + START_S
-        while self.process.poll() is None and time.monotonic() < deadline:
-            self._look()
-            time.sleep(0.5)
-        out, err = self.process.communicate(timeout=60)
-        return self.process.returncode, out, err
-
-    def _look(self) -> None:
-        try:
-            for child in psutil.Process(self.process.pid).children(recursive=True):
-                self.seen[child.pid] = child.create_time()
-        except psutil.NoSuchProcess:
-            return
-
-    def survivors(self, patience_s: float = 30.0) -> list[str]:
-        """Processes of the run that still live after ``patience_s``."""
-        assert len(self.seen) > 4, "the processes of the run were not seen"
-        deadline = time.monotonic() + patience_s
-        while True:
-            alive = [name for pid, born in self.seen.items() if (name := _name_if_alive(pid, born))]
-            if not alive or time.monotonic() > deadline:
-                return alive
-            time.sleep(0.2)
-
-
-def _name_if_alive(pid: int, born: float) -> str | None:
-    try:
-        process = psutil.Process(pid)
-        if process.create_time() == born and process.status() != psutil.STATUS_ZOMBIE:
-            return f"{pid} {' '.join(process.cmdline())[:80]}"
-    except psutil.NoSuchProcess:
-        return None
-    return None
-
-
-def rows(run_dir: Path) -> list[dict]:
-    """The metric rows of a run, without a torn last line."""
-    file = run_dir / "metrics.jsonl"
-    found = []
-    for line in file.read_text().splitlines() if file.exists() else []:
-        try:
-            found.append(json.loads(line))
-        except json.JSONDecodeError:
-            break
-    return found
-
-
-def timeless(row: dict) -> dict:
-    """A row without what the clock says."""
-    return {k: v for k, v in row.items() if not k.startswith(("time/", "throughput/"))}
-
-
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory, digit_model) -> tuple[Launch, int, str, str]:
-    launch = Launch(tmp_path_factory.mktemp("runs") / "undisturbed", digit_model, "gdpo.val_at_start=true")
-    return launch, *launch.finish()
+from launch import STEPS, Launch, rows, timeless
 
 
 def test_run_ends_with_status_0_and_leaves_no_process(undisturbed):

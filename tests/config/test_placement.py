@@ -1,0 +1,99 @@
+"""Which process goes to which node: the plan that --dry-run shows and Ray's placement follows."""
+
+from __future__ import annotations
+
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+from gdpo_nemo.config.layout import resolve_layout
+from gdpo_nemo.config.load import load_config
+from gdpo_nemo.config.placement import describe_places, place
+from gdpo_nemo.config.schema import Config
+from gdpo_nemo.config.validate import validate
+from gdpo_nemo.errors import ConfigError
+
+
+TINY = Path(__file__).resolve().parents[2] / "configs" / "gdpo_tiny_cpu.yaml"
+
+
+def config(nodes: int, gpus: int, tensor: int = 1, data: int | None = None, engines: int = 1, engine_tensor: int = 1) -> Config:
+    found = Config()
+    found.cluster.num_nodes, found.cluster.gpus_per_node = nodes, gpus
+    found.policy.megatron_cfg.tensor_model_parallel_size = tensor
+    found.policy.megatron_cfg.data_parallel_size = data
+    found.policy.generation.engines = engines
+    found.policy.generation.vllm_cfg.tensor_parallel_size = engine_tensor
+    return found
+
+
+def test_no_gpu_is_given_twice_and_no_group_crosses_nodes():
+    """Over all layouts of powers of two that fit two to four nodes of eight."""
+    tried = 0
+    for nodes, tensor, engine_tensor, engines in product((2, 3, 4), (1, 2, 4, 8), (1, 2, 4, 8), (1, 2, 3, 5)):
+        data = (nodes * 8 - engines * engine_tensor) // tensor
+        if data < 1:
+            continue
+        wanted = config(nodes, 8, tensor, data, engines, engine_tensor)
+        try:
+            places = place(wanted)
+        except ConfigError as error:
+            assert "neither a group nor an engine may cross nodes" in str(error)
+            continue
+        tried += 1
+        assert len(places.policy) == resolve_layout(wanted).policy_ranks and len(places.engines) == engines
+        for node in range(nodes):
+            assert places.policy_on(node) + engine_tensor * places.engines_on(node) <= 8
+        for first in range(0, len(places.policy), tensor):
+            assert len(set(places.policy[first : first + tensor])) == 1
+        assert list(places.policy) == sorted(places.policy)
+    assert tried > 100
+
+
+@pytest.mark.parametrize(
+    "wanted, plan",
+    [
+        (config(2, 0), "node 0: 1 policy rank; node 1: 1 engine"),
+        (config(2, 0, data=2, engines=2), "node 0: 2 policy ranks; node 1: 2 engines"),
+        (config(2, 0, tensor=2, data=2, engines=1), "node 0: 2 policy ranks; node 1: 2 policy ranks and 1 engine"),
+        (config(3, 0), "node 0: 1 policy rank; node 1: nothing; node 2: 1 engine"),
+        (config(4, 8, engines=8), "nodes 0-2: 8 policy ranks each; node 3: 8 engines"),
+        (config(2, 8, tensor=2, engines=3, engine_tensor=4), "node 0: 4 policy ranks and 1 engine; node 1: 2 engines"),
+    ],
+)
+def test_policy_fills_nodes_from_the_first_and_engines_from_the_last(wanted, plan):
+    assert describe_places(wanted) == plan
+
+
+@pytest.mark.parametrize(
+    "wanted, why",
+    [
+        (config(2, 4, tensor=6, data=1), "6 ranks of a tensor-parallel group do not fit a node of 4 GPUs"),
+        (config(2, 8, data=1, engines=5, engine_tensor=3), "a node of 8 holds 8 groups or 2 engines"),
+        (config(2, 8, data=9, engines=8), "the policy needs 9 GPUs .* 16 GPUs less 8 x 1 for the engines leave 8"),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_the_arithmetic(wanted, why):
+    with pytest.raises(ConfigError, match=why):
+        place(wanted)
+
+def test_a_run_on_several_nodes_is_told_that_it_joins_a_cluster(monkeypatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    notes = validate(load_config(TINY, ["cluster.num_nodes=3"]))
+    assert any(note.startswith("cluster.address: a run on 3 nodes joins a Ray cluster") for note in notes)
+    assert "cluster.num_nodes: 1 of 3 nodes get no process" in notes
+    assert not any("cluster." in note for note in validate(load_config(TINY, ["cluster={num_nodes: 2, address: 'h:1'}"])))
+
+
+@pytest.mark.parametrize(
+    "overrides, why",
+    [
+        (["weights.transport=nccl"], "weights.transport: .*nccl.*memory, gloo, folder"),
+        (["weights.bucket_mib=8"], "weights.bucket_mib: has no effect with weights.transport memory"),
+        (["weights={transport: gloo, bucket_mib: 0}"], "weights.bucket_mib: must be at least 1"),
+    ],
+)
+def test_a_transport_that_is_not_there_and_a_bucket_without_use_are_refused(overrides, why):
+    with pytest.raises(ConfigError, match=why):
+        validate(load_config(TINY, overrides))

@@ -1,0 +1,166 @@
+"""One run over two hosts: network namespaces with addresses of their own, Ray between them, weights broadcast over the wire.
+
+Where namespaces may not be made (no root), the hosts are two Ray nodes of this machine with loopback addresses.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from launch import REPOSITORY, Launch, rows, timeless
+
+RAY = Path(sys.executable).with_name("ray")
+PORT = 6399
+# A lost host is to be known within 20 s, and no run of anybody else may join this cluster.
+ENVIRONMENT = {
+    "RAY_health_check_period_ms": "1000",
+    "RAY_health_check_timeout_ms": "3000",
+    "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_AUTH_MODE": "token",
+    "RAY_AUTH_TOKEN": secrets.token_hex(32),
+    "PYTHONPATH": str(REPOSITORY),
+}
+
+
+def _ip(*words: str) -> bool:
+    return subprocess.run(["ip", *words], capture_output=True).returncode == 0
+
+
+class Host:
+    """A host of the cluster: its Ray node and everything that runs on it."""
+
+    def __init__(self, network: Network, number: int, head: Host | None = None):
+        self.name, self.address = f"{network.name}-{number}", f"{network.subnet}.{number}"
+        self.prefix = network.attach(self.name, self.address)
+        role = ["--head", f"--port={PORT}", f"--temp-dir={network.folder}", "--include-dashboard=false"]
+        if head is not None:
+            role = [f"--address={head.address}:{PORT}"]
+        command = [str(RAY), "start", "--block", f"--node-ip-address={self.address}", "--num-cpus=2", *role]
+        self.log = open(network.folder / f"{self.name}.log", "w")
+        # Whoever ends the tests ends the hosts.
+        command = ["setpriv", "--pdeathsig", "TERM", *self.prefix, *command]
+        self.ray = subprocess.Popen(
+            command, stdout=self.log, stderr=subprocess.STDOUT, env={**os.environ, **ENVIRONMENT}, cwd=REPOSITORY
+        )
+
+    def processes(self) -> list[psutil.Process]:
+        """Everything that Ray started here."""
+        return psutil.Process(self.ray.pid).children(recursive=True)
+
+    def up(self) -> Host:
+        """Wait until Ray has started here."""
+        deadline = time.monotonic() + 90
+        while "Ray runtime started" not in Path(self.log.name).read_text():
+            assert self.ray.poll() is None and time.monotonic() < deadline, Path(self.log.name).read_text()
+            time.sleep(0.2)
+        return self
+
+    def lose(self) -> None:
+        """The host is gone: its cable first, then its processes."""
+        _ip("link", "set", self.name, "down")
+        for process in [*self.processes(), psutil.Process(self.ray.pid)]:
+            try:
+                process.kill()
+            except psutil.NoSuchProcess:
+                continue
+        self.ray.wait()
+
+
+class Network:
+    """A bridge that hosts are attached to; without the right to make one, loopback addresses."""
+
+    def __init__(self, folder: Path):
+        self.folder, self.name = folder, f"gd{os.getpid() % 100000}"
+        self.namespaces = _ip("link", "add", self.name, "type", "bridge") and _ip("link", "set", self.name, "up")
+        self.subnet = f"10.{77 + os.getpid() % 100}.0" if self.namespaces else "127.0.77"
+        self.hosts: list[Host] = []
+
+    def attach(self, name: str, address: str) -> list[str]:
+        """Words before a command that make it run on the new host."""
+        if not self.namespaces:
+            return []
+        inside = ["-n", name]
+        steps = (
+            ["netns", "add", name],
+            ["link", "add", name, "type", "veth", "peer", "name", "eth0", "netns", name],
+            ["link", "set", name, "master", self.name, "up"],
+            [*inside, "addr", "add", f"{address}/24", "dev", "eth0"],
+            [*inside, "link", "set", "eth0", "up"],
+            [*inside, "link", "set", "lo", "up"],
+        )
+        for step in steps:
+            assert _ip(*step), step
+        return ["ip", "netns", "exec", name]
+
+    def add(self, number: int) -> Host:
+        """A new host; the first one is the head of the cluster."""
+        self.hosts.append(Host(self, number, self.hosts[0] if self.hosts else None))
+        return self.hosts[-1].up()
+
+    def close(self) -> None:
+        """Hosts and bridge are gone afterwards."""
+        for host in reversed(self.hosts):
+            if host.ray.poll() is None:
+                host.lose()
+            if self.namespaces:
+                _ip("netns", "delete", host.name)
+        if self.namespaces:
+            _ip("link", "delete", self.name)
+
+
+@pytest.fixture(scope="module")
+def network(tmp_path_factory):
+    network = Network(tmp_path_factory.mktemp("ray"))
+    try:
+        network.add(1)
+        network.add(2)
+        yield network
+    finally:
+        network.close()
+
+
+def launch(head: Host, run_dir: Path, model: Path) -> Launch:
+    """The undisturbed run's config, started on the head for two nodes."""
+    words = [f"{name}={value}" for name, value in ENVIRONMENT.items()]
+    wanted = ["gdpo.val_at_start=true", "cluster.num_nodes=2", f"cluster.address={head.address}:{PORT}"]
+    return Launch(run_dir, model, *wanted, before=["env", *words, *head.prefix])
+
+
+def actors(host: Host) -> set[str]:
+    """Classes of the Ray actors on a host."""
+    names = [process.name() for process in host.processes() if process.status() != psutil.STATUS_ZOMBIE]
+    return {name.split(".")[0].removeprefix("ray::") for name in names} & {"PolicyRank", "Engine"}
+
+
+def test_a_run_over_two_hosts_loses_one_and_resumes_to_the_one_host_run_bit_for_bit(
+    network, undisturbed, digit_model, tmp_path
+):
+    head, second = network.hosts
+    run = launch(head, tmp_path / "run", digit_model)
+    run.wait_for_step(3)
+    assert (actors(head), actors(second)) == ({"PolicyRank"}, {"Engine"})
+    second.lose()
+    lost = time.monotonic()
+    status, out, err = run.finish()
+    assert time.monotonic() - lost < 30
+    errors = [line for line in err.splitlines() if line.startswith("error:")]
+    assert status == 1 and len(errors) == 1 and "Traceback" not in err, (out, err)
+    assert f"node {second.address} is no longer in the cluster" in errors[0]
+    assert len(rows(tmp_path / "run")) < len(rows(undisturbed[0].run_dir))
+
+    network.add(3)
+    status, out, err = launch(head, tmp_path / "run", digit_model).finish()
+    assert status == 0 and "resuming from" in out, (out, err)
+    straight = undisturbed[0].run_dir
+    assert [timeless(row) for row in rows(tmp_path / "run")] == [timeless(row) for row in rows(straight)]
+    weights = [folder / "model" / "model.safetensors" for folder in (straight, tmp_path / "run")]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
+    assert actors(head) == set()

@@ -1,0 +1,157 @@
+"""Jobs on a running Slurm of two nodes, submitted as a user does; started by ``run.sh``.
+
+1. The tiny job over both nodes ends with status 0 and equals the run without Slurm.
+2. The same job gets USR1, as Slurm sends it before the time limit: it saves, is queued again, resumes, and its curve is
+   that of the first, bit for bit.
+3. Without a command the cluster waits, and the attach script runs commands in it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+SCRIPT = REPOSITORY / "examples" / "slurm" / "run.sbatch"
+STEPS = 12
+
+
+def command(run_dir: Path, *overrides: str) -> str:
+    words = [
+        sys.executable,
+        "examples/run_gdpo.py",
+        f"run.dir={run_dir}",
+        f"policy.model_name={run_dir.parent / 'model'}",
+        f"gdpo.max_num_steps={STEPS}",
+        "gdpo.num_prompts_per_step=4",
+        "gdpo.val_period=0",
+        "gdpo.val_at_start=false",
+        "data.train.size=512",
+        "cluster.cpus_per_node=2",
+        "'checkpointing={save_period: 50, metric_name: null}'",
+        "'logger={console: plain, plot: false}'",
+        *overrides,
+    ]
+    return " ".join(words)
+
+
+def environment(logs: Path, **more: str) -> dict[str, str]:
+    return {**os.environ, "REPOSITORY": str(REPOSITORY), "LOGS": str(logs), "ENV_BIN": str(Path(sys.executable).parent), **more}
+
+
+def submit(logs: Path, work: str, *options: str) -> str:
+    """Submit the shipped script; returns the job's number."""
+    asked = ["sbatch", "--parsable", f"--output={logs}.out", *options, str(SCRIPT)]
+    done = subprocess.run(
+        asked, env=environment(logs, COMMAND=work), cwd=REPOSITORY, check=True, text=True, stdout=subprocess.PIPE
+    )
+    return done.stdout.strip()
+
+
+def state(job: str) -> str:
+    shown = subprocess.run(["scontrol", "show", "job", job, "--oneliner"], check=True, text=True, stdout=subprocess.PIPE)
+    return dict(word.split("=", 1) for word in shown.stdout.split() if "=" in word)["JobState"]
+
+
+def wait_for(what: str, holds, limit_s: float = 240.0) -> float:
+    """Wait until ``holds()``; returns the seconds it took."""
+    start = time.monotonic()
+    while not holds():
+        if time.monotonic() - start > limit_s:
+            raise SystemExit(f"FAILED: {what} did not happen within {limit_s:.0f} s")
+        time.sleep(0.2)
+    return time.monotonic() - start
+
+
+def rows(run_dir: Path) -> list[dict]:
+    file = run_dir / "metrics.jsonl"
+    lines = file.read_text().splitlines(keepends=True) if file.exists() else []
+    found = [json.loads(line) for line in lines if line.endswith("\n")]
+    return [{k: v for k, v in row.items() if not k.startswith(("time/", "throughput/"))} for row in found]
+
+
+def check(what: str, holds: bool) -> None:
+    print(f"{'ok    ' if holds else 'FAILED'} {what}", flush=True)
+    if not holds:
+        raise SystemExit(1)
+
+
+def same(one: Path, other: Path) -> bool:
+    weights = [(folder / "model" / "model.safetensors").read_bytes() for folder in (one, other)]
+    return rows(one) == rows(other) and len(rows(one)) == STEPS and weights[0] == weights[1]
+
+
+def without_slurm(work: Path) -> None:
+    subprocess.run(command(work / "alone"), shell=True, check=True, cwd=REPOSITORY, stdout=subprocess.DEVNULL)
+
+
+def whole_job(work: Path) -> None:
+    logs = work / "logs" / "whole"
+    job = submit(logs, command(work / "whole", "cluster.num_nodes=2"), "--time=10")
+    seconds = wait_for("the end of the job", lambda: state(job) not in ("PENDING", "RUNNING", "COMPLETING"))
+    print(Path(f"{logs}.out").read_text(), end="")
+    check(f"job {job} is COMPLETED (it is {state(job)}, {seconds:.0f} s)", state(job) == "COMPLETED")
+    check("both nodes were in Ray", "2 of 2 nodes are in" in (logs / "command.log").read_text())
+    check("Ray's logs of both nodes are in one folder", all(any((logs / f"ray-{n}").iterdir()) for n in ("n1", "n2")))
+    check("the curve and the weights are those of the run without Slurm, bit for bit", same(work / "whole", work / "alone"))
+
+
+def job_before_its_time_limit(work: Path) -> None:
+    """``--signal`` is sent by Slurm at 60 s granularity or so; what it sends is sent here at a step of our choice."""
+    logs = work / "logs" / "limited"
+    job = submit(logs, command(work / "limited", "cluster.num_nodes=2"), "--time=10")
+    wait_for("step 3", lambda: len(rows(work / "limited")) >= 3)
+    subprocess.run(["scancel", "--batch", "--signal=USR1", job], check=True)
+    wait_for("the requeue", lambda: "queued again" in Path(f"{logs}.out").read_text())
+    saved = [folder.name for folder in (work / "limited" / "checkpoints").iterdir()]
+    check(f"it was saved after the step ({saved}) and queued again", len(saved) == 1 and len(rows(work / "limited")) < STEPS)
+    wait_for("the end of the job", lambda: state(job) in ("COMPLETED", "FAILED", "TIMEOUT", "CANCELLED"))
+    print(Path(f"{logs}.out").read_text(), end="")
+    check(f"job {job} is COMPLETED (it is {state(job)})", state(job) == "COMPLETED")
+    check("it went on from its checkpoint", "resuming from" in (logs / "command.log").read_text())
+    check("the curve and the weights are those of the run without Slurm, bit for bit", same(work / "limited", work / "alone"))
+
+
+def interactive(work: Path) -> None:
+    logs = work / "logs" / "attached"
+    job = submit(logs, "", "--time=10")
+    wait_for("the cluster", lambda: (logs / "command.log").exists() and "nodes are in" in (logs / "command.log").read_text())
+    ask = ["bash", str(logs / "attach.sh"), "python", "-c", "import ray; ray.init(); print('NODES', len(ray.nodes()))"]
+    answer = subprocess.run(ask, text=True, capture_output=True, timeout=120)
+    check("a command given to attach.sh runs in the cluster of both nodes", "NODES 2" in answer.stdout)
+    subprocess.run(["scancel", "--batch", "--signal=TERM", job], check=True)
+    wait_for("its end", lambda: state(job) in ("FAILED", "COMPLETED", "CANCELLED"))
+    check("TERM ends it and does not queue it again", "queued again" not in Path(f"{logs}.out").read_text())
+
+
+def nothing_left() -> None:
+    def left() -> str:
+        found = subprocess.run(["ps", "-eo", "pid,args"], text=True, capture_output=True).stdout.splitlines()
+        return "\n".join(line for line in found if "/tmp/gdpo-" in line and ("raylet" in line or "gcs_server" in line))
+
+    wait_for("the end of Ray's processes", lambda: not left(), 30)
+    check("no process of Ray is left", not left())
+
+
+def main() -> None:
+    work, wanted = Path(sys.argv[1]), sys.argv[2:]
+    (work / "logs").mkdir(exist_ok=True)
+    os.environ |= {"OMP_NUM_THREADS": "2", "PYTHONPATH": str(REPOSITORY)}
+    code = "import sys; sys.path.insert(0, 'examples'); import make_tiny_model as m; m.make_tiny_model(sys.argv[1], 0, steps=30)"
+    if not (work / "alone").exists():
+        subprocess.run([sys.executable, "-W", "ignore", "-c", code, str(work / "model")], check=True, cwd=REPOSITORY)
+        del os.environ["OMP_NUM_THREADS"]
+        without_slurm(work)
+    for step in (whole_job, job_before_its_time_limit, interactive):
+        if not wanted or step.__name__ in wanted:
+            print(f"-- {step.__name__.replace('_', ' ')}", flush=True)
+            step(work)
+    nothing_left()
+
+
+if __name__ == "__main__":
+    main()
