@@ -114,16 +114,19 @@ def _rows(config, name: str, environment: Any, split: str, dataset: Any, wanted:
     """At most ``wanted`` rows of the split that the environment would verify."""
     from dataclasses import replace
 
-    from gdpo_nemo.data.rows import load_rows
+    from gdpo_nemo.data.rows import environment_of_row, load_rows
+    from gdpo_nemo.environments.registry import load_environments
 
     others = dataset.environment or (name if len(config.env) == 1 else None)
     if dataset.environment_key is None and others != name:
         return []
-    own = replace(dataset, environment=name, size=wanted if dataset.path is None else dataset.size)
-    rows = load_rows(own, {name: environment}, split, config.run.seed)
-    if dataset.environment_key is not None:
-        rows = [row for row in rows if (row.get(dataset.environment_key) or others) == name]
-    return rows[:wanted]
+    if dataset.environment_key is None:
+        own = replace(dataset, environment=name, size=wanted if dataset.path is None else dataset.size)
+        return load_rows(own, {name: environment}, split, config.run.seed)[:wanted]
+    everyone = load_environments(config.env)
+    rows = load_rows(dataset, everyone, split, config.run.seed)
+    named = [environment_of_row(row, dataset, everyone, split, index) for index, row in enumerate(rows)]
+    return [row for row, verifier in zip(rows, named) if verifier == name][:wanted]
 
 
 def _table(name: str, found) -> Any:

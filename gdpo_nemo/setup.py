@@ -145,9 +145,9 @@ def _data(config: Config):
         check_components(config, _reward_names(environments))
     folder = _model_folder(config)
     tokenizer = _tokenizer(config, folder)
-    from gdpo_nemo.rollouts.functions import rollout_functions
+    from gdpo_nemo.rollouts.functions import check_one_kind, rollout_functions
 
-    rollout_functions(config)
+    functions = rollout_functions(config)
     room = config.policy.max_total_sequence_length - 1
     common = dict(seed=config.run.seed, max_prompt_tokens=room)
     prompts = PromptSource(config.data.train, environments, tokenizer, split="train", **common)
@@ -155,6 +155,8 @@ def _data(config: Config):
     if config.data.validation and (config.gdpo.val_period or config.gdpo.val_at_start):
         source = PromptSource(config.data.validation, environments, tokenizer, split="validation", **common)
         held_out, sources["validation"] = source.head(config.gdpo.val_prompts), source
+    for split, source in sources.items():
+        check_one_kind(functions, {prompt.environment for prompt in source.head()}, split)
     _preflight(environments, sources)
     check_components(config, _reward_names(environments))
     refused = [
@@ -176,7 +178,7 @@ def _preflight(environments, sources: dict[str, PromptSource]) -> None:
         if not hasattr(environment, "preflight"):
             continue
         try:
-            environment.preflight([p for s in sources.values() if s.environment == name for p in s.head()])
+            environment.preflight([p for s in sources.values() for p in s.head() if p.environment == name])
         except GdpoError as error:
             raise type(error)(f"env.{name}: {error}") from None
         finally:

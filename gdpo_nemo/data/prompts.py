@@ -61,7 +61,7 @@ class PromptSource:
         self.environment = environment_of(dataset, environments, split)
         self._split, self._seed, self._shuffle = split, seed, dataset.shuffle
         rows = load_rows(dataset, environments, split, seed)
-        verifiers = [environment_of_row(row, dataset, environments, split) for row in rows]
+        verifiers = [environment_of_row(row, dataset, environments, split, index) for index, row in enumerate(rows)]
         render = _Renderer(dataset, environments, tokenizer, split)
         prompts = [render(index, row, verifier) for index, (row, verifier) in enumerate(zip(rows, verifiers))]
         texts = [text for text, _ in prompts]

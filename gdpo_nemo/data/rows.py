@@ -38,13 +38,15 @@ def environment_of(dataset: DatasetConfig, environments: Mapping[str, Any], spli
     return next(iter(environments))
 
 
-def environment_of_row(row: Row, dataset: DatasetConfig, environments: Mapping[str, Any], split: str) -> str:
-    """The name in ``env`` of the environment that verifies this row. Raises ConfigError."""
+def environment_of_row(
+    row: Row, dataset: DatasetConfig, environments: Mapping[str, Any], split: str, index: int
+) -> str:
+    """The name in ``env`` of the environment that verifies row ``index``. Raises ConfigError."""
     named = row.get(dataset.environment_key) if dataset.environment_key is not None else None
     name = environment_of(dataset, environments, split) if named is None else named
-    if name not in environments:
+    if not isinstance(name, str) or name not in environments:
         what = f"env has no {name!r}{nearest(str(name), environments)}" if name else "names no environment"
-        raise ConfigError(f"data.{split}.environment_key: row {row.get('id')}: {what}")
+        raise ConfigError(f"data.{split}.environment_key: row {index}: {what}")
     return name
 
 
@@ -86,14 +88,17 @@ def _rows_of_environment(dataset: DatasetConfig, environments: Mapping[str, Any]
 def _read_by_environment(
     rows: list[Row], dataset: DatasetConfig, environments: Mapping[str, Any], split: str
 ) -> list[Row]:
-    """Rows in a form of their environment's own, read by it."""
-    read = getattr(environments.get(environment_of(dataset, environments, split)), "read_row", None)
-    if read is None:
-        return rows
+    """Rows in a form of their environment's own, read by it; the column that names the environment stays."""
     made = []
     for index, row in enumerate(rows):
+        name = environment_of_row(row, dataset, environments, split, index)
+        read = getattr(environments[name], "read_row", None)
+        if read is None:
+            made.append(row)
+            continue
+        named = {key: row[key] for key in (dataset.environment_key,) if key in row}
         try:
-            made.append(dict(read(row)))
+            made.append({**read(row), **named})
         except ConfigError as error:
             raise ConfigError(f"data.{split}: row {index} {error}") from None
     return made

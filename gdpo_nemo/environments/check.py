@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Mapping, Sequence
 
 import numpy as np
@@ -16,8 +17,12 @@ from gdpo_nemo.data.records import Outcome, Prompt, Trajectory, Verdict
 from gdpo_nemo.data.rows import PROMPT_KEYS
 from gdpo_nemo.data.wording import first_line
 from gdpo_nemo.environments.base import Environment
+from gdpo_nemo.environments.episodes import EpisodeStep, has_turns
 from gdpo_nemo.environments.pools import EnvironmentPools
 from gdpo_nemo.errors import ConfigError, RunError
+
+_TURNS = 9
+"""Turns after which an episode is cut."""
 
 
 @dataclass
@@ -87,25 +92,59 @@ def check_environment(
         completions: tried on every row, besides the environment's own examples.
         key: column with the prompt, as for ``sample_of``.
 
+    A completion to an environment with turns is given as the answer of every turn.
+
     Raises:
-        RunError: a mistake in the environment's code.
-        ConfigError: a row without a prompt.
+        RunError: a mistake in the environment's code, or servers that are not there.
+        ConfigError: a row without a prompt or that a server refuses; an environment that nothing but a run can play.
     """
+    if getattr(environment, "plays_with_endpoint", False):
+        raise ConfigError(f"{name}: its episodes need the model of a run, which this check has not")
     groups = [
         [sample_of(row, text, name, index, key) for index, text in enumerate(_completions(environment, row, completions))]
         for row in rows
     ]
+    if hasattr(environment, "preflight"):
+        try:
+            environment.preflight([group[0].prompt for group in groups])
+        finally:
+            environment.close()
     with EnvironmentPools({name: options}, workers, timeout_s) as pool:
+        verify = partial(_episodes, pool) if has_turns(environment) else pool.verify
         begin = time.perf_counter()
-        first = pool.verify(groups[0])
+        first = verify(groups[0])
         check = Check(tuple(environment.reward_names), time.perf_counter() - begin)
         for group in groups:
             begin = time.perf_counter()
-            check.verdicts += pool.verify(group)
+            check.verdicts += verify(group)
             check.samples += group
             check.latencies_s += [time.perf_counter() - begin] * len(group)
     check.repeated = first == check.verdicts[: len(first)]
     return check
+
+
+def _episodes(pool: EnvironmentPools, samples: Sequence[Trajectory]) -> list[Verdict]:
+    """One verdict per sample: the rewards of an episode in which each turn is answered with the sample's text."""
+    replies = pool.step([EpisodeStep(sample.prompt, sample.sample_index, 0) for sample in samples])
+    rewards: list[dict[str, float | None]] = [{} for _ in samples]
+    for turn in range(1, _TURNS + 1):
+        going = [i for i, reply in enumerate(replies) if not reply.done and reply.outcome is Outcome.OK]
+        steps = [_step(samples[i], replies[i].state, turn) for i in going]
+        for i, reply in zip(going, pool.step(steps) if steps else []):
+            replies[i] = reply
+            for component, value in reply.rewards.items():
+                before = rewards[i].get(component)
+                rewards[i][component] = before if value is None else value + (before or 0.0)
+    return [
+        Verdict(earned if reply.outcome is Outcome.OK else {}, reply.outcome, reply.detail)
+        for earned, reply in zip(rewards, replies)
+    ]
+
+
+def _step(sample: Trajectory, state: bytes, turn: int) -> EpisodeStep:
+    """The sample's answer in this turn; after the last turn the episode is cut."""
+    message = {"role": "assistant", "content": sample.text, "finish_reason": sample.finish_reason}
+    return EpisodeStep(sample.prompt, sample.sample_index, turn, state, None if turn == _TURNS else message)
 
 
 def _completions(environment: Environment, row: Mapping[str, Any], given: Sequence[str]) -> list[str]:

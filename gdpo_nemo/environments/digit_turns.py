@@ -40,6 +40,10 @@ class DigitTurns:
         random.Random(seed).shuffle(chosen)
         return [{"id": f"digits/{digits}", "prompt": f"{digits}=", "digits": digits} for digits in chosen[:size]]
 
+    def examples(self, row: Mapping[str, Any]) -> list[str]:
+        """What every turn wants."""
+        return [f"<t></t><a>{''.join(sorted(row['digits']))}</a>"]
+
 
 class Sorting:
     """One episode."""

@@ -101,6 +101,7 @@ def step(name: str, steps: Sequence[EpisodeStep], time_limit_s: float, seed: int
     if isinstance(environment, Fault):
         return environment
     faulthandler.dump_traceback_later(time_limit_s + _GRACE_S, exit=True)
+    handlers = {number: signal.getsignal(number) for number in _SIGNALS}
     replies = []
     try:
         for asked in steps:
@@ -114,6 +115,7 @@ def step(name: str, steps: Sequence[EpisodeStep], time_limit_s: float, seed: int
         return Fault(f"environment {name!r}: its episode raised {first_line(error)}")
     finally:
         faulthandler.cancel_dump_traceback_later()
+        _restore(handlers)
 
 
 def _seed(seed: int, name: str, trajectories: Sequence[Trajectory | EpisodeStep], turn: str | None = "") -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Callable, Sequence
+from typing import Any, Callable, Collection, Mapping, Sequence
 
 from gdpo_nemo.cluster.fleet import EngineFleet
 from gdpo_nemo.config.schema import Config
@@ -124,6 +124,27 @@ def rollout_functions(config: Config) -> dict[str, RolloutFunction]:
     if config.rollout.endpoint.enabled and not with_agents:
         raise ConfigError("rollout.endpoint: has no effect without an environment of agents or a rollout.function; remove it")
     return found
+
+
+def check_one_kind(functions: Mapping[str, RolloutFunction], names: Collection[str], split: str) -> None:
+    """Refuses a split whose rows go to environments that are played in unlike ways: one way makes a whole batch.
+
+    Args:
+        functions: as ``rollout_functions`` gives them.
+        names: the environments of the split's rows.
+
+    Raises:
+        ConfigError: names two of them.
+    """
+    kinds: dict[int, str] = {}
+    for name in sorted(names):
+        kinds.setdefault(id(functions.get(name)), name)
+    if len(kinds) > 1:
+        one, other = list(kinds.values())[:2]
+        raise ConfigError(
+            f"data.{split}.environment_key: rows of {one} and of {other} cannot share a batch; environments with turns and "
+            "without, or of different agents, need runs of their own"
+        )
 
 
 def _own_function(reference: str) -> RolloutFunction:

@@ -63,7 +63,22 @@ def test_rows_go_to_the_environment_that_their_column_names(tmp_path):
     assert [prompt.text for prompt in prompts] == ["Be polite.\n\na", "b", "c"]
 
 
-@pytest.mark.parametrize("row, message", [({"task": "polit"}, "row train/1: env has no 'polit'; did you mean 'polite'"), ({}, "row train/1: names no environment")])
+class Foreign(Polite):
+    system_prompt = None
+
+    def read_row(self, row):
+        return {"prompt": row["question"].upper(), "kept": row}
+
+
+def test_rows_in_a_form_of_their_environments_own_are_read_by_it_and_no_others(tmp_path):
+    rows = [{"question": "a", "task": "foreign"}, {"prompt": "b", "task": "digit_sort"}, {"question": "c", "task": "foreign"}]
+    dataset = DatasetConfig(path=write(tmp_path / "rows.jsonl", rows), environment_key="task")
+    prompts = source(dataset, {**DIGITS, "foreign": {"plugin": f"{__file__}:Foreign"}}).head()
+    assert [(prompt.text, prompt.environment) for prompt in prompts] == [("A", "foreign"), ("b", "digit_sort"), ("C", "foreign")]
+    assert prompts[2].fields["kept"] == rows[2]
+
+
+@pytest.mark.parametrize("row, message", [({"task": "polit"}, "row 1: env has no 'polit'; did you mean 'polite'"), ({}, "row 1: names no environment")])
 def test_a_row_that_no_environment_verifies_is_refused(tmp_path, row, message):
     rows = [{"prompt": "a", "task": "polite"}, {"prompt": "b", **row}]
     with pytest.raises(ConfigError, match=f"data.train.environment_key: {message}"):

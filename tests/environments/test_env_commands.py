@@ -118,6 +118,12 @@ def test_check_tells_a_reward_that_does_not_apply_from_one_that_failed(mine, cap
     assert "length: does not apply to 1 of 3 samples" in shown and "other: does not apply to 3 of 3 samples" in shown
 
 
+def test_an_environment_with_turns_is_played_to_its_end(capsys):
+    assert cli.main(["env", "check", "digit_turns", "--rows", "1", "--completion", "x"]) == 0
+    lines = [line.split("│") for line in capsys.readouterr().out.splitlines() if "digits/" in line]
+    assert [[cell.strip() for cell in line[3:6]] for line in lines] == [["1", "1", "1"], ["0", "0", "0"], ["0", "0", "0"]]
+
+
 @pytest.mark.parametrize(
     "arguments, status, message",
     [
