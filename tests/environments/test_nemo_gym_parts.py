@@ -1,6 +1,7 @@
 """Rows, completions, options and weights of the nemo_gym environment, without any server."""
 
 import json
+import math
 import re
 import time
 
@@ -17,7 +18,8 @@ from gdpo_nemo.environments.nemo_gym.client import Cookies
 from gdpo_nemo.environments.nemo_gym.completions import output_items
 from gdpo_nemo.environments.nemo_gym.environment import NemoGym
 from gdpo_nemo.environments.nemo_gym.failures import Failure
-from gdpo_nemo.environments.nemo_gym.replies import depth_exceeds, retry_after_s
+from gdpo_nemo.environments.nemo_gym.replies import check_measurement, depth_exceeds, parse_json, retry_after_s
+from gdpo_nemo.environments.nemo_gym.rewards import read_rules, rewards_of
 from gdpo_nemo.environments.nemo_gym.routing import routes_of
 from gdpo_nemo.environments.nemo_gym.rows import ROW, read_row, request_body
 from gdpo_nemo.environments.nemo_gym.settings import api_key, read_settings
@@ -99,6 +101,28 @@ def test_any_completion_can_be_sent(text):
     row = {"responses_create_params": {"input": "x", "tools": [TOOL]}}
     body = json.loads(request_body(trajectory(text, **{ROW: row}), "hermes", True))
     assert body["response"]["output"]
+
+
+_NAMES = st.sampled_from(["reward", "reward_components", "a", "mask_sample", "failure_kind", "instance_config", "x/y", ""])
+_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(_NAMES, inner, max_size=4),
+    max_leaves=12,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(reply=st.dictionaries(_NAMES, _JSON, max_size=6), named=st.booleans(), check_sum=st.booleans())
+def test_any_reply_is_finite_rewards_or_a_failure_in_one_line(reply, named, check_sum):
+    rules = read_rules([{"name": "a", "missing": "mask"}, {"name": "b", "path": "reward"}]) if named else ()
+    try:
+        parsed = parse_json(json.dumps(reply).encode(), 100)
+        check_measurement(parsed)
+        rewards = rewards_of(parsed, rules, "one", check_sum)
+    except Failure as failure:
+        assert len(failure.detail) < 600 and failure.detail.isprintable()
+    else:
+        assert rewards and all(value is None or math.isfinite(value) for value in rewards.values())
 
 
 def test_long_hostile_texts_are_read_in_linear_time():
