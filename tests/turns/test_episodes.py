@@ -125,7 +125,10 @@ def test_budgets_end_an_episode_as_truncated_and_the_environment_has_the_last_wo
     (few_tokens,) = play([chat_prompt(stage, "guessing")], context(stage, pool, max_tokens=13))
     for trajectory in (*two_turns, *few_tokens):
         assert trajectory.outcome is Outcome.TRUNCATED and trajectory.loss_mask[-1]
-        assert trajectory.rewards["turns"] == trajectory.turns and trajectory.rewards["length"] % 1 == 0.0
+        parts = np.split(trajectory.completion_ids, np.flatnonzero(np.diff(trajectory.loss_mask.astype(int))) + 1)
+        written = [len(stage.tokenizer.decode(part, skip_special_tokens=True)) for part in parts[::2]]
+        # cut() adds -1 to what the steps gave.
+        assert trajectory.rewards == {"turns": trajectory.turns, "length": sum(written) - 1}
     assert all(t.turns == 2 for t in two_turns) and all(t.written == 13 for t in few_tokens)
 
 
