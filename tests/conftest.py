@@ -22,6 +22,22 @@ def pytest_addoption(parser):
     parser.addoption("--layout-table", help="write the table of layouts and models (Markdown) to this file")
 
 
+_LONGEST_FIRST = ("end_to_end", "megatron", "cluster", "turns", "environments", "examples")
+
+
+def pytest_collection_modifyitems(items):
+    """Each folder of tests is a group that one process runs, since its tests share engines and ranks; long ones start first."""
+    place = {name: number for number, name in enumerate(_LONGEST_FIRST)}
+    here = Path(__file__).parent
+
+    def folder(item) -> str:
+        return item.path.relative_to(here).parts[0]
+
+    items.sort(key=lambda item: place.get(folder(item), len(place)))
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group(folder(item)))
+
+
 @pytest.fixture(scope="session")
 def digit_model(tmp_path_factory) -> Path:
     """The demo's model after a warm-up too short to learn much, made by the factory that users run."""

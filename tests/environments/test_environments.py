@@ -194,6 +194,7 @@ def test_every_built_in_environment_loads_and_names_its_rewards():
     options = {
         "reasoning_gym": {"task": "chain_sum"},
         "nemo_gym": {"servers": {"one": "http://127.0.0.1:1"}},
+        "nemo_gym_agent": {"agents": {"steps": "http://127.0.0.1:1"}, "rewards": [{"name": "accuracy"}]},
         "functions": {"functions": {"brevity": {"function": "length", "max_tokens": 3}}},
     }
     for name in registry.BUILT_IN:

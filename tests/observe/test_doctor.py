@@ -76,8 +76,9 @@ def test_stacks_of_live_processes_show_where_they_are_and_stopped_ones_are_known
         file = StatusFile(tmp_path, lambda: {"step": 1, "roles": roles})
         with waits.waiting("sampling", "engine 0", 60.0):
             file.write(waits.current())
-            time.sleep(0.5)
-            found = examine(tmp_path)
+            deadline = time.monotonic() + 60
+            while "dawdle" not in (found := examine(tmp_path)).sentence and time.monotonic() < deadline:
+                file.write(waits.current())
             assert found.blocked_by == ["engine 0"] and not found.lost
             assert "is in dawdle (" in found.sentence and "dawdler.py:3" in found.sentence, found.sentence
             process.send_signal(signal.SIGSTOP)
