@@ -26,6 +26,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "policy.megatron_cfg.scheduler.lr_decay_style": ("constant", "linear", "cosine"),
     "policy.generation.backend": ("vllm",),
     "weights.transport": ("auto", "memory", "gloo", "folder"),
+    "logger.wandb.mode": ("online", "offline"),
     "logger.console": ("auto", "live", "plain"),
 }
 """Dotted key -> accepted values. Keys that are not listed take any value of their type."""

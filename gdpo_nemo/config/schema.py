@@ -420,6 +420,38 @@ class TensorboardConfig:
 
 
 @dataclass
+class WandbConfig:
+    """Weights & Biases; needs `uv sync --group trackers`."""
+
+    enabled: bool = False
+    """Send every row of metrics there."""
+    project: str = "gdpo_nemo"
+    """Project of the run."""
+    mode: str = "online"
+    """online, or offline: written to `wandb/` in the run folder, for `wandb sync`."""
+
+
+@dataclass
+class MlflowConfig:
+    """MLflow; needs `uv sync --group trackers`."""
+
+    enabled: bool = False
+    """Send every row of metrics there."""
+    experiment: str = "gdpo_nemo"
+    """Experiment of the run."""
+    tracking_uri: Optional[str] = None
+    """Server, or `sqlite:///file.db`; null takes MLFLOW_TRACKING_URI, or else `mlflow.db` in the run folder."""
+
+
+@dataclass
+class PrometheusConfig:
+    """The newest row of metrics, for Prometheus to fetch; needs `uv sync --group trackers`."""
+
+    port: Optional[int] = None
+    """Port of `/metrics` on the driver's host; null: off."""
+
+
+@dataclass
 class LoggerConfig:
     """What is shown and written beside metrics.jsonl."""
 
@@ -428,6 +460,9 @@ class LoggerConfig:
     plot: bool = True
     """Draw rewards.png when the run ends."""
     tensorboard: TensorboardConfig = field(default_factory=TensorboardConfig)
+    wandb: WandbConfig = field(default_factory=WandbConfig)
+    mlflow: MlflowConfig = field(default_factory=MlflowConfig)
+    prometheus: PrometheusConfig = field(default_factory=PrometheusConfig)
 
 
 @dataclass

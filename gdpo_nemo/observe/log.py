@@ -12,6 +12,7 @@ from typing import Any, Callable, Mapping, Sequence
 
 import numpy as np
 
+from gdpo_nemo.config.load import config_to_dict
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.data.records import Group
 from gdpo_nemo.observe.alerts import write_alert
@@ -20,6 +21,7 @@ from gdpo_nemo.observe.history import History
 from gdpo_nemo.observe.metrics import MetricsLog, clean, read_metrics
 from gdpo_nemo.observe.rollouts import remove_rollouts_after, write_rollouts
 from gdpo_nemo.observe.trace import TraceLog
+from gdpo_nemo.observe.trackers import wanted
 
 
 class RunLog:
@@ -42,9 +44,11 @@ class RunLog:
         )
         self._try("rollouts", remove_rollouts_after, run_dir, start_step)
         self._trace = self._try("the trace", TraceLog, run_dir)
-        self._tensorboard = None
+        self._trackers = {}
         if config.logger.tensorboard.enabled:
-            self._tensorboard = self._try("TensorBoard", _tensorboard, run_dir, start_step)
+            self._trackers["TensorBoard"] = self._try("TensorBoard", _tensorboard, run_dir, start_step)
+        for name, tracker in wanted(config).items():
+            self._trackers[name] = self._try(name, tracker, config, run_dir, start_step, config_to_dict(config))
 
     def step(
         self,
@@ -84,7 +88,7 @@ class RunLog:
     def close(self, status: str) -> None:
         """Finishes every file and shows the summary; ``status`` is its title: complete, stopped, failed."""
         self._metrics.close()
-        for what, log in (("the trace", self._trace), ("TensorBoard", self._tensorboard)):
+        for what, log in (("the trace", self._trace), *self._trackers.items()):
             if log:
                 self._try(what, log.close)
         if self._history.training or self._history.validation:
@@ -98,8 +102,9 @@ class RunLog:
         self._metrics.append(row)
         self._step = row["step"]
         self._history.add(clean(row))
-        if self._tensorboard:
-            self._try("TensorBoard", self._tensorboard.write, row)
+        for what, tracker in self._trackers.items():
+            if tracker:
+                self._try(what, tracker.write, row)
 
     def _try(self, what: str, action: Callable, *arguments: Any, **named: Any) -> Any:
         """Calls ``action``; a failure becomes one alert per ``what`` instead of an end of the run."""

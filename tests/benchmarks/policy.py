@@ -118,12 +118,28 @@ def ours(folder: Path, arguments):
     def update(batch) -> float:
         lengths = [len(s) for s in batch]
         budget = max(arguments.micro_batch, max(lengths))
-        result = policy.train(batch, assign(lengths, 1, budget, 1, quadratic), LossSettings())
+        assignment = assign(lengths, 1, budget, 1, quadratic)
+        fullest = max(assignment[0], key=lambda members: sum(lengths[i] for i in members))
+        load = [sum(lengths[i] for i in fullest), sum(len(batch[i].completion_ids) for i in fullest)]
+        update.predicted = predicted(folder / "model", config, *load)
+        result = policy.train(batch, assignment, LossSettings())
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         return result.loss
 
     return update
+
+
+def predicted(model: Path, policy, tokens: int, rows: int) -> dict:
+    """The plan's bytes for one rank with that fullest micro-batch, item by item."""
+    from gdpo_nemo.config.schema import Config
+    from gdpo_nemo.planning.memory import policy_memory
+    from gdpo_nemo.planning.shape import shape_from
+
+    config = Config()
+    config.policy.precision, config.policy.megatron_cfg = policy.precision, policy.megatron_cfg
+    memory = policy_memory(config, shape_from(json.loads((model / "config.json").read_text())), tokens, rows)
+    return {**{key: value for key, value in vars(memory).items() if key != "stage"}, "total": memory.total}
 
 
 def theirs(folder: Path, arguments):
@@ -183,7 +199,9 @@ def serve(side: str, folder: Path, arguments) -> None:
         wall, cpu = time.perf_counter(), time.process_time()
         loss = update(batch)
         row = dict(loss=loss, wall=time.perf_counter() - wall, cpu=time.process_time() - cpu)
+        row["lengths"], row["gpu"] = [len(s) for s in batch], torch.cuda.get_device_name() if torch.cuda.is_available() else ""
         row |= dict(peak=memory(torch, "VmHWM") - before, held=held, tokens=sum(map(len, batch)))
+        row["predicted"] = getattr(update, "predicted", None)
         print(json.dumps(row), flush=True)
 
 
@@ -227,12 +245,25 @@ def _start(side: str, size: str, folder: Path, arguments) -> subprocess.Popen:
         **os.environ,
         "OMP_NUM_THREADS": str(arguments.threads),
         "OMP_WAIT_POLICY": "PASSIVE",
+        # Large blocks go back to the system when they are freed, so that the peak is what was needed at once.
+        "MALLOC_MMAP_THRESHOLD_": "65536",
+        "MALLOC_TRIM_THRESHOLD_": "65536",
         "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
     }
     command = [sys.executable, "-W", "ignore", __file__, "--side", side, "--folder", str(folder), "--size", size]
     for option in ("threads", "tokens", "micro_batch", "precision", "recompute", *(["length"] if arguments.length else [])):
         command += [f"--{option.replace('_', '-')}", str(getattr(arguments, option))]
     return subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "B200": 2250e12}
+"""Dense bfloat16, from NVIDIA's data sheets."""
+
+
+def model_flops(size: str, parameters: int, lengths: list[int]) -> float:
+    """Multiplications and additions of one update: 6 a parameter and token, and causal attention's 6 x layers x hidden x n^2."""
+    hidden, layers, heads, *_ = SHAPES[size]
+    return 6.0 * parameters * sum(lengths) + sum(6.0 * layers * hidden * n * n for n in lengths)
 
 
 def _show(size: str, parameters: int, rows: dict, arguments) -> None:
@@ -246,6 +277,14 @@ def _show(size: str, parameters: int, rows: dict, arguments) -> None:
         name = "gdpo_nemo" if side == "ours" else "transformers"
         peak = max(row["peak"] for row in done) >> 20
         print(f"{name:14s}{wall:9.2f}{cpu:9.2f}{tokens / wall:10.0f}{tokens / cpu:11.0f}{peak:10d}{done[0]['loss']:12.6f}")
+    first = rows["ours"][0]
+    top = next((flops for name, flops in PEAK_FLOPS.items() if name in first["gpu"]), None)
+    if top:
+        seconds = tokens / rate["ours"][0]
+        print(f"MFU on {first['gpu']}: {model_flops(size, parameters, first['lengths']) / seconds / top:.3f} of {top / 1e12:.0f} TFLOP/s")
+    plan, peak = rows["ours"][0]["predicted"], max(row["peak"] for row in rows["ours"])
+    items = ", ".join(f"{name} {size >> 20}" for name, size in plan.items() if size and name != "total")
+    print(f"planned for gdpo_nemo: {plan['total'] >> 20} MiB ({items}); peak / plan {peak / plan['total']:.3f}")
     if len(rate) == 2:
         by_wall, by_cpu = (rate["ours"][i] / rate["theirs"][i] for i in (0, 1))
         print(f"gdpo_nemo / transformers: {by_wall:.2f} x by wall, {by_cpu:.2f} x by CPU seconds")
