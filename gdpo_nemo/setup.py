@@ -113,8 +113,7 @@ def _signals(stop: Stop):
 def _data(config: Config):
     """Prompts, held-out prompts, tokenizer and model folder; everything about them that can be wrong is found here."""
     environments = load_environments(config.env)
-    if not any(getattr(environment, "open_rewards", False) for environment in environments.values()):
-        check_components(config, _reward_names(environments))
+    _check_rewards(config, environments)
     folder = _model_folder(config)
     tokenizer = _tokenizer(config, folder)
     room = config.policy.max_total_sequence_length - 1
@@ -125,7 +124,7 @@ def _data(config: Config):
         source = PromptSource(config.data.validation, environments, tokenizer, split="validation", **common)
         held_out, sources["validation"] = source.head(config.gdpo.val_prompts), source
     _preflight(environments, sources)
-    check_components(config, _reward_names(environments))
+    _check_rewards(config, environments)
     refused = [
         f"data.{split}: {len(source.refused)} prompts are longer than {room} tokens and are left out, "
         f"the first of them {source.refused[0].id} with {source.refused[0].tokens}"
@@ -135,8 +134,10 @@ def _data(config: Config):
     return prompts, held_out, tokenizer, folder, refused
 
 
-def _reward_names(environments) -> list[str]:
-    return [name for environment in environments.values() for name in environment.reward_names]
+def _check_rewards(config: Config, environments) -> None:
+    """Refuse weights of components that nothing gives, as soon as every environment knows what it gives."""
+    if not any(getattr(environment, "open_rewards", False) for environment in environments.values()):
+        check_components(config, [name for environment in environments.values() for name in environment.reward_names])
 
 
 def _preflight(environments, sources: dict[str, PromptSource]) -> None:
@@ -145,7 +146,7 @@ def _preflight(environments, sources: dict[str, PromptSource]) -> None:
         if not hasattr(environment, "preflight"):
             continue
         try:
-            environment.preflight([p for s in sources.values() if s.environment == name for p in s.head()])
+            environment.preflight([p for s in sources.values() for p in s.head() if p.environment == name])
         except GdpoError as error:
             raise type(error)(f"env.{name}: {error}") from None
         finally:
