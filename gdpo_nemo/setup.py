@@ -141,8 +141,7 @@ def _signals(stop: Stop):
 def _data(config: Config):
     """Prompts, held-out prompts, tokenizer and model folder; everything about them that can be wrong is found here."""
     environments = load_environments(config.env)
-    if not any(getattr(environment, "open_rewards", False) for environment in environments.values()):
-        check_components(config, _reward_names(environments))
+    _check_rewards(config, environments)
     folder = _model_folder(config)
     tokenizer = _tokenizer(config, folder)
     from gdpo_nemo.rollouts.functions import check_one_kind, rollout_functions
@@ -158,7 +157,7 @@ def _data(config: Config):
     for split, source in sources.items():
         check_one_kind(functions, {prompt.environment for prompt in source.head()}, split)
     _preflight(environments, sources)
-    check_components(config, _reward_names(environments))
+    _check_rewards(config, environments)
     refused = [
         f"data.{split}: {len(source.refused)} prompts are longer than {room} tokens and are left out, "
         f"the first of them {source.refused[0].id} with {source.refused[0].tokens}"
@@ -168,8 +167,10 @@ def _data(config: Config):
     return prompts, held_out, tokenizer, folder, refused
 
 
-def _reward_names(environments) -> list[str]:
-    return [name for environment in environments.values() for name in environment.reward_names]
+def _check_rewards(config: Config, environments) -> None:
+    """Refuse weights of components that nothing gives, as soon as every environment knows what it gives."""
+    if not any(getattr(environment, "open_rewards", False) for environment in environments.values()):
+        check_components(config, [name for environment in environments.values() for name in environment.reward_names])
 
 
 def _preflight(environments, sources: dict[str, PromptSource]) -> None:

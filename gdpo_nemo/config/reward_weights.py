@@ -10,7 +10,7 @@ from typing import Any, Iterator, Mapping
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.errors import ConfigError
 
-_PLUGINS = ("nemo_gym",)
+_PLUGINS = ("nemo_gym", "nemo_gym_agent")
 """Environments whose option ``rewards`` is such a list."""
 
 

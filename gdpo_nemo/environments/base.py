@@ -10,6 +10,7 @@ Besides what the protocols ask for, it may have
 * ``read_row(row) -> row``, which turns a row of its dataset into one with a prompt column (and ``tools``);
 * ``preflight(prompts)``, called on the driver before anything is started, with the run's prompts for it. It raises
   ConfigError or RunError for what would fail later;
+* ``open_rewards``, true as long as it cannot know its ``reward_names``;
 * ``remote = True`` with ``close()``: a client of servers, see ``remote.py``.
 """
 

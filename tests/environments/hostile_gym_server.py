@@ -36,6 +36,12 @@ class Hosted:
         while not self._server.started:
             time.sleep(0.01)
 
+    def break_off(self) -> None:
+        """End at once, in the middle of what is being answered."""
+        for connection in list(self._server.server_state.connections):
+            connection.loop.call_soon_threadsafe(connection.transport.abort)
+        self.stop()
+
     def stop(self) -> None:
         self._server.should_exit = True
         self._thread.join(10)

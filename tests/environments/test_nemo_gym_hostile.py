@@ -24,14 +24,14 @@ LIMITS = {"deadline_s": DEADLINE, "request_timeout_s": 1.0, "retries": 2, "max_r
 MISDEEDS = {
     "hang": ("timeout", "no reply within", 1.0, DEADLINE),
     "drip": ("timeout", "no reply within", 1.0, DEADLINE),
-    "errors": ("server_error", "HTTP 500: boom Bearer *** (3 attempts)", 0.3, DEADLINE),
+    "errors": ("server_error", "HTTP 500: boom Bearer *** (", 0.3, DEADLINE),
     "error_once": (None, "", 0.1, DEADLINE),
     "busy_once": (None, "", 0.2, DEADLINE),
     "busy_for_an_hour": ("rate_limited", "asks for a pause of 3600 s; deadline_s is 2.4", 0, 1.0),
     "busy_until_a_date": ("rate_limited", "asks for a pause of", 0, 1.0),
-    "cut_short": ("connection", "(3 attempts)", 0.3, DEADLINE),
-    "closed": ("connection", "(3 attempts)", 0.3, DEADLINE),
-    "nobody": ("connection", "(3 attempts)", 0.3, DEADLINE),
+    "cut_short": ("connection", " attempts", 0.3, DEADLINE),
+    "closed": ("connection", " attempts", 0.3, DEADLINE),
+    "nobody": ("connection", " attempts", 0.3, DEADLINE),
     "big": ("too_large", "has 10000022 bytes (max_reply_bytes is 1048576)", 0, 1.0),
     "big_unannounced": ("too_large", "more than max_reply_bytes", 0, 1.0),
     "bomb": ("bad_reply", "compressed (gzip)", 0, 1.0),
@@ -180,11 +180,12 @@ def test_a_server_that_restarts_in_mid_batch_costs_no_verdict(servers):
     gym = NemoGym({"servers": {"main": server.url}, "rewards": RULES, "concurrency": 8, "retries": 6, "deadline_s": 20})
     batch = [sample(i / 40, "slow", f"p{i // 4}", i % 4, seconds=0.2) for i in range(24)]
     straight = gym.verify(batch)
+    assert app.state.most == 8  # `concurrency`
 
     def restart():
-        while len(app.state.seen) < 30:
+        while len(app.state.seen) < 30 or app.state.active < 4:
             time.sleep(0.005)
-        server.stop()
+        server.break_off()
         time.sleep(0.3)
         server.start()
 
@@ -192,7 +193,7 @@ def test_a_server_that_restarts_in_mid_batch_costs_no_verdict(servers):
     thread.start()
     assert gym.verify(batch) == straight and {v.outcome for v in straight} == {Outcome.OK}
     thread.join()
-    assert app.state.most <= 8 and len(app.state.seen) > 48  # some were asked twice
+    assert len(app.state.seen) >= 2 * 24 + 4  # those that were broken off were asked again
     gym.close()
     server.stop()
 

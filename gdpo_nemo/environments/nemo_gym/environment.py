@@ -48,9 +48,8 @@ class NemoGym:
     def __init__(self, options: Mapping[str, Any] | None = None):
         self.settings = read_settings(options)
         self.open_rewards = not self.settings.rules
-        """Whether replies may bring components that are not in ``reward_names``."""
+        """Whether the components are those of the replies; ``reward_names`` then says nothing before ``preflight``."""
         self.reward_names: tuple[str, ...] = tuple(rule.name for rule in self.settings.rules) or ("reward",)
-        """Without the option ``rewards`` these are known after ``preflight``."""
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._closed = False
@@ -72,13 +71,14 @@ class NemoGym:
     def preflight(self, prompts: Sequence[Prompt]) -> dict[str, tuple[str, ...]]:
         """Reach every server, seed and verify one of ``prompts`` at each that any of them goes to.
 
-        Returns the components that each of these gave, and adds them to ``reward_names`` where those are found by
-        themselves. Raises ConfigError for a path that is not there or a row that is refused, RunError for a server
-        that cannot be reached or fails.
+        Returns the components that each of these gave; where they are found by themselves they are the
+        ``reward_names`` from then on. Raises ConfigError for a path that is not there or a row that is refused,
+        RunError for a server that cannot be reached or fails.
         """
         found = self._run(self._preflight(prompts))
         if self.open_rewards:
-            self.reward_names = tuple(dict.fromkeys(name for names in found.values() for name in names))
+            self.reward_names = tuple(dict.fromkeys(name for names in found.values() for name in names)) or ("reward",)
+            self.open_rewards = not found
         return found
 
     def close(self) -> None:
