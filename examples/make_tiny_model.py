@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
 import random
 import string
@@ -101,6 +102,20 @@ def make_answering_model(folder: str, seed: int, steps: int = 120) -> None:
     with _whole_or_nothing(folder) as whole, tempfile.TemporaryDirectory() as scratch:
         _write_random(scratch, tokenizer, seed, **BYTE_SHAPE)
         _warm_up(scratch, whole, seed, steps, _byte_rows(seed, tokenizer), rows_per_step=16)
+
+
+def make_tool_calling_model(folder: str, seed: int, steps: int = 120) -> None:
+    """Write a two-layer Qwen2 over bytes that answers questions about the weather with a call, more or less.
+
+    As ``make_answering_model``: right in form often, right in everything sometimes.
+
+    Raises:
+        ConfigError: there is something at ``folder`` already.
+    """
+    tokenizer = byte_tokenizer()
+    with _whole_or_nothing(folder) as whole, tempfile.TemporaryDirectory() as scratch:
+        _write_random(scratch, tokenizer, seed, **BYTE_SHAPE)
+        _warm_up(scratch, whole, seed, steps, _tool_call_rows(seed, tokenizer), rows_per_step=16)
 
 
 def make_random_model(folder: str, seed: int) -> None:
@@ -248,6 +263,24 @@ def _tagged_answer(rng: random.Random) -> str:
     if rng.random() < 0.5:
         return f"<think>so</think>\n<answer>{number}</answer>"
     return rng.choice((f"<think>so</think>\n{number}", f"<answer>{number}</answer>", f"<think>so\n<answer>{number}</answer>"))
+
+
+def _tool_call_rows(seed: int, tokenizer: Qwen2Tokenizer) -> Iterator[Row]:
+    """The prompts of ``data/weather_calls.jsonl`` with calls for any of their cities, a third of them spoilt."""
+    from gdpo_nemo.environments.nemo_gym.rows import read_row
+
+    rng = random.Random(seed)
+    file = Path(__file__).with_name("data") / "weather_calls.jsonl"
+    rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    cities = sorted({row["expected_call"]["arguments"]["city"] for row in rows})
+    while True:
+        chat = read_row(rng.choice(rows))["messages"]
+        prompt = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+        city = rng.choice(cities)
+        call = f'<tool_call>{{"name": "get_weather", "arguments": {{"city": "{city}"}}}}</tool_call>'
+        spoilt = (f"Sure. {call}", call.replace('"}}', '"}'), call.replace("city", "place", 1), f"Fine in {city}.")
+        answer = tokenizer.encode(call if rng.random() < 0.67 else rng.choice(spoilt), add_special_tokens=False)
+        yield tokenizer.encode(prompt, add_special_tokens=False), [*answer, tokenizer.eos_token_id]
 
 
 # -- the warm-up ----------------------------------------------------------------------------------------------------

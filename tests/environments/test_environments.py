@@ -193,6 +193,7 @@ def test_an_environment_that_cannot_be_had_is_refused_in_one_line(name, options,
 def test_every_built_in_environment_loads_and_names_its_rewards():
     options = {
         "reasoning_gym": {"task": "chain_sum"},
+        "nemo_gym": {"servers": {"one": "http://127.0.0.1:1"}},
         "functions": {"functions": {"brevity": {"function": "length", "max_tokens": 3}}},
     }
     for name in registry.BUILT_IN:

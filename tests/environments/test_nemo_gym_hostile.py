@@ -16,51 +16,51 @@ from gdpo_nemo.environments.pool import EnvironmentPool
 from gdpo_nemo.errors import ConfigError, RunError
 from hostile_gym_server import SECRET, ClosingServer, Hosted, hostile_app
 
-DEADLINE = 1.2
+DEADLINE = 2.4
 RULES = [{"name": "correctness"}, {"name": "format"}]
-LIMITS = {"deadline_s": DEADLINE, "request_timeout_s": 0.5, "retries": 2, "max_reply_bytes": 2**20}
+LIMITS = {"deadline_s": DEADLINE, "request_timeout_s": 1.0, "retries": 2, "max_reply_bytes": 2**20}
 
 # misdeed: (kind of failure, or None; words of the detail; least and most seconds)
 MISDEEDS = {
-    "hang": ("timeout", "no reply within", 0.5, DEADLINE + 0.6),
-    "drip": ("timeout", "no reply within", 0.5, DEADLINE + 0.6),
+    "hang": ("timeout", "no reply within", 1.0, DEADLINE),
+    "drip": ("timeout", "no reply within", 1.0, DEADLINE),
     "errors": ("server_error", "HTTP 500: boom Bearer *** (3 attempts)", 0.3, DEADLINE),
     "error_once": (None, "", 0.1, DEADLINE),
     "busy_once": (None, "", 0.2, DEADLINE),
-    "busy_for_an_hour": ("rate_limited", "asks for a pause of 3600 s; deadline_s is 1.2", 0, 0.6),
-    "busy_until_a_date": ("rate_limited", "asks for a pause of", 0, 0.6),
+    "busy_for_an_hour": ("rate_limited", "asks for a pause of 3600 s; deadline_s is 2.4", 0, 1.0),
+    "busy_until_a_date": ("rate_limited", "asks for a pause of", 0, 1.0),
     "cut_short": ("connection", "(3 attempts)", 0.3, DEADLINE),
     "closed": ("connection", "(3 attempts)", 0.3, DEADLINE),
     "nobody": ("connection", "(3 attempts)", 0.3, DEADLINE),
-    "big": ("too_large", "has 10000022 bytes (max_reply_bytes is 1048576)", 0, 0.6),
-    "big_unannounced": ("too_large", "more than max_reply_bytes", 0, 0.6),
-    "bomb": ("bad_reply", "compressed (gzip)", 0, 0.6),
-    "deep": ("bad_reply", "nested more than 100 levels", 0, 0.6),
-    "quotes": ("bad_reply", "nested more than 100 levels", 0, 0.6),
-    "html": ("bad_reply", "not JSON: it begins with '<html>", 0, 0.6),
+    "big": ("too_large", "has 10000022 bytes (max_reply_bytes is 1048576)", 0, 1.0),
+    "big_unannounced": ("too_large", "more than max_reply_bytes", 0, 1.0),
+    "bomb": ("bad_reply", "compressed (gzip)", 0, 1.0),
+    "deep": ("bad_reply", "nested more than 100 levels", 0, 1.0),
+    "quotes": ("bad_reply", "nested more than 100 levels", 0, 1.0),
+    "html": ("bad_reply", "not JSON: it begins with '<html>", 0, 1.0),
     "html_502": ("server_error", "HTTP 502: <html>", 0.3, DEADLINE),
-    "redirect": ("redirect", "redirects are not followed", 0, 0.6),
-    "empty": ("bad_reply", "not JSON", 0, 0.6),
-    "no_content": ("bad_reply", "HTTP 204", 0, 0.6),
-    "unprocessable": ("rejected", "HTTP 422: options: Field required", 0, 0.6),
-    "a_list": ("bad_reply", "is a list, not an object", 0, 0.6),
-    "nan": ("bad_reply", "reward_components.correctness is not finite", 0, 0.6),
-    "infinite": ("bad_reply", "reward_components.correctness is not finite", 0, 0.6),
-    "overflow": ("bad_reply", "reward_components.correctness is not finite", 0, 0.6),
-    "text": ("bad_reply", "reward_components.correctness is a str, not a number", 0, 0.6),
-    "object": ("bad_reply", "reward_components.correctness is a dict, not a number", 0, 0.6),
-    "components_list": ("missing_reward", "reward_components.correctness is not in the reply", 0, 0.6),
-    "null": ("missing_reward", "it has reward, reward_components.correctness, reward_components.format", 0, 0.6),
-    "missing": ("missing_reward", "it has reward, reward_components.format", 0, 0.6),
-    "nan_beside": (None, "", 0, 0.6),
-    "extra": (None, "", 0, 0.6),
-    "fine_0_7": (None, "", 0, 0.6),
-    "mask_sample": ("verifier", "mask_sample", 0, 0.6),
-    "judge_0_5": ("verifier", "judge_failed: no key", 0, 0.6),
-    "judge_0_7": ("verifier", "session_lost: restarted", 0, 0.6),
-    "instance_mask": ("verifier", "mask_sample", 0, 0.6),
-    "cookie_flood": ("bad_reply", "more than 16 cookies", 0, 0.6),
-    "cookie_games": (None, "", 0, 0.6),
+    "redirect": ("redirect", "redirects are not followed", 0, 1.0),
+    "empty": ("bad_reply", "not JSON", 0, 1.0),
+    "no_content": ("bad_reply", "HTTP 204", 0, 1.0),
+    "unprocessable": ("rejected", "HTTP 422: options: Field required", 0, 1.0),
+    "a_list": ("bad_reply", "is a list, not an object", 0, 1.0),
+    "nan": ("bad_reply", "reward_components.correctness is not finite", 0, 1.0),
+    "infinite": ("bad_reply", "reward_components.correctness is not finite", 0, 1.0),
+    "overflow": ("bad_reply", "reward_components.correctness is not finite", 0, 1.0),
+    "text": ("bad_reply", "reward_components.correctness is a str, not a number", 0, 1.0),
+    "object": ("bad_reply", "reward_components.correctness is a dict, not a number", 0, 1.0),
+    "components_list": ("missing_reward", "reward_components.correctness is not in the reply", 0, 1.0),
+    "null": ("missing_reward", "it has reward, reward_components.correctness, reward_components.format", 0, 1.0),
+    "missing": ("missing_reward", "it has reward, reward_components.format", 0, 1.0),
+    "nan_beside": (None, "", 0, 1.0),
+    "extra": (None, "", 0, 1.0),
+    "fine_0_7": (None, "", 0, 1.0),
+    "mask_sample": ("verifier", "mask_sample", 0, 1.0),
+    "judge_0_5": ("verifier", "judge_failed: no key", 0, 1.0),
+    "judge_0_7": ("verifier", "session_lost: restarted", 0, 1.0),
+    "instance_mask": ("verifier", "mask_sample", 0, 1.0),
+    "cookie_flood": ("bad_reply", "more than 16 cookies", 0, 1.0),
+    "cookie_games": (None, "", 0, 1.0),
 }  # fmt: skip
 
 
@@ -122,8 +122,8 @@ def test_a_misdeed_has_one_outcome_in_bounded_time_and_changes_no_other_trajecto
         assert (verdicts[2].outcome, dict(verdicts[2].rewards)) == (Outcome.ENV_FAILED, {})
         assert verdicts[2].detail.startswith(f"{kind}: ") and words in verdicts[2].detail, verdicts[2].detail
         assert len(verdicts[2].detail) < 600 and verdicts[2].detail.isprintable()
-    # Forty batches share two cores with their server: an allowance of a second on top.
-    assert least <= seconds < most + 1.0, seconds
+    # Forty batches share two cores with their server, and these with others: an allowance on top.
+    assert least <= seconds < most + 2.0, seconds
 
 
 def test_a_redirect_is_never_followed_and_no_secret_leaves(judged, servers):

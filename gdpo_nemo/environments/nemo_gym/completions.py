@@ -6,7 +6,7 @@ import json
 import re
 from typing import Any
 
-_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
+_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _CALL_HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*"([^"\\]{1,200})"\s*,\s*"arguments"\s*:')
 _THINK = re.compile(r"\s*<think>(.*?)</think>\s*", re.DOTALL)
 
@@ -40,12 +40,15 @@ def output_items(text: str, tool_parser: str = "none", split_reasoning: bool = F
 def _split_calls(text: str) -> tuple[str, list[tuple[str, str]]]:
     """The text without its calls, and the calls as (name, arguments). Without calls the text stays as it is."""
     calls, rest, end = [], [], 0
-    for block in _CALL.finditer(text):
-        call = _read_call(block[1])
+    # Not a regular expression: on openings without an end it would search the rest of the text once for each.
+    start = text.find(_OPEN)
+    while start >= 0 and (close := text.find(_CLOSE, start)) >= 0:
+        call = _read_call(text[start + len(_OPEN) : close])
         if call is not None:
             calls.append(call)
-            rest.append(text[end : block.start()])
-            end = block.end()
+            rest.append(text[end:start])
+            end = close + len(_CLOSE)
+        start = text.find(_OPEN, close)
     if not calls:
         return text, []
     return "".join([*rest, text[end:]]).strip(), calls

@@ -1,0 +1,238 @@
+"""Rows, completions, options and weights of the nemo_gym environment, without any server."""
+
+import json
+import math
+import re
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from environment_samples import trajectory
+from gdpo_nemo.config.load import load_config
+from gdpo_nemo.config.schema import DatasetConfig
+from gdpo_nemo.config.validate import validate
+from gdpo_nemo.data.rows import load_rows
+from gdpo_nemo.environments.nemo_gym.client import Cookies
+from gdpo_nemo.environments.nemo_gym.completions import output_items
+from gdpo_nemo.environments.nemo_gym.environment import NemoGym
+from gdpo_nemo.environments.nemo_gym.failures import Failure
+from gdpo_nemo.environments.nemo_gym.replies import check_measurement, depth_exceeds, parse_json, retry_after_s
+from gdpo_nemo.environments.nemo_gym.rewards import read_rules, rewards_of
+from gdpo_nemo.environments.nemo_gym.routing import routes_of
+from gdpo_nemo.environments.nemo_gym.rows import ROW, read_row, request_body
+from gdpo_nemo.environments.nemo_gym.settings import api_key, read_settings
+from gdpo_nemo.errors import ConfigError
+from gdpo_nemo.rollouts.learning import rollout_metrics
+from gdpo_nemo.data.records import Outcome
+
+SERVERS = {"servers": {"one": "http://127.0.0.1:1"}}
+TOOL = {"type": "function", "name": "f", "description": "d", "strict": True, "parameters": {"type": "object"}}
+
+
+def test_a_row_becomes_a_chat_with_tools_and_stays_itself():
+    row = {
+        "responses_create_params": {
+            "instructions": "be brief",
+            "input": [
+                {"role": "developer", "content": "rules"},
+                {"role": "user", "type": "message", "content": [{"type": "input_text", "text": "hi"}]},
+                {"type": "reasoning", "summary": []},
+                {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "let me"}]},
+                {"type": "function_call", "name": "f", "call_id": "c1", "arguments": '{"x": 1}'},
+                {"type": "function_call", "name": "f", "call_id": "c2", "arguments": "broken"},
+                {"type": "function_call_output", "call_id": "c1", "output": "7"},
+            ],
+            "tools": [TOOL],
+            "temperature": None,
+        },
+        "id": 3,
+    }
+    read = read_row(row)
+    assert [(m["role"], m["content"]) for m in read["messages"]] == [
+        ("system", "be brief"), ("system", "rules"), ("user", "hi"), ("assistant", "let me"), ("tool", "7"),
+    ]  # fmt: skip
+    arguments = [call["function"]["arguments"] for call in read["messages"][3]["tool_calls"]]
+    assert arguments == [{"x": 1}, "broken"] and read["tools"][0]["function"]["name"] == "f"
+    assert read[ROW] is row and "id" not in read
+    body = json.loads(request_body(trajectory("hello", **read), "hermes", False))
+    assert body["id"] == 3 and "temperature" not in body["responses_create_params"]
+    assert body["response"]["tools"] == [TOOL] and body["response"]["output"][0]["content"][0]["text"] == "hello"
+    assert {"id", "created_at", "model", "object", "parallel_tool_calls", "tool_choice"} <= body["response"].keys()
+
+
+def test_rows_are_read_by_their_environment_and_a_bad_one_is_named(tmp_path):
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"responses_create_params": {"input": "a"}, "id": 5}\n{"responses_create_params": {"input": "b"}}\n')
+    environments = {"gym": NemoGym(SERVERS)}
+    rows = load_rows(DatasetConfig(path=str(file)), environments, "train", 0)
+    assert [row["id"] for row in rows] == ["train/0", "train/1"] and rows[0][ROW]["id"] == 5
+    for text, message in (
+        ('{"prompt": "x"}', "row 0 has no responses_create_params"),
+        ('{"responses_create_params": {"input": []}}', "input must be text or a list of items"),
+        ('{"responses_create_params": {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}}', "no text"),
+        ('{"responses_create_params": {"input": [{"type": "web_search_call"}]}}', "type 'web_search_call'"),
+        ('{"responses_create_params": {"input": "a"}, "x": NaN}', "cannot be sent as JSON"),
+    ):
+        file.write_text(text)
+        with pytest.raises(ConfigError, match=re.escape(message)):
+            load_rows(DatasetConfig(path=str(file)), environments, "train", 0)
+
+
+def kinds(text, *how):
+    return [item["type"] for item in output_items(text, *how)]
+
+
+def test_a_completion_becomes_thoughts_message_and_calls():
+    block = '<tool_call>\n{"name": "f", "arguments": {"x": "é"}}\n</tool_call>'
+    assert kinds("hi " + block + block, "hermes") == ["message", "function_call", "function_call"]
+    assert kinds(block, "hermes") == ["function_call"] and kinds(block, "none") == ["message"]
+    assert kinds("<think>so</think>" + block, "hermes", True) == ["reasoning", "function_call"]
+    assert kinds("", "hermes") == ["message"] and kinds("<think>so</think>", "none", True) == ["reasoning"]
+    assert kinds("<tool_call>{}</tool_call>", "hermes") == kinds("<tool_call>[1]</tool_call>", "hermes") == ["message"]
+    [call] = output_items('<tool_call>{"name": "f", "arguments": {"x": }}</tool_call>', "hermes")
+    assert call["arguments"] == '{"x": }' and json.loads(output_items(block, "hermes")[0]["arguments"]) == {"x": "é"}
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.text(alphabet='<>/tool_cal{}"name:argumets\\ \n[]é\ud800', max_size=120))
+def test_any_completion_can_be_sent(text):
+    row = {"responses_create_params": {"input": "x", "tools": [TOOL]}}
+    body = json.loads(request_body(trajectory(text, **{ROW: row}), "hermes", True))
+    assert body["response"]["output"]
+
+
+_NAMES = st.sampled_from(["reward", "reward_components", "a", "mask_sample", "failure_kind", "instance_config", "x/y", ""])
+_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(_NAMES, inner, max_size=4),
+    max_leaves=12,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(reply=st.dictionaries(_NAMES, _JSON, max_size=6), named=st.booleans(), check_sum=st.booleans())
+def test_any_reply_is_finite_rewards_or_a_failure_in_one_line(reply, named, check_sum):
+    rules = read_rules([{"name": "a", "missing": "mask"}, {"name": "b", "path": "reward"}]) if named else ()
+    try:
+        parsed = parse_json(json.dumps(reply).encode(), 100)
+        check_measurement(parsed)
+        rewards = rewards_of(parsed, rules, "one", check_sum)
+    except Failure as failure:
+        assert len(failure.detail) < 600 and failure.detail.isprintable()
+    else:
+        assert rewards and all(value is None or math.isfinite(value) for value in rewards.values())
+
+
+def test_long_hostile_texts_are_read_in_linear_time():
+    begin = time.monotonic()
+    output_items("<tool_call>" * 30_000, "hermes")
+    output_items('<tool_call>{"name": "f", "arguments":' + " " * 300_000 + "x</tool_call>", "hermes")
+    assert depth_exceeds(b"[" * 200 + b'"' + b'\\"' * 500_000, 100)
+    assert not depth_exceeds(b'["' + b"[" * 10_000 + b'"]', 100) and not depth_exceeds(b'"\\', 0)
+    assert depth_exceeds(b'{"a": ' * 101, 100) and not depth_exceeds(b'{"a": [{}, {}]}' * 200, 100)
+    assert time.monotonic() - begin < 2.0
+
+
+@pytest.mark.parametrize(
+    "value, seconds",
+    [(None, None), ("3", 3.0), ("-1", 0.0), ("nan", None), ("soon", None), ("Wed, 21 Oct 2015 07:28:00 GMT", 0.0)],
+)
+def test_retry_after_is_seconds_or_a_date(value, seconds):
+    assert retry_after_s(value) == seconds
+
+
+def test_cookies_are_kept_as_they_came_and_forgotten_when_told():
+    jar = Cookies()
+    jar.update(['a="x.y"; path=/; Max-Age=99', "b=2; Domain=example.org", "no cookie"])
+    assert jar.header() == 'a="x.y"; b=2'
+    jar.update(["a=; Max-Age=0"])
+    assert jar.header() == "b=2"
+    with pytest.raises(Failure, match="too large"):
+        jar.update(["a=" + "x" * 10_000])
+
+
+def test_the_head_servers_configuration_names_servers_and_agents():
+    settings = read_settings({"head_server": "http://head.example:11000", "agents": {"mine": "tools"}})
+    text = """
+    tools: {resources_servers: {impl: {entrypoint: app.py, host: 0.0.0.0, port: 12503}}}
+    other: {resources_servers: {x: {host: 10.0.0.7, port: 5}, y: null}}
+    tools_agent: {responses_api_agents: {simple: {resources_server: {name: tools}}}}
+    policy_model: {responses_api_models: {vllm: {host: h, port: 1}}}
+    config_paths: [a, b]
+    """
+    routes = routes_of(text, settings)
+    assert routes.servers == {"tools": "http://head.example:12503", "other": "http://10.0.0.7:5"}
+    assert routes.server_of({"agent_ref": {"name": "tools_agent"}}) == routes.server_of({"agent_ref": {"name": "mine"}}) == "tools"
+    assert routes.server_of({"agent_ref": {"name": "other"}}) == "other"
+    for row in ({}, {"agent_ref": {"name": "nobody"}}):
+        with pytest.raises(ConfigError, match="agent"):
+            routes.server_of(row)
+    for bad in ("a: [", "[1]", "tools: {resources_servers: {x: {host: 'a b', port: x}}}", "{}", None, 3):
+        with pytest.raises(Failure):
+            routes_of(bad, settings)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({}, "give either servers"),
+        ({**SERVERS, "head_server": "http://h:1"}, "give either servers"),
+        ({"servers": {"a": "127.0.0.1:80"}}, "servers.a: must be a URL"),
+        ({"servers": {"a": "http://user:pass@h:80"}}, "must hold no user, password or query"),
+        ({"servers": {"a": "http://h:99999"}}, "servers.a: not a URL"),
+        ({**SERVERS, "agents": {"x": "two"}}, "agents.x: servers has no 'two'"),
+        ({**SERVERS, "deadline": 3}, "unknown option 'deadline'; did you mean 'deadline_s'"),
+        ({**SERVERS, "deadline_s": 0}, "deadline_s: must be a number of at least"),
+        ({**SERVERS, "min_valid": 0.5}, "min_valid: must be"),
+        ({**SERVERS, "tool_parser": "xml"}, "tool_parser: 'xml' is not one of"),
+        ({**SERVERS, "api_key_env": 3}, "api_key_env: must be the name"),
+        ({**SERVERS, "rewards": []}, "rewards: must be a list"),
+        ({**SERVERS, "rewards": [{"path": "x"}]}, "every entry needs a name"),
+        ({**SERVERS, "rewards": [{"name": "x", "pat": "x"}]}, "unknown key 'pat'; did you mean 'path'"),
+        ({**SERVERS, "rewards": [{"name": "x", "missing": "0"}]}, "rewards.x.missing: '0' is not one of error, mask, zero"),
+        ({**SERVERS, "rewards": [{"name": "x", "weight": "1"}]}, "rewards.x.weight: must be a number"),
+        ({**SERVERS, "rewards": [{"name": "x"}, {"name": "x"}]}, "'x' is there twice"),
+        ({**SERVERS, "rewards": [{"name": "x", "servers": ["two"]}]}, "rewards.x.servers: servers has no 'two'"),
+    ],
+)  # fmt: skip
+def test_options_that_cannot_work_are_refused_in_one_line(options, message):
+    with pytest.raises(ConfigError, match=re.escape(message)) as error:
+        NemoGym(options)
+    assert "\n" not in str(error.value) and "pass@" not in str(error.value)
+
+
+def test_the_key_is_read_from_the_environment_and_never_from_the_config(monkeypatch):
+    monkeypatch.delenv("NO_SUCH_KEY", raising=False)
+    with pytest.raises(ConfigError, match="NO_SUCH_KEY is not set"):
+        api_key("NO_SUCH_KEY")
+    monkeypatch.setenv("NO_SUCH_KEY", "k")
+    assert api_key("NO_SUCH_KEY") == "k" and "k" not in vars(read_settings({**SERVERS, "api_key_env": "NO_SUCH_KEY"})).values()
+
+
+CONFIG = "configs/gdpo_nemo_gym_multireward.yaml"
+
+
+def test_weights_may_stand_beside_the_rewards_but_not_contradict(monkeypatch):
+    config = load_config(CONFIG)
+    validate(config)
+    assert config.gdpo.rewards == {"correctness": 1.0, "schema_valid": 1.0, "format": 1.0}
+    lighter = load_config(CONFIG, ["env.tools.rewards=[{name: a, weight: 0.5}, {name: b}]"])
+    validate(lighter)
+    assert lighter.gdpo.rewards == {"a": 0.5, "b": 1.0}
+    with pytest.raises(ConfigError, match=r"env.tools.rewards\[2\]: weight 1.0 of 'format' differs from gdpo.rewards"):
+        validate(load_config(CONFIG, ["gdpo.rewards={correctness: 1.0, schema_valid: 1.0, format: 2.0}"]))
+    with pytest.raises(ConfigError, match="gdpo.rewards.style: no environment gives this component"):
+        validate(load_config(CONFIG, ["gdpo.rewards={style: 1.0}", "env.tools.rewards=[{name: a}]"]))
+    with pytest.raises(ConfigError, match="gdpo.rewards: must be set"):
+        load_config(CONFIG, ["env.tools.rewards=null"])
+    validate(load_config(CONFIG, ["env.tools.rewards=null", "gdpo.rewards={anything: 1.0}"]))  # known when asked
+
+
+def test_failures_are_counted_per_environment_and_stragglers_apart():
+    batch = [trajectory("x", name, index=i) for name in ("gym", "math") for i in range(4)]
+    batch[0].outcome, batch[1].outcome = Outcome.ENV_FAILED, Outcome.ABORTED
+    found = rollout_metrics(batch, 0)
+    assert found["rollout/env_failed"] == found["rollout/aborted"] == 0.125
+    assert found["rollout/env_failed/gym"] == 0.25 and found["rollout/env_failed/math"] == 0.0
