@@ -92,6 +92,8 @@ def _check_ranges(config: Config) -> None:
             if value is not None and not good(value):
                 raise ConfigError(f"{key}: must be {rule}, got {value}")
     generation, loss = config.policy.generation, config.loss_fn
+    if not 0 <= config.rollout.endpoint.port <= 65535:
+        raise ConfigError(f"rollout.endpoint.port: must be 0 (any) to 65535, got {config.rollout.endpoint.port}")
     if not 0 < generation.top_p <= 1:
         raise ConfigError(f"policy.generation.top_p: must be above 0 and at most 1, got {generation.top_p}")
     if generation.top_k != -1 and generation.top_k < 1:

@@ -104,7 +104,7 @@ class Service:
 
     def _current_sampling(self) -> Sampling:
         if self._sampling is None:
-            raise Refused(503, "no rollout is under way")
+            raise Refused(400, "no rollout is under way")  # not 503, which agents would go on asking after
         return self._sampling
 
     def _next(self, request: ChatRequest, count: bool = True) -> _Next:
