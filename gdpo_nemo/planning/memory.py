@@ -144,7 +144,7 @@ def _activations(config: Config, shape: Shape, layout: Layout, stage: int, token
     floats = count * kept
     ends = 0
     if stage == layout.pipeline - 1:  # the final norm, gathered; the rows that are evaluated
-        ends = 3 * shape.hidden * local + shape.hidden * rows // layout.context
+        ends = _norm_floats(config) * shape.hidden * local + shape.hidden * rows // layout.context
     under_way = _in_flight(layout, stage, megatron.virtual_pipeline_model_parallel_size)
     return int((floats * local * under_way + ends) * size)
 
@@ -166,8 +166,7 @@ def _layer_floats(config: Config, shape: Shape, layout: Layout) -> tuple[float, 
     """(norms and their inputs, core attention, the rest) of one layer, floats per local token."""
     gpu = layout.gpus and config.policy.megatron_cfg.transformer_engine is not False
     sharded = layout.tensor if config.policy.megatron_cfg.sequence_parallel else 1
-    # Input, normalised input and output of both norms; TransformerEngine keeps no normalised input.
-    norms = (4 if gpu else 6) * shape.hidden / sharded
+    norms = 2 * (2 if gpu else _norm_floats(config)) * shape.hidden / sharded
     query, both = shape.query / layout.tensor, shape.key_value / layout.tensor
     ffn = _ffn_floats(shape, layout, gpu)
     if gpu:  # rotated queries, keys and values for the fused kernel, and its output
@@ -176,6 +175,11 @@ def _layer_floats(config: Config, shape: Shape, layout: Layout) -> tuple[float, 
     attention = _RECTANGLE_PADDING * (2 * query + 2 * query * layout.context)
     norm_inputs = (query + both) * shape.qk_norm
     return norms, attention, query + norm_inputs + ffn
+
+
+def _norm_floats(config: Config) -> int:
+    """Input, normalised input and output of a norm without a fused kernel, which computes in float32."""
+    return 3 if config.policy.precision == "float32" else 5
 
 
 def _ffn_floats(shape: Shape, layout: Layout, gpu: bool) -> float:

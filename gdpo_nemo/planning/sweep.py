@@ -144,15 +144,11 @@ def draw(candidates: list[Candidate], steps: int, title: str, path: str | Path) 
     best = best_per_count(candidates)
     gpus = [c.gpus for c in best]
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
-    left.loglog(gpus, [c.time.step for c in best], "o-", base=2, label="fastest layout")
-    left.loglog(
-        gpus,
-        [best[0].time.step * gpus[0] / n for n in gpus],
-        "--",
-        base=2,
-        color="grey",
-        label="if it scaled perfectly",
-    )
+    perfect = [best[0].time.step * gpus[0] / n for n in gpus]
+    left.plot(gpus, [c.time.step for c in best], "o-", label="fastest layout")
+    left.plot(gpus, perfect, "--", color="grey", label="if it scaled perfectly")
+    left.set(xscale="log", yscale="log")
+    left.yaxis.set_major_formatter("{x:g}")
     left.set(xlabel="GPUs", ylabel="seconds per step")
     left.legend()
     right.semilogx(gpus, [c.gpu_seconds * steps / 3600 for c in best], "o-", base=2)

@@ -1,6 +1,6 @@
 """The plan's memory per rank beside what real ranks hold on a CPU: their tensors, and the growth of their resident memory.
 
-    python tests/benchmarks/memory.py [--layouts DP1,TP2+SP,PP2,CP2,DP2+DIST,DP1+FULL] [--sizes 10M,60M]
+    python tests/benchmarks/memory.py [--layouts DP1,TP2+SP,PP2,CP2,DP2+DIST,DP1+FULL] [--sizes 10M,60M,MoE]
 
 Two updates of random sequences in packs of at most 2,048 tokens, float32. "tensors" is the largest sum of live storages,
 seen after every operation of forward and backward; "resident" is the high-water mark of the process less what it held
@@ -21,6 +21,10 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "megatron")]
 SIZES = {
     "10M": dict(hidden_size=256, num_hidden_layers=8, num_attention_heads=4, num_key_value_heads=2, intermediate_size=1024, vocab_size=8192),
     "60M": dict(hidden_size=512, num_hidden_layers=10, num_attention_heads=8, num_key_value_heads=4, intermediate_size=2048, vocab_size=16384),
+    "MoE": dict(
+        hidden_size=256, num_hidden_layers=6, num_attention_heads=8, num_key_value_heads=4, head_dim=32, intermediate_size=1024,
+        vocab_size=8192, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=256, norm_topk_prob=True, router_aux_loss_coef=0.0,
+    ),
 }  # fmt: skip
 BUDGET = 2048
 
@@ -66,11 +70,12 @@ def _case(pool, folder: Path, layout_name: str, size: str) -> str:
 
 def _model(folder: Path, size: str):
     import torch
-    from transformers import AutoModelForCausalLM, Qwen2Config, logging
+    from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3MoeConfig, logging
 
     logging.disable_progress_bar()
     torch.manual_seed(0)
-    config = Qwen2Config(**SIZES[size], max_position_embeddings=512, tie_word_embeddings=False)
+    family = Qwen3MoeConfig if "num_experts" in SIZES[size] else Qwen2Config
+    config = family(**SIZES[size], max_position_embeddings=512, tie_word_embeddings=False)
     if not folder.exists():
         AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     return folder, config.to_dict()

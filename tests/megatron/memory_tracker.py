@@ -43,8 +43,8 @@ class TensorBytes(TorchDispatchMode):
         self.live -= size
 
 
-def peak_of_update(place, folder, batch, budget: int, updates: int = 2) -> dict[str, float]:
-    """Peak tensor bytes of building the policy and training ``updates`` updates on this rank, and RSS beside it."""
+def peak_of_update(place, folder, batch, budget: int, precision: str = "float32") -> dict[str, float]:
+    """Peak tensor bytes of building the policy and training two updates on this rank, and RSS beside it."""
     import gc
     from pathlib import Path
 
@@ -63,9 +63,9 @@ def peak_of_update(place, folder, batch, budget: int, updates: int = 2) -> dict[
     Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts anew
     before = resident("VmRSS")
     with TensorBytes() as tracker:
-        policy = rank_cases.build_policy(place, folder)
+        policy = rank_cases.build_policy(place, folder, precision)
         assignment = rank_cases.spread(place, batch, budget)
-        rank_cases.train(policy, batch, assignment, updates)
+        rank_cases.train(policy, batch, assignment, 2)
     from megatron.core import parallel_state
 
     mine = assignment[parallel_state.get_data_parallel_rank()]

@@ -15,6 +15,7 @@ SIZES = {
     "small": dict(hidden_size=64, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, intermediate_size=176, vocab_size=512),
     "large": dict(hidden_size=192, num_hidden_layers=6, num_attention_heads=6, num_key_value_heads=2, intermediate_size=512, vocab_size=2048),
 }  # fmt: skip
+PRECISION = {"small": "float32", "large": "bfloat16"}
 BUDGET = 512
 
 
@@ -34,9 +35,9 @@ def folders(tmp_path_factory):
     return out
 
 
-def predicted(content: dict, name: str, tokens: int, rows: int) -> int:
+def predicted(content: dict, name: str, precision: str, tokens: int, rows: int) -> int:
     config = Config()
-    config.policy.precision, config.policy.megatron_cfg = "float32", parse(name).config
+    config.policy.precision, config.policy.megatron_cfg = precision, parse(name).config
     return policy_memory(config, shape_from(content), tokens, rows).total
 
 
@@ -45,7 +46,7 @@ def predicted(content: dict, name: str, tokens: int, rows: int) -> int:
 def test_predicted_memory_is_within_15_percent_of_the_tensors_of_the_fullest_rank(on_ranks, folders, layout, size):
     folder, content = folders[size]
     batch = tiny_models.make_batch(28, longest=60)
-    found = on_ranks(layout, memory_tracker.peak_of_update, folder, batch, BUDGET)
+    found = on_ranks(layout, memory_tracker.peak_of_update, folder, batch, BUDGET, PRECISION[size])
     fullest = max(found, key=lambda rank: rank["tensors"])
-    guess = predicted(content, layout, max(r["tokens"] for r in found), max(r["rows"] for r in found))
+    guess = predicted(content, layout, PRECISION[size], max(r["tokens"] for r in found), max(r["rows"] for r in found))
     assert abs(guess / fullest["tensors"] - 1) < 0.15
