@@ -35,8 +35,7 @@ ray_node() {
   else
     options+=(--address="$(head_address)") || exit 1
   fi
-  # In a session of its own, and TERM stays here: what Slurm sends to the step must not end Ray before the command has saved.
-  trap : TERM
+  # In a session of its own: that is what is looked at when it has to end.
   setsid ray start --block "${options[@]}" &
   child=$!
   while kill -0 "$child" 2> /dev/null && [[ ! -f $LOGS/end ]]; do sleep 1; done

@@ -4,6 +4,7 @@
 2. The same job gets USR1, as Slurm sends it before the time limit: it saves, is queued again, resumes, and its curve is
    that of the first, bit for bit.
 3. Without a command the cluster waits, and the attach script runs commands in it.
+4. A job that is too long for its time limit gets the signal from Slurm, saves, is queued again and goes on.
 """
 
 from __future__ import annotations
@@ -100,13 +101,29 @@ def whole_job(work: Path) -> None:
     check("the curve and the weights are those of the run without Slurm, bit for bit", same(work / "whole", work / "alone"))
 
 
-def job_before_its_time_limit(work: Path) -> None:
-    """``--signal`` is sent by Slurm at 60 s granularity or so; what it sends is sent here at a step of our choice."""
+def job_at_its_time_limit(work: Path) -> None:
+    """Slurm itself sends the signal, up to a minute early; the run is too long for its limit and is ended after it resumed."""
+    logs, folder = work / "logs" / "limit", work / "limit"
+    job = submit(
+        logs, command(folder, "cluster.num_nodes=2", "gdpo.max_num_steps=2000"), "--time=5", "--signal=B:USR1@120"
+    )
+    seconds = wait_for("the requeue", lambda: "] queued again" in Path(f"{logs}.out").read_text(), 330)
+    saved = [int(path.name.removeprefix("step_")) for path in (folder / "checkpoints").iterdir()]
+    check(f"{seconds:.0f} s after its submission job {job} had saved step {saved} and was queued again", saved == [len(rows(folder))])
+    wait_for("three steps after the resume", lambda: len(rows(folder)) >= saved[0] + 3)
+    subprocess.run(["scancel", "--batch", "--signal=TERM", job], check=True)
+    wait_for("its end", lambda: state(job) in ("FAILED", "COMPLETED", "CANCELLED"))
+    check("no step is missing or double", [row["step"] for row in rows(folder)] == list(range(1, len(rows(folder)) + 1)))
+    check("its first steps are those of the run without Slurm", rows(folder)[:STEPS] == rows(work / "alone"))
+
+
+def job_asked_to_save(work: Path) -> None:
+    """The signal that Slurm sends before the time limit, at a step of our choice."""
     logs = work / "logs" / "limited"
     job = submit(logs, command(work / "limited", "cluster.num_nodes=2"), "--time=10")
     wait_for("step 3", lambda: len(rows(work / "limited")) >= 3)
     subprocess.run(["scancel", "--batch", "--signal=USR1", job], check=True)
-    wait_for("the requeue", lambda: "queued again" in Path(f"{logs}.out").read_text())
+    wait_for("the requeue", lambda: "] queued again" in Path(f"{logs}.out").read_text())
     saved = [folder.name for folder in (work / "limited" / "checkpoints").iterdir()]
     check(f"it was saved after the step ({saved}) and queued again", len(saved) == 1 and len(rows(work / "limited")) < STEPS)
     wait_for("the end of the job", lambda: state(job) in ("COMPLETED", "FAILED", "TIMEOUT", "CANCELLED"))
@@ -125,7 +142,7 @@ def interactive(work: Path) -> None:
     check("a command given to attach.sh runs in the cluster of both nodes", "NODES 2" in answer.stdout)
     subprocess.run(["scancel", "--batch", "--signal=TERM", job], check=True)
     wait_for("its end", lambda: state(job) in ("FAILED", "COMPLETED", "CANCELLED"))
-    check("TERM ends it and does not queue it again", "queued again" not in Path(f"{logs}.out").read_text())
+    check("TERM ends it and does not queue it again", "] queued again" not in Path(f"{logs}.out").read_text())
 
 
 def nothing_left() -> None:
@@ -146,7 +163,7 @@ def main() -> None:
         subprocess.run([sys.executable, "-W", "ignore", "-c", code, str(work / "model")], check=True, cwd=REPOSITORY)
         del os.environ["OMP_NUM_THREADS"]
         without_slurm(work)
-    for step in (whole_job, job_before_its_time_limit, interactive):
+    for step in (whole_job, job_asked_to_save, interactive, job_at_its_time_limit):
         if not wanted or step.__name__ in wanted:
             print(f"-- {step.__name__.replace('_', ' ')}", flush=True)
             step(work)
