@@ -39,7 +39,6 @@ SlurmdPidFile=$work/slurmd.%n.pid
 SlurmdLogFile=$work/slurmd.%n.log
 MinJobAge=3600
 KillWait=30
-SchedulerParameters=requeue_delay=1
 NodeName=n1 NodeHostname=$host NodeAddr=127.0.0.1 Port=17001 CPUs=$cores RealMemory=4000
 NodeName=n2 NodeHostname=$host NodeAddr=127.0.0.1 Port=17002 CPUs=$cores RealMemory=4000
 PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
