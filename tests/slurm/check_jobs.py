@@ -64,7 +64,7 @@ def start_now(job: str) -> None:
     subprocess.run(["scontrol", "update", f"JobId={job}", "StartTime=now"], check=True)
 
 
-def wait_for(what: str, holds, limit_s: float = 240.0) -> float:
+def wait_for(what: str, holds, limit_s: float = 400.0) -> float:
     """Wait until ``holds()``; returns the seconds it took."""
     start = time.monotonic()
     while not holds():
