@@ -81,6 +81,12 @@ def rows(run_dir: Path) -> list[dict]:
     return [{k: v for k, v in row.items() if not k.startswith(("time/", "throughput/"))} for row in found]
 
 
+def output(logs: Path) -> str:
+    """What the batch script has said so far."""
+    file = Path(f"{logs}.out")
+    return file.read_text() if file.exists() else ""
+
+
 def check(what: str, holds: bool) -> None:
     print(f"{'ok    ' if holds else 'FAILED'} {what}", flush=True)
     if not holds:
@@ -100,7 +106,7 @@ def whole_job(work: Path) -> None:
     logs = work / "logs" / "whole"
     job = submit(logs, command(work / "whole", "cluster.num_nodes=2"), "--time=10")
     seconds = wait_for("the end of the job", lambda: state(job) not in ("PENDING", "RUNNING", "COMPLETING"))
-    print(Path(f"{logs}.out").read_text(), end="")
+    print(output(logs), end="")
     check(f"job {job} is COMPLETED (it is {state(job)}, {seconds:.0f} s)", state(job) == "COMPLETED")
     check("both nodes were in Ray", "2 of 2 nodes are in" in (logs / "command.log").read_text())
     check("Ray's logs of both nodes are in one folder", all(any((logs / f"ray-{n}").iterdir()) for n in ("n1", "n2")))
@@ -113,7 +119,7 @@ def job_at_its_time_limit(work: Path) -> None:
     job = submit(
         logs, command(folder, "cluster.num_nodes=2", "gdpo.max_num_steps=2000"), "--time=5", "--signal=B:USR1@120"
     )
-    seconds = wait_for("the requeue", lambda: "] queued again" in Path(f"{logs}.out").read_text(), 330)
+    seconds = wait_for("the requeue", lambda: "] queued again" in output(logs), 330)
     saved = [int(path.name.removeprefix("step_")) for path in (folder / "checkpoints").iterdir()]
     check(f"{seconds:.0f} s after its submission job {job} had saved step {saved} and was queued again", saved == [len(rows(folder))])
     start_now(job)
@@ -130,12 +136,12 @@ def job_asked_to_save(work: Path) -> None:
     job = submit(logs, command(work / "limited", "cluster.num_nodes=2"), "--time=10")
     wait_for("step 3", lambda: len(rows(work / "limited")) >= 3)
     subprocess.run(["scancel", "--batch", "--signal=USR1", job], check=True)
-    wait_for("the requeue", lambda: "] queued again" in Path(f"{logs}.out").read_text())
+    wait_for("the requeue", lambda: "] queued again" in output(logs))
     saved = [folder.name for folder in (work / "limited" / "checkpoints").iterdir()]
     check(f"it was saved after the step ({saved}) and queued again", len(saved) == 1 and len(rows(work / "limited")) < STEPS)
     start_now(job)
     wait_for("the end of the job", lambda: state(job) in ("COMPLETED", "FAILED", "TIMEOUT", "CANCELLED"))
-    print(Path(f"{logs}.out").read_text(), end="")
+    print(output(logs), end="")
     check(f"job {job} is COMPLETED (it is {state(job)})", state(job) == "COMPLETED")
     check("it went on from its checkpoint", "resuming from" in (logs / "command.log").read_text())
     check("the curve and the weights are those of the run without Slurm, bit for bit", same(work / "limited", work / "alone"))
@@ -150,7 +156,7 @@ def interactive(work: Path) -> None:
     check("a command given to attach.sh runs in the cluster of both nodes", "NODES 2" in answer.stdout)
     subprocess.run(["scancel", "--batch", "--signal=TERM", job], check=True)
     wait_for("its end", lambda: state(job) in ("FAILED", "COMPLETED", "CANCELLED"))
-    check("TERM ends it and does not queue it again", "] queued again" not in Path(f"{logs}.out").read_text())
+    check("TERM ends it and does not queue it again", "] queued again" not in output(logs))
 
 
 def nothing_left() -> None:
