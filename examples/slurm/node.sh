@@ -25,7 +25,7 @@ head_address() { # once Ray's head answers there
 }
 
 ray_node() {
-  local me child options
+  local me child options cancelled=no
   me=$(address)
   options=(--node-ip-address="$me" --num-cpus="${CPUS_PER_NODE:-${SLURM_CPUS_ON_NODE:-$(nproc)}}" --disable-usage-stats
     --num-gpus="${GPUS_PER_NODE:-${SLURM_GPUS_ON_NODE:-0}}")
@@ -35,11 +35,11 @@ ray_node() {
   else
     options+=(--address="$(head_address)") || exit 1
   fi
-  # In a session of its own, and TERM stays here: what Slurm sends to the step must not end Ray before the command has saved.
-  trap : TERM
+  # In a session of its own, by which all of it is found when it has to end, after a plain scancel, too.
+  trap 'cancelled=yes' TERM
   setsid ray start --block "${options[@]}" &
   child=$!
-  while kill -0 "$child" 2> /dev/null && [[ ! -f $LOGS/end ]]; do sleep 1; done
+  while kill -0 "$child" 2> /dev/null && [[ ! -f $LOGS/end && $cancelled == no ]]; do sleep 1; done
   [[ -f $LOGS/end ]] || echo "Ray on $SLURMD_NODENAME ended before the command did" >&2
   kill -TERM "$child" 2> /dev/null
   for _ in {1..20}; do pgrep --session "$child" > /dev/null || break; sleep 0.5; done

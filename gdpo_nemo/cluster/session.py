@@ -25,6 +25,8 @@ from gdpo_nemo.errors import ConfigError, GdpoError, RunError  # noqa: E402
 from gdpo_nemo.waits import WaitExpired, waiting  # noqa: E402
 
 _POLL_S = 1.0
+_NODE_LOSS_S = 20.0
+"""What Ray takes at most to declare a silent node dead, with the health checks of docs/cluster.md."""
 
 
 def cores(config: ClusterConfig) -> int:
@@ -79,12 +81,17 @@ def watch_nodes(nodes: dict[str, str]) -> None:
     _watched.update(nodes)
 
 
-def _check_nodes(what: str) -> None:
-    if _watched:
+def _check_nodes(what: str, patience_s: float = 0.0) -> None:
+    """Raise RunError where a watched node is gone, or goes within ``patience_s``."""
+    deadline = time.monotonic() + patience_s
+    while _watched:
         lost = _watched.keys() - {node["NodeID"] for node in ray.nodes() if node["Alive"]}
         if lost:
             names = ", ".join(sorted(_watched[node] for node in lost))
             raise RunError(f"{what}: node {names} is no longer in the cluster; start the run again to resume from its last checkpoint")
+        if time.monotonic() >= deadline:
+            return
+        time.sleep(_POLL_S)
 
 
 def thread_environment(threads: int) -> dict[str, str]:
@@ -139,6 +146,8 @@ def _raise_failure(ref: ray.ObjectRef, what: str) -> None:
     try:
         ray.get(ref)
     except (ActorDiedError, ActorUnavailableError) as error:
+        # A connection breaks before Ray declares the node behind it dead.
+        _check_nodes(what, _NODE_LOSS_S if isinstance(error, ActorUnavailableError) else 0.0)
         raise WorkerDied(f"{what}: a worker process died ({_first_line(error)})") from error
     except RayTaskError as error:
         cause = error.cause if isinstance(error.cause, BaseException) else error

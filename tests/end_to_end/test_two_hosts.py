@@ -18,10 +18,11 @@ from launch import REPOSITORY, Launch, rows, timeless
 
 RAY = Path(sys.executable).with_name("ray")
 PORT = 6399
-# A lost host is to be known within 20 s, and no run of anybody else may join this cluster.
+# A lost host is to be known within 16 s, and no run of anybody else may join this cluster.
 ENVIRONMENT = {
     "RAY_health_check_period_ms": "1000",
     "RAY_health_check_timeout_ms": "3000",
+    "RAY_health_check_failure_threshold": "4",
     "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_AUTH_MODE": "token",

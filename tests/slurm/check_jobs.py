@@ -4,6 +4,7 @@
 2. The same job gets USR1, as Slurm sends it before the time limit: it saves, is queued again, resumes, and its curve is
    that of the first, bit for bit.
 3. Without a command the cluster waits, and the attach script runs commands in it.
+4. A job that is too long for its time limit gets the signal from Slurm, saves, is queued again and goes on.
 """
 
 from __future__ import annotations
@@ -57,7 +58,13 @@ def state(job: str) -> str:
     return dict(word.split("=", 1) for word in shown.stdout.split() if "=" in word)["JobState"]
 
 
-def wait_for(what: str, holds, limit_s: float = 240.0) -> float:
+def start_now(job: str) -> None:
+    """Without Slurm's two minutes of grace before a job that was queued again."""
+    wait_for("the job to be pending", lambda: state(job) == "PENDING")
+    subprocess.run(["scontrol", "update", f"JobId={job}", "StartTime=now"], check=True)
+
+
+def wait_for(what: str, holds, limit_s: float = 400.0) -> float:
     """Wait until ``holds()``; returns the seconds it took."""
     start = time.monotonic()
     while not holds():
@@ -72,6 +79,12 @@ def rows(run_dir: Path) -> list[dict]:
     lines = file.read_text().splitlines(keepends=True) if file.exists() else []
     found = [json.loads(line) for line in lines if line.endswith("\n")]
     return [{k: v for k, v in row.items() if not k.startswith(("time/", "throughput/"))} for row in found]
+
+
+def output(logs: Path) -> str:
+    """What the batch script has said so far."""
+    file = Path(f"{logs}.out")
+    return file.read_text() if file.exists() else ""
 
 
 def check(what: str, holds: bool) -> None:
@@ -93,24 +106,42 @@ def whole_job(work: Path) -> None:
     logs = work / "logs" / "whole"
     job = submit(logs, command(work / "whole", "cluster.num_nodes=2"), "--time=10")
     seconds = wait_for("the end of the job", lambda: state(job) not in ("PENDING", "RUNNING", "COMPLETING"))
-    print(Path(f"{logs}.out").read_text(), end="")
+    print(output(logs), end="")
     check(f"job {job} is COMPLETED (it is {state(job)}, {seconds:.0f} s)", state(job) == "COMPLETED")
     check("both nodes were in Ray", "2 of 2 nodes are in" in (logs / "command.log").read_text())
     check("Ray's logs of both nodes are in one folder", all(any((logs / f"ray-{n}").iterdir()) for n in ("n1", "n2")))
     check("the curve and the weights are those of the run without Slurm, bit for bit", same(work / "whole", work / "alone"))
 
 
-def job_before_its_time_limit(work: Path) -> None:
-    """``--signal`` is sent by Slurm at 60 s granularity or so; what it sends is sent here at a step of our choice."""
+def job_at_its_time_limit(work: Path) -> None:
+    """Slurm itself sends the signal, up to a minute early; the run is too long for its limit and is ended after it resumed."""
+    logs, folder = work / "logs" / "limit", work / "limit"
+    job = submit(
+        logs, command(folder, "cluster.num_nodes=2", "gdpo.max_num_steps=2000"), "--time=5", "--signal=B:USR1@120"
+    )
+    seconds = wait_for("the requeue", lambda: "] queued again" in output(logs), 330)
+    saved = [int(path.name.removeprefix("step_")) for path in (folder / "checkpoints").iterdir()]
+    check(f"{seconds:.0f} s after its submission job {job} had saved step {saved} and was queued again", saved == [len(rows(folder))])
+    start_now(job)
+    wait_for("three steps after the resume", lambda: len(rows(folder)) >= saved[0] + 3)
+    subprocess.run(["scancel", "--batch", "--signal=TERM", job], check=True)
+    wait_for("its end", lambda: state(job) in ("FAILED", "COMPLETED", "CANCELLED"))
+    check("no step is missing or double", [row["step"] for row in rows(folder)] == list(range(1, len(rows(folder)) + 1)))
+    check("its first steps are those of the run without Slurm", rows(folder)[:STEPS] == rows(work / "alone"))
+
+
+def job_asked_to_save(work: Path) -> None:
+    """The signal that Slurm sends before the time limit, at a step of our choice."""
     logs = work / "logs" / "limited"
     job = submit(logs, command(work / "limited", "cluster.num_nodes=2"), "--time=10")
     wait_for("step 3", lambda: len(rows(work / "limited")) >= 3)
     subprocess.run(["scancel", "--batch", "--signal=USR1", job], check=True)
-    wait_for("the requeue", lambda: "queued again" in Path(f"{logs}.out").read_text())
+    wait_for("the requeue", lambda: "] queued again" in output(logs))
     saved = [folder.name for folder in (work / "limited" / "checkpoints").iterdir()]
     check(f"it was saved after the step ({saved}) and queued again", len(saved) == 1 and len(rows(work / "limited")) < STEPS)
+    start_now(job)
     wait_for("the end of the job", lambda: state(job) in ("COMPLETED", "FAILED", "TIMEOUT", "CANCELLED"))
-    print(Path(f"{logs}.out").read_text(), end="")
+    print(output(logs), end="")
     check(f"job {job} is COMPLETED (it is {state(job)})", state(job) == "COMPLETED")
     check("it went on from its checkpoint", "resuming from" in (logs / "command.log").read_text())
     check("the curve and the weights are those of the run without Slurm, bit for bit", same(work / "limited", work / "alone"))
@@ -125,7 +156,7 @@ def interactive(work: Path) -> None:
     check("a command given to attach.sh runs in the cluster of both nodes", "NODES 2" in answer.stdout)
     subprocess.run(["scancel", "--batch", "--signal=TERM", job], check=True)
     wait_for("its end", lambda: state(job) in ("FAILED", "COMPLETED", "CANCELLED"))
-    check("TERM ends it and does not queue it again", "queued again" not in Path(f"{logs}.out").read_text())
+    check("TERM ends it and does not queue it again", "] queued again" not in output(logs))
 
 
 def nothing_left() -> None:
@@ -146,7 +177,7 @@ def main() -> None:
         subprocess.run([sys.executable, "-W", "ignore", "-c", code, str(work / "model")], check=True, cwd=REPOSITORY)
         del os.environ["OMP_NUM_THREADS"]
         without_slurm(work)
-    for step in (whole_job, job_before_its_time_limit, interactive):
+    for step in (whole_job, job_asked_to_save, interactive, job_at_its_time_limit):
         if not wanted or step.__name__ in wanted:
             print(f"-- {step.__name__.replace('_', ' ')}", flush=True)
             step(work)

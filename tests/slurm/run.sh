@@ -2,8 +2,8 @@
 # A real Slurm on this machine (one controller, two slurmd) and the shipped script on it, as a user submits it.
 #
 #   apt-get install slurm-wlm munge      # once, as root
-#   tests/slurm/run.sh                   # as root; about six minutes on two cores; leaves nothing running
-#   tests/slurm/run.sh whole_job         # one of the checks: whole_job, job_before_its_time_limit, interactive
+#   tests/slurm/run.sh                   # as root; about twelve minutes on two cores; leaves nothing running
+#   tests/slurm/run.sh whole_job         # one of the checks: whole_job, job_asked_to_save, interactive, job_at_its_time_limit
 #
 # PYTHON: interpreter with the project's dependencies (default .venv/bin/python of the repository).
 set -euo pipefail
@@ -39,7 +39,6 @@ SlurmdPidFile=$work/slurmd.%n.pid
 SlurmdLogFile=$work/slurmd.%n.log
 MinJobAge=3600
 KillWait=30
-SchedulerParameters=requeue_delay=1
 NodeName=n1 NodeHostname=$host NodeAddr=127.0.0.1 Port=17001 CPUs=$cores RealMemory=4000
 NodeName=n2 NodeHostname=$host NodeAddr=127.0.0.1 Port=17002 CPUs=$cores RealMemory=4000
 PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
@@ -57,12 +56,14 @@ CONF
 
 stop() {
   scancel --quiet --user=root 2> /dev/null || true
+  for _ in {1..60}; do [[ -n $(squeue --noheader 2> /dev/null) ]] || break; sleep 1; done
   local file pid
   for file in slurmd.n1 slurmd.n2 slurmctld munged; do
     [[ -s $work/$file.pid ]] || continue
     pid=$(< "$work/$file.pid")
     kill "$pid" || continue
-    for _ in {1..50}; do [[ $(ps -o stat= -p "$pid") == [!Z]* ]] || break; sleep 0.2; done
+    for _ in {1..50}; do [[ $(ps -o stat= -p "$pid") == [!Z]* ]] || continue 2; sleep 0.2; done
+    kill -KILL "$pid"
   done
   [[ $1 == 0 ]] && rm -rf "$work" || echo "what was written is in $work"
 }
