@@ -122,6 +122,8 @@ def _rewards(recipe: Recipe) -> Derived:
     found = _environment(recipe)
     if found is None:
         why = f"there is no environment {_env_name(recipe)!r} here: name yours under env and its components under gdpo.rewards"
+        if _env_name(recipe) == "nemo_gym":
+            why = "start NeMo Gym's servers and name them under env.nemo_gym.servers (or head_server); rewards come from them"
         return {"gdpo.rewards": (None, why), "env": (None, why)}
     plugin, names = found
     weights = recipe.get("grpo.adv_estimator.reward_weights") or [1.0] * len(names)

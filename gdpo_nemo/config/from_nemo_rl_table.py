@@ -122,7 +122,7 @@ GRPO = [
     ("grpo.num_generations_per_prompt", to("gdpo.num_generations_per_prompt")),
     ("grpo.max_num_steps", to("gdpo.max_num_steps")),
     ("grpo.max_num_epochs", nothing("a run is counted in steps (gdpo.max_num_steps); set it to the epochs you want")),
-    ("grpo.max_rollout_turns", only(1, "one turn per sample")),
+    ("grpo.max_rollout_turns", to("rollout.turns.max_turns")),
     ("grpo.normalize_rewards", via("gdpo.estimator")),
     ("grpo.use_leave_one_out_baseline", via("gdpo.estimator")),
     ("grpo.adv_estimator.name", via("gdpo.estimator")),
@@ -205,6 +205,10 @@ def _adapted(names: list[str]) -> list[str]:
     return [ours for name in names for ours in _LORA_NAMES.get(name.rpartition(".")[2], [name])]
 
 
+def _fp8(act: Act) -> Act:
+    return where(lambda r: bool(r.get(f"{_MEGATRON}.fp8_cfg.enabled")), act, nothing("FP8 is off"))
+
+
 def _lora(act: Act) -> Act:
     return where(lambda r: bool(r.get(f"{_MEGATRON}.peft.enabled")), act, nothing("adapters are off"))
 
@@ -265,6 +269,8 @@ MEGATRON = [
     (f"{_MEGATRON}.pipeline_dtype", _SAME_PRECISION),
     (f"{_MEGATRON}.activation_checkpointing", via(_RECOMPUTE)),
     (f"{_MEGATRON}.recompute_granularity", via(_RECOMPUTE)),
+    (f"{_MEGATRON}.recompute_num_layers", where(
+        lambda r: r.get(f"{_MEGATRON}.recompute_method") == "block", to(f"{_MEGATRON}.recompute_layers"), nothing("whole layers, all of them"))),
     (f"{_MEGATRON}.recompute_*", nothing("recompute: selective means attention, full means every layer")),
     (f"{_MEGATRON}.empty_unused_memory_level", nothing("memory stays with the allocator", 0)),
     (f"{_MEGATRON}.freeze_moe_router", only(False, "the router is trained with the rest")),
@@ -284,7 +290,8 @@ MEGATRON = [
     (f"{_MEGATRON}.optimizer.params_dtype", only("float32", "main weights are float32")),
     (f"{_MEGATRON}.optimizer.sgd_momentum", nothing("AdamW has none", 0.9)),
     (f"{_MEGATRON}.optimizer.use_precision_aware_optimizer", nothing("moments are float32")),
-    (f"{_MEGATRON}.optimizer.optimizer_*offload*", nothing("the optimizer stays on its device", 0, 0.0)),
+    (f"{_MEGATRON}.optimizer.optimizer_cpu_offload", _of_megatron(to(f"{_MEGATRON}.optimizer.offload"))),
+    (f"{_MEGATRON}.optimizer.optimizer_*offload*", nothing("all of the optimizer moves to the host, or nothing", 0, 0.0, 1, 1.0)),
     (f"{_MEGATRON}.scheduler.lr_decay_style", _of_megatron(to(f"{_MEGATRON}.scheduler.lr_decay_style"))),
     (f"{_MEGATRON}.scheduler.lr_decay_iters", _of_megatron(to(f"{_MEGATRON}.scheduler.lr_decay_steps"))),
     (f"{_MEGATRON}.scheduler.lr_warmup_iters", _of_megatron(to(f"{_MEGATRON}.scheduler.lr_warmup_steps"))),
@@ -306,7 +313,10 @@ MEGATRON = [
     (f"{_MEGATRON}.peft.target_modules", _lora(where(
         lambda r: bool(r.get(f"{_MEGATRON}.peft.target_modules")), to("policy.lora.target_modules", _adapted), nothing("all linear layers")))),
     (f"{_MEGATRON}.peft*", nothing("a setting of NeMo's adapters that is fixed here")),
-    (f"{_MEGATRON}.fp8_cfg*", nothing("no FP8")),
+    (f"{_MEGATRON}.fp8_cfg.enabled", via(f"{_MEGATRON}.fp8")),
+    (f"{_MEGATRON}.fp8_cfg.fp8", _fp8(to(f"{_MEGATRON}.fp8"))),
+    (f"{_MEGATRON}.fp8_cfg.fp8_recipe", _fp8(to(f"{_MEGATRON}.fp8_recipe"))),
+    (f"{_MEGATRON}.fp8_cfg*", nothing("parameters stay in policy.precision; only matrix products are in 8 bits")),
     (f"{_MEGATRON}.env_vars*", nothing("set environment variables where the run is started")),
     (f"{_MEGATRON}.force_reconvert_from_hf", nothing("weights are read from the Hugging Face folder at every start")),
     (f"{_MEGATRON}.model_overrides*", nothing("the architecture is that of the model's config.json")),
@@ -331,7 +341,7 @@ GENERATION = [
     (f"{_VLLM}.enforce_eager", to(f"{_VLLM}.enforce_eager")),
     (f"{_VLLM}.precision", only(lambda r: r.get("policy.precision"), "engines compute in policy.precision")),
     (f"{_VLLM}.async_engine", nothing("a batch goes to each engine whole")),
-    (f"{_VLLM}.expose_http_server", nothing("engines have no HTTP endpoint")),
+    (f"{_VLLM}.expose_http_server", nothing("NeMo Gym's servers are asked from here; rollout.endpoint serves agents")),
     (f"{_VLLM}.*", nothing("a setting of vLLM that is fixed here", 0, "auto")),
     ("policy.generation.vllm_kwargs.max_num_seqs", to(f"{_VLLM}.max_num_seqs")),
     ("policy.generation.vllm_kwargs*", nothing("vLLM gets no further arguments")),

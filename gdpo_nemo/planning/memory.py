@@ -97,14 +97,19 @@ def _stage_memory(config: Config, shape: Shape, layout: Layout, stage: int, toke
     logits = _logits(shape, layout, rows // layout.context, size) if last else 0
     table = -(-shape.vocabulary // layout.tensor) * shape.hidden * size
     largest = table if last or stage == 0 else 3 * shape.hidden * shape.ffn // layout.tensor * size
+    state_bytes = sum(state * count // shard for count, shard in zip(trained, shards))
+    activations = _activations(config, shape, layout, stage, tokens, rows, size)
+    # The backward pass starts when the logits are gone, so that only what exceeds them counts.
+    buffers = (0 if lora.rank else largest) + max(0, _backward(config, shape, layout, tokens, size) - logits)
+    if megatron.optimizer.offload and layout.gpus:  # it comes to the device when the activations are gone
+        state_bytes = max(0, state_bytes - activations - logits - buffers)
     return RankMemory(
         weights=(dense + experts) * size,
         gradients=sum(trained) * 4,
-        optimizer=sum(state * count // shard for count, shard in zip(trained, shards)),
-        activations=_activations(config, shape, layout, stage, tokens, rows, size),
+        optimizer=state_bytes,
+        activations=activations,
         logprobs=logits,
-        # The backward pass starts when the logits are gone, so that only what exceeds them counts.
-        buffers=(0 if lora.rank else largest) + max(0, _backward(config, shape, layout, tokens, size) - logits),
+        buffers=buffers,
         reserve=GPU_RESERVE if layout.gpus else 0,
         stage=stage,
     )
@@ -138,10 +143,12 @@ def _activations(config: Config, shape: Shape, layout: Layout, stage: int, token
     local = tokens // layout.context
     count = len(stage_layers(shape.layers, layout.pipeline, stage))
     inputs, attention, rest = _layer_floats(config, shape, layout)
-    kept = {"none": inputs + attention + rest, "selective": inputs + rest, "full": _residual(config, shape, layout)}[
-        megatron.recompute
-    ]
-    floats = count * kept
+    whole, again = inputs + attention + rest, count
+    if megatron.recompute == "full" and megatron.recompute_layers:
+        chunks = megatron.virtual_pipeline_model_parallel_size or 1
+        again = min(count, megatron.recompute_layers * chunks)
+    kept = {"none": whole, "selective": inputs + rest, "full": _residual(config, shape, layout)}[megatron.recompute]
+    floats = again * kept + (count - again) * whole
     ends = 0
     if stage == layout.pipeline - 1:  # the final norm, gathered; the rows that are evaluated
         ends = _norm_floats(config) * shape.hidden * local + shape.hidden * rows // layout.context
