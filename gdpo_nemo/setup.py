@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Iterator
 
 import numpy as np
+import psutil
 
 from gdpo_nemo.checkpoints import Checkpoints, RunState, model_fingerprint
 from gdpo_nemo.config.files import resolve_factory
@@ -283,11 +284,14 @@ def _start_processes(parts: Parts, stack, prompts, tokenizer, folder: Path, foun
     from gdpo_nemo.rollouts.stream import RolloutStream
 
     config = parts.config
+    lap = parts.log.stopwatch("start", psutil.Process().create_time())
+    lap("imports, config, data")
     layout = resolve_layout(config)
     config.policy.megatron_cfg = replace(config.policy.megatron_cfg, data_parallel_size=layout.data)
     stack.enter_context(session(config.cluster))
     for name in (signal.SIGTERM, signal.SIGINT):  # Ray has just installed its own.
         signal.signal(name, parts.stop)
+    lap("Ray")
     stack.push(lambda kind, error, trace: _point_to_logs(kind, error, keep_logs, parts.run_dir))
     folder = folder.absolute()
     placement = reserve(config, [parts.run_dir, folder])
@@ -298,7 +302,9 @@ def _start_processes(parts: Parts, stack, prompts, tokenizer, folder: Path, foun
     parts.policy.ready()
     if found is not None:
         parts.policy.load(found)
+    lap("policy, beside the engines")
     fleet.ready()
+    lap("engines, after the policy")
     parts.stream = RolloutStream(config, prompts, fleet, pool, tokenizer, parts.state.position, parts.state.step)
     stack.callback(parts.stream.close)
     probe = _probe(config, prompts, folder) if config.policy.generation.verify_weights else None

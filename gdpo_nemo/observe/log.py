@@ -7,6 +7,7 @@ fails, the run goes on and says so once.
 from __future__ import annotations
 
 import sys
+import time
 from pathlib import Path
 from typing import Any, Callable, Mapping, Sequence
 
@@ -84,6 +85,17 @@ class RunLog:
         """Adds a span to the timeline; seconds since the epoch."""
         if self._trace:
             self._try("the trace", self._trace.add, lane, name, start, end, **details)
+
+    def stopwatch(self, lane: str, start: float) -> Callable[[str], None]:
+        """A function that adds a span named by its argument, from its last call (at first ``start``) until now."""
+        last = [start]
+
+        def lap(name: str) -> None:
+            now = time.time()
+            self.span(lane, name, last[0], now)
+            last[0] = now
+
+        return lap
 
     def close(self, status: str) -> None:
         """Finishes every file and shows the summary; ``status`` is its title: complete, stopped, failed."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import shutil
 import subprocess
 import sys
 import time
@@ -32,7 +33,7 @@ ENVIRONMENT = {
 
 
 def _ip(*words: str) -> bool:
-    return subprocess.run(["ip", *words], capture_output=True).returncode == 0
+    return shutil.which("ip") is not None and subprocess.run(["ip", *words], capture_output=True).returncode == 0
 
 
 class Host:
