@@ -93,9 +93,10 @@ def test_the_gradient_does_not_depend_on_what_stands_under_the_mask(four_turns, 
             sequences.append(sequence)
         return stage.policy.train(sequences, LossSettings(reference_policy_kl_penalty=0.1))
 
-    first = losses(np.nan)
-    assert first.sums["tokens"] == written and not first.skipped
-    assert np.isfinite(first.loss) and first.maxima["parity_abs"] < 1e-4
+    first, other = losses(np.nan), losses(-3.0)
+    assert first.sums["tokens"] == written and not first.skipped and first.grad_norm > 0
+    assert (first.loss, first.grad_norm) == (other.loss, other.grad_norm)
+    assert first.maxima["parity_abs"] == other.maxima["parity_abs"] < 1e-4
 
 
 def test_packing_trains_exactly_the_unmasked_tokens_on_every_context_rank():
