@@ -38,9 +38,8 @@ class EngineRouter:
         """Why sampling failed for good, once it did."""
         self.seconds = 0.0
         """That the engines worked."""
-        self._threads = [threading.Thread(target=self._serve, args=(i,), daemon=True, name=f"engine-{i}") for i in range(engines)]
-        for thread in self._threads:
-            thread.start()
+        for i in range(engines):
+            threading.Thread(target=self._serve, args=(i,), daemon=True, name=f"engine-{i}").start()
 
     def least_busy(self) -> int:
         """The engine with the fewest requests under way."""

@@ -85,9 +85,8 @@ class Service:
         message = self._message(completion, request)
         said = fingerprint([*request.messages, message])
         turns, written = (before.turns, before.written) if before else (0, 0)
-        turn = Turn(
-            following.token_ids, completion, version, engine, turns + 1, written + len(completion.token_ids), said
-        )
+        written += len(completion.token_ids)
+        turn = Turn(following.token_ids, completion, version, engine, turns + 1, written, said)
         self.history.keep(request.session, turn)
         self.counts["turns"] += 1
         return _answer(turn, message, request, int(turn.said[:12], 16))
@@ -99,8 +98,8 @@ class Service:
 
     def models(self) -> dict[str, Any]:
         """The answer to /v1/models."""
-        model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "gdpo_nemo", "max_model_len": self.budgets.max_sequence}
-        return {"object": "list", "data": [model]}
+        model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "gdpo_nemo"}
+        return {"object": "list", "data": [{**model, "max_model_len": self.budgets.max_sequence}]}
 
     def _current_sampling(self) -> Sampling:
         if self._sampling is None:

@@ -75,6 +75,7 @@ def stage(byte_model):
             f"policy.max_total_sequence_length={LONGEST}",
             f"policy.generation={{engines: 2, max_new_tokens: 10, temperature: {TEMPERATURE}}}",
             "policy.generation.vllm_cfg.max_num_seqs=16",
+            "policy.megatron_cfg.optimizer.lr=0",  # an update changes nothing, so engines and policy stay alike
         ],
     )
     config.policy.megatron_cfg.data_parallel_size = 1

@@ -27,7 +27,11 @@ HOST, STEPS = "127.0.0.1", 8
 def sections(endpoint: str, servers: list[str]) -> dict[str, tuple[str, str, dict]]:
     """(kind, implementation, settings) of every instance, by name."""
     model = dict(
-        base_url=f"{endpoint}/v1", api_key="none", model="policy", return_token_id_information=True, uses_reasoning_parser=False
+        base_url=f"{endpoint}/v1",
+        api_key="none",
+        model="policy",
+        return_token_id_information=True,
+        uses_reasoning_parser=False,
     )
     made = {"policy_model": ("responses_api_models", "vllm_model", model)}
     for name in servers:

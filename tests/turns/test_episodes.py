@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -72,9 +73,7 @@ def test_logprobs_of_four_turns_are_those_of_one_megatron_forward_pass(four_turn
     for sequence, found in zip(sequences, stage.policy.logprobs(sequences)):
         assert np.array_equal(np.isnan(found), ~sequence.loss_mask)
         assert np.abs(found - sequence.sampler_logprobs)[sequence.loss_mask].max() < 1e-4
-    shifted = TrainSequence(
-        sequences[0].prompt_ids, np.roll(sequences[0].completion_ids, 1), sequences[0].sampler_logprobs, loss_mask=sequences[0].loss_mask
-    )
+    shifted = replace(sequences[0], completion_ids=np.roll(sequences[0].completion_ids, 1))
     (wrong,) = stage.policy.logprobs([shifted])
     assert np.abs(wrong - shifted.sampler_logprobs)[shifted.loss_mask].max() > 0.1
 
@@ -94,9 +93,10 @@ def test_the_gradient_does_not_depend_on_what_stands_under_the_mask(four_turns, 
             sequences.append(sequence)
         return stage.policy.train(sequences, LossSettings(reference_policy_kl_penalty=0.1))
 
-    first = losses(np.nan)
-    assert first.sums["tokens"] == written and not first.skipped
-    assert np.isfinite(first.loss) and first.maxima["parity_abs"] < 1e-4
+    first, other = losses(np.nan), losses(-3.0)
+    assert first.sums["tokens"] == written and not first.skipped and first.grad_norm > 0
+    assert (first.loss, first.grad_norm) == (other.loss, other.grad_norm)
+    assert first.maxima["parity_abs"] == other.maxima["parity_abs"] < 1e-4
 
 
 def test_packing_trains_exactly_the_unmasked_tokens_on_every_context_rank():
@@ -142,7 +142,8 @@ def test_the_first_prompt_may_come_from_reset_and_equal_seeds_replay_a_batch(sta
 
 
 def test_a_step_that_hangs_dies_or_fails_masks_its_trajectory_and_no_other(pool, tmp_path):
-    troubles = [{}, {"what": "hang", "when": 2}, {"what": "fail", "when": 1}, {"what": "die_once", "when": 2, "flag": str(tmp_path / "flag")}]
+    dying = {"what": "die_once", "when": 2, "flag": str(tmp_path / "flag")}
+    troubles = [{}, {"what": "hang", "when": 2}, {"what": "fail", "when": 1}, dying]
     prompts = [Prompt(f"p{i}", np.zeros(1, np.int32), "", "awkward", row) for i, row in enumerate(troubles)]
     states = [reply.state for reply in pool.step([EpisodeStep(p, 0, 0) for p in prompts])]
     said = {"role": "assistant", "content": "x", "finish_reason": "stop"}

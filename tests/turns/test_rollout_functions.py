@@ -22,7 +22,8 @@ OWN = Path(__file__).with_name("own_rollouts.py")
 
 
 def player(stage, function: str) -> Player:
-    return Player(replace(stage.config, rollout=replace(stage.config.rollout, function=f"{OWN}:{function}")), stage.fleet, None, stage.tokenizer)
+    rollout = replace(stage.config.rollout, function=f"{OWN}:{function}")
+    return Player(replace(stage.config, rollout=rollout), stage.fleet, None, stage.tokenizer)
 
 
 def asked(stage, samples=2) -> Asked:
@@ -75,8 +76,14 @@ def test_settings_of_turns_that_cannot_work_are_refused_before_anything_starts(o
 
 def test_two_turns_train_three_steps_and_sampler_and_trainer_agree(digit_model, tmp_path):
     command = [sys.executable, "-W", "ignore", "examples/run_gdpo.py", "--config", "configs/gdpo_turns_cpu.yaml"]
-    settings = [f"run.dir={tmp_path}/run", f"policy.model_name={digit_model}", "gdpo.max_num_steps=3", "gdpo.val_prompts=8",
-                "gdpo.num_prompts_per_step=4", "data.train.size=256", "data.validation.size=64", "logger.console=plain"]  # fmt: skip
+    command += [f"run.dir={tmp_path}/run", f"policy.model_name={digit_model}", "logger.console=plain"]
+    settings = [
+        "gdpo.max_num_steps=3",
+        "gdpo.val_prompts=8",
+        "gdpo.num_prompts_per_step=4",
+        "data.train.size=256",
+        "data.validation.size=64",
+    ]
     done = subprocess.run([*command, *settings], capture_output=True, text=True, cwd=REPOSITORY, timeout=240)
     assert done.returncode == 0, (done.stdout, done.stderr)
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
