@@ -3,7 +3,7 @@
 1. The tiny job over both nodes ends with status 0 and equals the run without Slurm.
 2. The same job gets USR1, as Slurm sends it before the time limit: it saves, is queued again, resumes, and its curve is
    that of the first, bit for bit.
-3. Without a command the cluster waits, and the attach script runs commands in it.
+3. Without a command the cluster waits, and the attach script runs commands in it; the script runs in salloc, too.
 4. A job that is too long for its time limit gets the signal from Slurm, saves, is queued again and goes on.
 """
 
@@ -120,10 +120,10 @@ def job_at_its_time_limit(work: Path) -> None:
         logs, command(folder, "cluster.num_nodes=2", "gdpo.max_num_steps=2000"), "--time=5", "--signal=B:USR1@120"
     )
     seconds = wait_for("the requeue", lambda: "] queued again" in output(logs), 330)
-    saved = [int(path.name.removeprefix("step_")) for path in (folder / "checkpoints").iterdir()]
-    check(f"{seconds:.0f} s after its submission job {job} had saved step {saved} and was queued again", saved == [len(rows(folder))])
+    saved = max(int(path.name.removeprefix("step_")) for path in (folder / "checkpoints").iterdir())
+    check(f"{seconds:.0f} s after its submission job {job} had saved step {saved} and was queued again", saved == len(rows(folder)))
     start_now(job)
-    wait_for("three steps after the resume", lambda: len(rows(folder)) >= saved[0] + 3)
+    wait_for("three steps after the resume", lambda: len(rows(folder)) >= saved + 3)
     subprocess.run(["scancel", "--batch", "--signal=TERM", job], check=True)
     wait_for("its end", lambda: state(job) in ("FAILED", "COMPLETED", "CANCELLED"))
     check("no step is missing or double", [row["step"] for row in rows(folder)] == list(range(1, len(rows(folder)) + 1)))
@@ -159,6 +159,16 @@ def interactive(work: Path) -> None:
     check("TERM ends it and does not queue it again", "] queued again" not in output(logs))
 
 
+def allocation(work: Path) -> None:
+    """The same script inside salloc, with another command than a run; its status is the command's."""
+    logs, status = work / "logs" / "allocation", 7
+    code = f"import ray; ray.init(); print('NODES', len(ray.nodes())); raise SystemExit({status})"
+    asked = ["salloc", "--nodes=2", "--exclusive", "--time=10", "bash", str(SCRIPT)]
+    done = subprocess.run(asked, env=environment(logs, COMMAND=f'python -c "{code}"'), cwd=REPOSITORY, timeout=300)
+    check("the command saw both nodes", "NODES 2" in (logs / "command.log").read_text())
+    check(f"the script ends with the command's status ({done.returncode})", done.returncode == status)
+
+
 def nothing_left() -> None:
     def left() -> str:
         found = subprocess.run(["ps", "-eo", "pid,args"], text=True, capture_output=True).stdout.splitlines()
@@ -173,11 +183,11 @@ def main() -> None:
     (work / "logs").mkdir(exist_ok=True)
     os.environ |= {"OMP_NUM_THREADS": "2", "PYTHONPATH": str(REPOSITORY)}
     code = "import sys; sys.path.insert(0, 'examples'); import make_tiny_model as m; m.make_tiny_model(sys.argv[1], 0, steps=30)"
-    if not (work / "alone").exists():
+    if not set(wanted) or set(wanted) - {"interactive", "allocation"}:
         subprocess.run([sys.executable, "-W", "ignore", "-c", code, str(work / "model")], check=True, cwd=REPOSITORY)
         del os.environ["OMP_NUM_THREADS"]
         without_slurm(work)
-    for step in (whole_job, job_asked_to_save, interactive, job_at_its_time_limit):
+    for step in (whole_job, job_asked_to_save, interactive, allocation, job_at_its_time_limit):
         if not wanted or step.__name__ in wanted:
             print(f"-- {step.__name__.replace('_', ' ')}", flush=True)
             step(work)
