@@ -26,6 +26,7 @@ class PolicyRank:
 
     def __init__(self, rank: int, world_size: int):
         self.rank, self.world_size = rank, world_size
+        self._listener: socket.socket | None = None
         # Ray shows each actor its own GPU as device 0.
         os.environ["LOCAL_RANK"] = "0"
 
@@ -36,9 +37,9 @@ class PolicyRank:
     def rendezvous(self) -> str:
         """A torch URL on this rank's machine where the ranks can meet."""
         host = ray.util.get_node_ip_address()
-        with socket.socket() as probe:
-            probe.bind((host, 0))
-            return f"tcp://{host}:{probe.getsockname()[1]}"
+        # Kept open until the ranks meet on it: a port that is only looked up may be somebody else's by then.
+        self._listener = socket.create_server((host, 0), backlog=self.world_size + 1)
+        return f"tcp://{host}:{self._listener.getsockname()[1]}"
 
     def build(
         self,
@@ -61,7 +62,7 @@ class PolicyRank:
         import torch
 
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-        runtime.initialize(chosen, self.rank, self.world_size, init_method)
+        runtime.initialize(chosen, self.rank, self.world_size, init_method, self._listener)
         runtime.lay_out(config.megatron_cfg, seed)
         from gdpo_nemo.megatron.policy import Policy
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import os
 import random
+import socket
 import warnings
 from dataclasses import dataclass
 
@@ -49,15 +50,27 @@ def _use_group_step_adam() -> None:
         distributed.Adam, distributed.HAVE_APEX_OR_TE, distributed.USING_APEX_OPTIMIZER = GroupStepAdam, True, True
 
 
-def initialize(runtime: Runtime, rank: int, world_size: int, init_method: str, timeout_s: float = 1800.0) -> None:
-    """Join the default process group. ``init_method`` is a torch URL (``tcp://host:port`` or ``file://path``)."""
-    dist.init_process_group(
-        runtime.backend,
-        init_method=init_method,
-        rank=rank,
-        world_size=world_size,
-        timeout=datetime.timedelta(seconds=timeout_s),
-    )
+def initialize(
+    runtime: Runtime,
+    rank: int,
+    world_size: int,
+    init_method: str,
+    listener: socket.socket | None = None,
+    timeout_s: float = 1800.0,
+) -> None:
+    """Join the default process group.
+
+    Args:
+        init_method: a torch URL: ``file://path``, or ``tcp://host:port`` of rank 0.
+        listener: on rank 0 with ``tcp``: the socket that listens there already; it is given away.
+    """
+    timeout = datetime.timedelta(seconds=timeout_s)
+    meeting: dict = dict(init_method=init_method)
+    if init_method.startswith("tcp://"):
+        host, _, port = init_method.removeprefix("tcp://").rpartition(":")
+        given = dict(master_listen_fd=listener.detach()) if listener else {}
+        meeting = dict(store=dist.TCPStore(host, int(port), world_size, rank == 0, timeout, wait_for_workers=False, **given))
+    dist.init_process_group(runtime.backend, rank=rank, world_size=world_size, timeout=timeout, **meeting)
 
 
 def lay_out(layout: MegatronConfig, seed: int) -> None:
