@@ -25,6 +25,7 @@ def pytest_addoption(parser):
 _LONGEST_FIRST = ("end_to_end", "megatron", "cluster", "turns", "environments", "examples")
 
 
+@pytest.hookimpl(tryfirst=True)  # xdist reads the groups in a hook of the same name
 def pytest_collection_modifyitems(items):
     """Each folder of tests is a group that one process runs, since its tests share engines and ranks; long ones start first."""
     place = {name: number for number, name in enumerate(_LONGEST_FIRST)}
