@@ -25,18 +25,25 @@ def pytest_addoption(parser):
 _LONGEST_FIRST = ("end_to_end", "megatron", "cluster", "turns", "environments", "examples")
 
 
-@pytest.hookimpl(tryfirst=True)  # xdist reads the groups in a hook of the same name
+def _folder(nodeid: str) -> str:
+    return nodeid.partition("::")[0].split("/")[1]
+
+
 def pytest_collection_modifyitems(items):
-    """Each folder of tests is a group that one process runs, since its tests share engines and ranks; long ones start first."""
+    """Long folders start first."""
     place = {name: number for number, name in enumerate(_LONGEST_FIRST)}
-    here = Path(__file__).parent
+    items.sort(key=lambda item: place.get(_folder(item.nodeid), len(place)))
 
-    def folder(item) -> str:
-        return item.path.relative_to(here).parts[0]
 
-    items.sort(key=lambda item: place.get(folder(item), len(place)))
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group(folder(item)))
+def pytest_xdist_make_scheduler(config, log):
+    """A folder of tests shares engines and ranks, so one process runs all of it. (xdist's own groups are lost on pytest 9.2.)"""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFolder(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return _folder(nodeid)
+
+    return ByFolder(config, log)
 
 
 @pytest.fixture(scope="session")

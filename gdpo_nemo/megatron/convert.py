@@ -153,14 +153,13 @@ def load_hf(chunks: list[torch.nn.Module], read: Callable[[str], torch.Tensor], 
 
 @torch.no_grad()
 def export_hf(chunks: list[torch.nn.Module], config: PretrainedConfig) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield every Hugging Face tensor, whole, on every rank; all ranks must iterate together.
+    """Yield every Hugging Face tensor, whole, on every rank, one at a time; all ranks must iterate together.
 
     Tensors come in the same order on all ranks and may alias live parameters: copy what is kept.
     """
     stages = parallel_state.get_pipeline_model_parallel_group()
-    mine = list(_export_stage(chunks, config)) if stages.size() == 1 else None
-    if mine is not None:
-        yield from mine
+    if stages.size() == 1:
+        yield from _export_stage(chunks, config)
         return
     seen: set[str] = set()
     for stage in range(stages.size()):

@@ -124,6 +124,27 @@ def round_trips(place, folders) -> dict:
     return out if place.rank == 0 else {}
 
 
+def exported_at_once(place, folder) -> int:
+    """The most tensors of an export that live at the same time."""
+    import gc
+    import weakref
+
+    import torch
+    from transformers import AutoConfig
+
+    from gdpo_nemo.megatron.convert import export_hf
+    from gdpo_nemo.megatron.model import build_chunks
+
+    hf = AutoConfig.from_pretrained(folder)
+    _, chunks = build_chunks(hf, place.layout, torch.float32)
+    gc.collect()
+    seen, most = [], 0
+    for _, tensor in export_hf(chunks, hf):
+        seen.append(weakref.ref(tensor))
+        most = max(most, sum(ref() is not None for ref in seen))
+    return most
+
+
 def load_failure(place, folder, break_it) -> str:
     """The message with which loading fails when ``break_it(name, tensor)`` changes what the reader returns."""
     import torch

@@ -40,6 +40,12 @@ def test_experts_are_read_from_fused_tensors_too(on_ranks, model_folder, tmp_pat
         assert all(np.array_equal(tensors[key], stored[key]) for key in stored)
 
 
+@pytest.mark.parametrize("layout", ["TP2", "PP2"])
+def test_an_export_never_holds_the_whole_model(on_ranks, model_folder, layout):
+    """Two at a time: the one that is handed out while the next is made, and its neighbour of a fused matrix."""
+    assert max(on_ranks(layout, rank_cases.exported_at_once, model_folder("qwen2"))) <= 4
+
+
 def check(folders, on_ranks, layout):
     for name, tensors in on_ranks(layout, rank_cases.round_trips, folders)[0].items():
         stored = load_file(folders[name] / "model.safetensors")
