@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Callable
 
 import psutil
 
@@ -41,10 +42,14 @@ class Launch:
 
     def wait_for_step(self, step: int) -> None:
         """Return once the metrics hold ``step``; remembers every process of the run on the way."""
+        self.wait_until(lambda done: done >= step, f"step {step} did not come")
+
+    def wait_until(self, good: Callable[[int], bool], complaint: str) -> None:
+        """Return once ``good`` likes the last step that the metrics hold; remembers every process of the run on the way."""
         deadline = time.monotonic() + START_S
-        while not any(row["step"] >= step and "loss" in row for row in rows(self.run_dir)):
+        while not good(max((row["step"] for row in rows(self.run_dir) if "loss" in row), default=0)):
             assert self.process.poll() is None, self.process.communicate()
-            assert time.monotonic() < deadline, f"step {step} did not come"
+            assert time.monotonic() < deadline, complaint
             self._look()
             time.sleep(0.05)
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import signal
+import time
 
 import psutil
 import pytest
-from launch import STEPS, Launch, rows, timeless
+from launch import START_S, STEPS, Launch, rows, timeless
 
 
 def test_run_ends_with_status_0_and_leaves_no_process(undisturbed):
@@ -83,14 +84,29 @@ def test_exported_model_is_what_the_last_checkpoint_holds_and_transformers_loads
 
 
 def test_killed_and_terminated_run_resumes_bit_for_bit(undisturbed, tmp_path, digit_model):
-    """kill -9 after step 3 (lost back to step 2), SIGTERM after step 4 (saved), then on to the end."""
-    killed = Launch(tmp_path / "run", digit_model, "gdpo.val_at_start=true")
+    """The policy dies in the middle of saving step 4, the driver after step 3 (kill -9), SIGTERM comes after step 4; then on
+    to the end. Checkpoints are written beside training."""
+    options = ("gdpo.val_at_start=true", "checkpointing.async_save=true")
+    torn = Launch(tmp_path / "run", digit_model, *options)
+    torn.wait_for_step(3)
+    writing = tmp_path / "run" / "checkpoints" / ".writing_step_4"
+    while not writing.exists():
+        assert torn.process.poll() is None, torn.process.communicate()
+    _process_of(torn, "ray::PolicyRank").kill()
+    status, out, err = torn.finish()
+    assert status == 1, (out, err)
+    assert "checkpoint of step 4 could not be written" in err and "step 2 is the last good one" in err, err
+    assert "Traceback" not in err and torn.survivors() == []
+    assert [p.name for p in writing.parent.iterdir()] == ["step_2"]
+
+    killed = Launch(tmp_path / "run", digit_model, *options)
+    killed.wait_until(lambda done: done == 2, "what came after the checkpoint was not taken back")
     killed.wait_for_step(3)
     killed.process.send_signal(signal.SIGKILL)
     killed.process.wait()
     assert killed.survivors() == []
 
-    stopped = Launch(tmp_path / "run", digit_model, "gdpo.val_at_start=true")
+    stopped = Launch(tmp_path / "run", digit_model, *options)
     stopped.wait_for_step(4)
     stopped.process.send_signal(signal.SIGTERM)
     status, out, err = stopped.finish()
@@ -99,7 +115,7 @@ def test_killed_and_terminated_run_resumes_bit_for_bit(undisturbed, tmp_path, di
     done = max(row["step"] for row in rows(tmp_path / "run"))
     assert (tmp_path / "run" / "checkpoints" / f"step_{done}" / "files.json").is_file()
 
-    resumed = Launch(tmp_path / "run", digit_model, "gdpo.val_at_start=true")
+    resumed = Launch(tmp_path / "run", digit_model, *options)
     status, out, err = resumed.finish()
     assert status == 0, (out, err)
     assert f"after step {done}" in out
@@ -107,15 +123,6 @@ def test_killed_and_terminated_run_resumes_bit_for_bit(undisturbed, tmp_path, di
     assert [timeless(r) for r in rows(tmp_path / "run")] == [timeless(r) for r in rows(straight)]
     weights = [d / "model" / "model.safetensors" for d in (straight, tmp_path / "run")]
     assert weights[0].read_bytes() == weights[1].read_bytes()
-
-
-def test_tensor_parallel_ranks_make_the_same_first_update(undisturbed, tmp_path, digit_model):
-    launch = Launch(
-        tmp_path / "run", digit_model, "policy.megatron_cfg.tensor_model_parallel_size=2", "gdpo.max_num_steps=1"
-    )
-    status, out, err = launch.finish()
-    assert status == 0, (out, err)
-    _same_first_update(rows(undisturbed[0].run_dir), rows(launch.run_dir))
 
 
 def test_data_parallel_ranks_make_the_same_first_update_and_train_one_step_stale(undisturbed, tmp_path, digit_model):
@@ -199,56 +206,39 @@ def test_full_disk_on_a_checkpoint_ends_the_run_and_keeps_the_last_good_one(tmp_
     assert launch.survivors() == []
 
 
-def test_rank_killed_in_the_middle_of_a_save_costs_that_checkpoint_only(undisturbed, tmp_path, digit_model):
-    """Files go out beside training; the policy dies as soon as the folder of step 4 appears."""
-    options = ("gdpo.max_num_steps=4", "gdpo.val_period=0", "checkpointing.async_save=true")
-    launch = Launch(tmp_path / "run", digit_model, *options)
-    launch.wait_for_step(3)
-    writing = tmp_path / "run" / "checkpoints" / ".writing_step_4"
-    while not writing.exists():
-        assert launch.process.poll() is None, launch.process.communicate()
-    _process_of(launch, "ray::PolicyRank").kill()
-    status, out, err = launch.finish()
-    assert status == 1, (out, err)
-    assert "checkpoint of step 4 could not be written" in err and "step 2 is the last good one" in err, err
-    assert "Traceback" not in err and launch.survivors() == []
-    assert [p.name for p in writing.parent.iterdir()] == ["step_2"]
-
-    status, out, err = Launch(tmp_path / "run", digit_model, *options).finish()
-    assert status == 0 and "after step 2" in out, (out, err)
-    expected = [timeless(row) for row in rows(undisturbed[0].run_dir) if "loss" in row][:4]
-    assert [timeless(row) for row in rows(tmp_path / "run") if "loss" in row] == expected
-
-
 HANGING = """
 import pathlib, time
+from gdpo_nemo.environments.digit_sort import DigitSort
 
-def patience(completions, **columns):
-    while pathlib.Path(__file__).with_suffix(".hang").exists():
-        time.sleep(0.1)
-    return [float(len(text) % 7) for text in completions]
+class Patient(DigitSort):
+    def verify(self, trajectories):
+        while pathlib.Path(__file__).with_suffix(".hang").exists():
+            time.sleep(0.1)
+        return super().verify(trajectories)
 """
 
 
-def test_doctor_names_a_hanging_verifier_a_stopped_engine_and_a_blocked_rank(tmp_path, digit_model):
-    """One run, three ailments in turn; of the last, which lasts beyond its deadline, the run itself says who it was."""
+def test_tensor_parallel_ranks_make_the_same_first_update_and_who_blocks_them_is_named(undisturbed, tmp_path, digit_model):
+    """One run, three ailments in turn: a hanging verifier, a stopped engine, a stopped rank. The last one lasts beyond its
+    deadline, and the run itself says who it was."""
     (tmp_path / "mine.py").write_text(HANGING)
     launch = Launch(
         tmp_path / "run",
         digit_model,
-        f"env.mine={{plugin: functions, functions: {{patience: '{tmp_path / 'mine.py'}:patience'}}}}",
-        "gdpo={rewards: {patience: 1.0}, max_num_steps: 100000, val_period: 0, val_at_start: false, val_prompts: null}",
-        "data={train: {environment: mine, path: '" + str(_digit_rows(tmp_path)) + "', split: null, size: null}, validation: null}",
-        "checkpointing={metric_name: null, enabled: false}",
+        f"env.digit_sort={{plugin: '{tmp_path / 'mine.py'}:Patient'}}",
+        "gdpo.max_num_steps=100000",
+        "gdpo.val_period=100000",
+        "checkpointing.save_period=100000",
         "rollout={env_timeout_s: 60, train_timeout_s: 15}",
         "policy.megatron_cfg.tensor_model_parallel_size=2",
     )
     launch.wait_for_step(1)
+    _same_first_update(rows(undisturbed[0].run_dir), rows(launch.run_dir))
     flag = tmp_path / "mine.hang"
     flag.touch()
     found = _diagnosis_when(launch, "environments", 2.0)
     assert found.blocked_by == ["environments: worker 0"] and not found.lost, found.sentence
-    assert "patience (" in found.sentence and "mine.py" in found.sentence
+    assert "verify (" in found.sentence and "mine.py" in found.sentence
     flag.unlink()
 
     engine = _stop(launch, "engine 0")
@@ -264,12 +254,6 @@ def test_doctor_names_a_hanging_verifier_a_stopped_engine_and_a_blocked_rank(tmp
     bundle = max((launch.run_dir / "doctor").iterdir())
     assert {"summary.txt", "stack policy rank 0.txt", "config.yaml", "versions.txt", "logs.txt"} <= {p.name for p in bundle.iterdir()}
     assert launch.survivors() == []
-
-
-def _digit_rows(folder: Path) -> Path:
-    file = folder / "digits.jsonl"
-    file.write_text("".join(f'{{"prompt": "{n}="}}\n' for n in range(10000, 10064)))
-    return file
 
 
 def _stop(launch: Launch, role: str) -> psutil.Process:

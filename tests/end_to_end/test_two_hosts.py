@@ -10,6 +10,7 @@ import secrets
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -119,14 +120,17 @@ class Network:
 
 
 @pytest.fixture(scope="module")
-def network(tmp_path_factory):
-    network = Network(tmp_path_factory.mktemp("ray"))
+def network():
+    # Paths of Ray's sockets may have 107 characters, which pytest's own folders use up.
+    folder = Path(tempfile.mkdtemp(prefix="gdpo"))
+    network = Network(folder)
     try:
         network.add(1)
         network.add(2)
         yield network
     finally:
         network.close()
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def launch(head: Host, run_dir: Path, model: Path) -> Launch:
