@@ -3,6 +3,7 @@
 The driver starts this file as a small process of its own and holds the other end of its standard input. However the
 driver ends, kill -9 included, that end closes; then every process that carries the run's mark in its environment
 (Ray's servers and agents, actors, verifiers: all inherit it) gets a moment to end by itself and is killed after that.
+Last it removes the folder of their temporary files.
 It uses the standard library only and reads /proc, so it starts in milliseconds.
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -22,14 +24,18 @@ _LOOK_S = 1.0
 
 
 class Reaper:
-    """The driver's side: marks this process and its future children, and starts the watcher."""
+    """The driver's side: marks this process and its future children, and starts the watcher.
 
-    def __init__(self):
+    Args:
+        scratch: folder to remove in the end.
+    """
+
+    def __init__(self, scratch: str):
         self.mark = uuid.uuid4().hex
         os.environ[MARK] = self.mark
         environment = {k: v for k, v in os.environ.items() if k != MARK}
         self._process = subprocess.Popen(
-            [sys.executable, "-S", "-E", os.path.abspath(__file__), self.mark],
+            [sys.executable, "-S", "-E", os.path.abspath(__file__), self.mark, scratch],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             env=environment,
@@ -117,3 +123,4 @@ def _watch(mark: str) -> None:
 
 if __name__ == "__main__":
     _watch(sys.argv[1])
+    shutil.rmtree(sys.argv[2], ignore_errors=True)

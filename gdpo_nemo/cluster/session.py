@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import tempfile
 import time
 from pathlib import Path
 from typing import Any, Iterator, Sequence
@@ -14,6 +15,8 @@ os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_DEDUP_LOGS", "0")
+# Ray gives its workers the last place in the queue for a core (15), behind the run's own verifiers.
+os.environ.setdefault("RAY_worker_niceness", "0")
 
 import ray  # noqa: E402
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError, RayTaskError  # noqa: E402
@@ -53,14 +56,33 @@ def session(config: ClusterConfig) -> Iterator[None]:
         # "local": without it Ray joins any cluster that happens to run on this machine.
         else dict(address="local", num_cpus=cores(config), num_gpus=config.gpus_per_node, include_dashboard=False)
     )
-    reaper = Reaper()
+    with _scratch() as scratch:
+        reaper = Reaper(scratch)
+        try:
+            _connect(where)
+            yield
+        finally:
+            _watched.clear()
+            ray.shutdown()
+            reaper.close()
+
+
+@contextlib.contextmanager
+def _scratch() -> Iterator[str]:
+    """A folder for temporary files of the run's processes, which leave some (vLLM its meeting points) even when they end well.
+
+    The reaper removes it. Ray's own files stay where Ray keeps them.
+    """
+    before = {name: os.environ.get(name) for name in ("TMPDIR", "RAY_TMPDIR")}
+    # Short, because sockets live in it, whose paths may have 107 characters.
+    folder = tempfile.mkdtemp(prefix="gdpo-")
+    os.environ["RAY_TMPDIR"] = before["RAY_TMPDIR"] or tempfile.gettempdir()
+    os.environ["TMPDIR"] = folder
     try:
-        _connect(where)
-        yield
+        yield folder
     finally:
-        _watched.clear()
-        ray.shutdown()
-        reaper.close()
+        for name, value in before.items():
+            os.environ.pop(name) if value is None else os.environ.__setitem__(name, value)
 
 
 def _connect(where: dict[str, Any]) -> None:

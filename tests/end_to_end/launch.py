@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Callable
@@ -35,8 +38,17 @@ class Launch:
             "logger.console=plain",
             *overrides,
         ]
+        # What the run writes beside its folder comes here, except for Ray's sockets, whose path must be short, and torch's cache,
+        # which is the user's.
+        self.scratch, shared = Path(tempfile.mkdtemp(prefix="e2e")), tempfile.gettempdir()
+        beside = {"TMPDIR": str(self.scratch), "RAY_TMPDIR": shared, "TORCHINDUCTOR_CACHE_DIR": f"{shared}/torchinductor_tests"}
         self.process = subprocess.Popen(
-            [*(before or []), *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=REPOSITORY
+            [*(before or []), *command],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=REPOSITORY,
+            env={**os.environ, **beside},
         )
         self.seen: dict[int, float] = {}
 
@@ -68,6 +80,13 @@ class Launch:
                 self.seen[child.pid] = child.create_time()
         except psutil.NoSuchProcess:
             return
+
+    def left_behind(self) -> list[str]:
+        """Processes and temporary files that outlive the run."""
+        survivors = self.survivors()
+        files = [str(path) for path in self.scratch.iterdir()]
+        shutil.rmtree(self.scratch)
+        return survivors + files
 
     def survivors(self, patience_s: float = 30.0) -> list[str]:
         """Processes of the run that still live after ``patience_s``."""

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import time
+from pathlib import Path
 
 import psutil
 import pytest
 from launch import START_S, STEPS, Launch, rows, timeless
 
 
-def test_run_ends_with_status_0_and_leaves_no_process(undisturbed):
+def test_run_ends_with_status_0_and_leaves_nothing_beside_its_folder(undisturbed):
     launch, status, out, err = undisturbed
     assert status == 0, (out, err)
-    assert launch.survivors() == []
+    assert launch.left_behind() == []
 
 
 def test_run_folder_holds_what_the_contract_names(undisturbed):
@@ -84,8 +86,8 @@ def test_exported_model_is_what_the_last_checkpoint_holds_and_transformers_loads
 
 
 def test_killed_and_terminated_run_resumes_bit_for_bit(undisturbed, tmp_path, digit_model):
-    """The policy dies in the middle of saving step 4, the driver after step 3 (kill -9), SIGTERM comes after step 4; then on
-    to the end. Checkpoints are written beside training."""
+    """The policy dies in the middle of saving step 4, the driver after step 3 (kill -9), SIGTERM comes after step 4, a byte of
+    the last checkpoint turns on the disk; then on to the end. Checkpoints are written beside training."""
     options = ("gdpo.val_at_start=true", "checkpointing.async_save=true")
     torn = Launch(tmp_path / "run", digit_model, *options)
     torn.wait_for_step(3)
@@ -96,7 +98,7 @@ def test_killed_and_terminated_run_resumes_bit_for_bit(undisturbed, tmp_path, di
     status, out, err = torn.finish()
     assert status == 1, (out, err)
     assert "checkpoint of step 4 could not be written" in err and "step 2 is the last good one" in err, err
-    assert "Traceback" not in err and torn.survivors() == []
+    assert "Traceback" not in err and torn.left_behind() == []
     assert [p.name for p in writing.parent.iterdir()] == ["step_2"]
 
     killed = Launch(tmp_path / "run", digit_model, *options)
@@ -104,21 +106,23 @@ def test_killed_and_terminated_run_resumes_bit_for_bit(undisturbed, tmp_path, di
     killed.wait_for_step(3)
     killed.process.send_signal(signal.SIGKILL)
     killed.process.wait()
-    assert killed.survivors() == []
+    assert killed.left_behind() == []
 
     stopped = Launch(tmp_path / "run", digit_model, *options)
     stopped.wait_for_step(4)
     stopped.process.send_signal(signal.SIGTERM)
     status, out, err = stopped.finish()
     assert status == 128 + signal.SIGTERM, (out, err)
-    assert stopped.survivors() == []
+    assert stopped.left_behind() == []
     done = max(row["step"] for row in rows(tmp_path / "run"))
-    assert (tmp_path / "run" / "checkpoints" / f"step_{done}" / "files.json").is_file()
+    newest, before = (tmp_path / "run" / "checkpoints" / f"step_{step}" for step in (done, 2 * ((done - 1) // 2)))
+    assert (newest / "files.json").is_file()
+    _flip_a_byte(max(newest.rglob("*.distcp"), key=lambda file: file.stat().st_size))
 
     resumed = Launch(tmp_path / "run", digit_model, *options)
     status, out, err = resumed.finish()
     assert status == 0, (out, err)
-    assert f"after step {done}" in out
+    assert re.search(rf"{newest.name}.*passed over", out) and f"resuming from {before} " in out, out
     straight = undisturbed[0].run_dir
     assert [timeless(r) for r in rows(tmp_path / "run")] == [timeless(r) for r in rows(straight)]
     weights = [d / "model" / "model.safetensors" for d in (straight, tmp_path / "run")]
@@ -166,19 +170,37 @@ def test_kl_penalty_dynamic_sampling_and_several_updates_train_together(tmp_path
     assert first["time/advantages"] < 0.01 * first["time/step"]
 
 
-def test_kl_to_the_starting_model_can_be_a_reward(tmp_path, digit_model):
+@pytest.fixture(scope="module")
+def on_a_small_disk(tmp_path_factory, digit_model) -> tuple[Launch, int, str, list[str]]:
+    """A run with KL to the starting model as a reward. Its checkpoints go to a file system of their own with room for one of
+    them (13 MB each): the launch, its status, stderr, and what the file system held in the end."""
+    scratch = tmp_path_factory.mktemp("small_disk")
+    folder = scratch / "run" / "checkpoints"
+    folder.mkdir(parents=True)
+    mount = f"mount -t tmpfs -o size=20m tmpfs {folder} && "
+    listing = f"; status=$?; ls {folder} > {scratch}/kept; exit $status"
     launch = Launch(
-        tmp_path / "run",
+        scratch / "run",
         digit_model,
         "gdpo.shaping=[{component: kl, kl: {coefficient: 0.1}}]",
         "gdpo.rewards={correctness: 1.0, format: 1.0, length: 1.0, kl: 0.5}",
-        "gdpo.max_num_steps=2",
-        "gdpo.val_period=0",
-        "checkpointing.metric_name=null",
+        "checkpointing.save_period=1",
+        before=["unshare", "--mount", "sh", "-c", mount + '"$@"' + listing, "sh"],
     )
-    status, out, err = launch.finish()
-    assert status == 0, (out, err)
-    first, second = [row for row in rows(launch.run_dir) if "loss" in row]
+    status, _, err = launch.finish()
+    return launch, status, err, (scratch / "kept").read_text().split()
+
+
+def test_full_disk_on_a_checkpoint_ends_the_run_and_keeps_the_last_good_one(on_a_small_disk):
+    launch, status, err, kept = on_a_small_disk
+    assert status == 1, err
+    assert "checkpoint of step 2 could not be written" in err and "No space left" in err and "step 1 is the last" in err
+    assert kept == ["step_1"]
+    assert launch.left_behind() == []
+
+
+def test_kl_to_the_starting_model_can_be_a_reward(on_a_small_disk):
+    first, second = [row for row in rows(on_a_small_disk[0].run_dir) if "loss" in row]
     # Before any update sampler and reference are one model: what is left of the log-ratio is rounding.
     assert abs(first["reward/kl/mean"]) < 1e-4 < second["reward/kl/std"]
     assert first["reward/kl/missing"] == 0.0
@@ -189,21 +211,6 @@ def _same_first_update(one: list[dict], many: list[dict]) -> None:
     assert one["reward/total/mean"] == many["reward/total/mean"]
     assert many["loss"] == pytest.approx(one["loss"], rel=1e-5, abs=1e-7)
     assert many["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-5)
-
-
-def test_full_disk_on_a_checkpoint_ends_the_run_and_keeps_the_last_good_one(tmp_path, digit_model):
-    """Checkpoints go to a file system of their own with room for one of them (13 MB each)."""
-    folder = tmp_path / "run" / "checkpoints"
-    folder.mkdir(parents=True)
-    mount = f"mount -t tmpfs -o size=20m tmpfs {folder} && "
-    listing = f'; status=$?; ls {folder} > {tmp_path}/kept; exit $status'
-    before = ["unshare", "--mount", "sh", "-c", mount + '"$@"' + listing, "sh"]
-    launch = Launch(tmp_path / "run", digit_model, "checkpointing.save_period=1", before=before)
-    status, out, err = launch.finish()
-    assert status == 1, (out, err)
-    assert "checkpoint of step 2 could not be written" in err and "No space left" in err and "step 1 is the last" in err
-    assert (tmp_path / "kept").read_text().split() == ["step_1"]
-    assert launch.survivors() == []
 
 
 HANGING = """
@@ -302,3 +309,9 @@ def test_reward_function_that_raises_ends_the_run_with_one_line(tmp_path, digit_
     assert len(lines) == 1 and "broken" in lines[0] and "division by zero" in lines[0]
     assert "Traceback" not in err
     assert launch.survivors() == []
+
+
+def _flip_a_byte(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
