@@ -9,6 +9,7 @@ from pathlib import Path
 
 import hypothesis
 import pytest
+from filelock import FileLock
 
 # A property that is slow once because the machine is busy is not broken.
 hypothesis.settings.register_profile("shared machine", deadline=None)
@@ -22,38 +23,58 @@ def pytest_addoption(parser):
     parser.addoption("--layout-table", help="write the table of layouts and models (Markdown) to this file")
 
 
-_LONGEST_FIRST = ("end_to_end", "megatron", "cluster", "turns", "environments", "examples")
+_LONGEST_FIRST = (
+    "end_to_end/test_run.py",
+    "megatron",
+    "cluster/test_engines_and_weights.py",
+    "turns",
+    "environments",
+    "cluster/test_parity_and_convert.py",
+    "end_to_end/test_two_hosts.py",
+    "examples",
+)
 
 
-def _folder(nodeid: str) -> str:
-    return nodeid.partition("::")[0].split("/")[1]
+def _scope(nodeid: str) -> str:
+    """The file of a test, in these folders; elsewhere its folder, whose tests share engines, ranks or servers."""
+    _, folder, *file = nodeid.partition("::")[0].split("/")
+    return "/".join([folder, *file]) if folder in ("end_to_end", "cluster") else folder
 
 
 def pytest_collection_modifyitems(items):
-    """Long folders start first."""
+    """What takes long starts first."""
     place = {name: number for number, name in enumerate(_LONGEST_FIRST)}
-    items.sort(key=lambda item: place.get(_folder(item.nodeid), len(place)))
+    items.sort(key=lambda item: place.get(_scope(item.nodeid), len(place)))
 
 
 def pytest_xdist_make_scheduler(config, log):
-    """A folder of tests shares engines and ranks, so one process runs all of it. (xdist's own groups are lost on pytest 9.2.)"""
+    """A scope of tests runs in one process. (xdist's own groups are lost on pytest 9.2.)"""
     from xdist.scheduler import LoadScopeScheduling
 
-    class ByFolder(LoadScopeScheduling):
+    class ByScope(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return _folder(nodeid)
+            return _scope(nodeid)
 
-    return ByFolder(config, log)
+    return ByScope(config, log)
 
 
 @pytest.fixture(scope="session")
-def digit_model(tmp_path_factory) -> Path:
-    """The demo's model after a warm-up too short to learn much, made by the factory that users run."""
-    folder = tmp_path_factory.mktemp("model") / "digit_sort"
+def digit_model(tmp_path_factory, worker_id) -> Path:
+    """The demo's model after a warm-up too short to learn much, made once by the factory that users run."""
+    folder = tmp_path_factory.getbasetemp()
+    if worker_id != "master":
+        folder = folder.parent  # of all processes of this run
+    model = folder / "digit_sort"
+    with FileLock(f"{model}.lock"):
+        if not model.exists():
+            _make_digit_model(model)
+    return model
+
+
+def _make_digit_model(folder: Path) -> None:
     code = (
         "import sys; sys.path.insert(0, sys.argv[1]); import make_tiny_model; "
         "make_tiny_model.make_tiny_model(sys.argv[2], 0, steps=30)"
     )
     command = [sys.executable, "-W", "ignore", "-c", code, str(REPOSITORY / "examples"), str(folder)]
     subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "2"}, stdout=subprocess.DEVNULL)
-    return folder
