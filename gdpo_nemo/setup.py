@@ -16,7 +16,7 @@ import numpy as np
 import psutil
 
 from gdpo_nemo.checkpoints import Checkpoints, RunState, model_fingerprint
-from gdpo_nemo.config.files import resolve_factory
+from gdpo_nemo.config.files import find_function
 from gdpo_nemo.config.layout import resolve_layout, updates_per_step
 from gdpo_nemo.config.learning import check_components
 from gdpo_nemo.config.load import config_to_dict, save_config
@@ -146,7 +146,9 @@ def _data(config: Config):
     folder = _model_folder(config)
     tokenizer = _tokenizer(config, folder)
     from gdpo_nemo.rollouts.functions import check_one_kind, rollout_functions
+    from gdpo_nemo.rollouts.learning import check_own_estimator
 
+    check_own_estimator(config)
     functions = rollout_functions(config)
     room = config.policy.max_total_sequence_length - 1
     common = dict(seed=config.run.seed, max_prompt_tokens=room)
@@ -191,7 +193,7 @@ def _model_folder(config: Config) -> Path:
     """The model's folder, made by the factory when it is absent."""
     name = config.policy.model_name
     if not Path(name).is_dir() and config.policy.model_factory:
-        path, function = resolve_factory(config.policy.model_factory)
+        path, function = find_function("policy.model_factory", config.policy.model_factory)
         print(f"{name} does not exist: making it with {path.name}:{function}", flush=True)
         # A process of its own: making a model may train it, with imports the driver must not have.
         code = (

@@ -12,13 +12,14 @@ from typing import Any
 _HOMES = {
     "advantages": ("Advantages", "compute_advantages"),
     "diagnostics": ("Diagnostics", "GroupSignal", "groups_with_signal"),
-    "estimators": ("ESTIMATORS",),
+    "estimators": ("ESTIMATORS", "Terms", "weighted_terms", "z_scores"),
     "losses": ("token_weights",),
     "offpolicy": ("OffPolicySettings",),
     "policy_loss": ("LossMetrics", "LossSettings", "TokenFields"),
     "rewards": ("apply_shaping", "check_shaping"),
     "selection": ("check_selection",),
     "settings": ("PRESETS", "Settings"),
+    "table": ("RewardTable",),
     "target_po": ("target_po_coefficients",),
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names}

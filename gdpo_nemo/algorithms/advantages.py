@@ -10,14 +10,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, Callable
 
 import numpy as np
 import torch
 
 from gdpo_nemo.algorithms.diagnostics import Diagnostics, diagnose
 from gdpo_nemo.algorithms.estimators import Terms
-from gdpo_nemo.algorithms.selection import DEFAULT_EPSILON, select
+from gdpo_nemo.algorithms.selection import DEFAULT_EPSILON, check_terms, select
 from gdpo_nemo.algorithms.settings import Settings
 from gdpo_nemo.algorithms.table import RewardTable, build_table
 
@@ -51,7 +51,7 @@ def compute_advantages(
     weights: Any = None,
     valid: Any = None,
     lengths: Any = None,
-    estimator: str = "gdpo",
+    estimator: str | Callable[..., Terms] = "gdpo",
     preset: str | None = None,
     batch_norm: bool | None = None,
     epsilon: float = DEFAULT_EPSILON,
@@ -70,7 +70,7 @@ def compute_advantages(
         weights: per component, by name or in order; all 1 by default. Weight 0 keeps a component for the logs only.
         valid: bool [sequences]; rows that failed are False, count in no statistic and get 0.
         lengths: tokens per sequence [sequences]; only for variants that weight by tokens.
-        estimator: a name of `ESTIMATORS`.
+        estimator: a name of `ESTIMATORS`, or a function like them: (table, settings, **options) -> `Terms`.
         preset: a name of `PRESETS`, a published variant of gdpo.
         batch_norm: standardise over the batch; None: as the estimator was published.
         epsilon: added to every standard deviation; a preset brings its own, which only a value unlike 1e-6 replaces.
@@ -83,7 +83,7 @@ def compute_advantages(
     table = build_table(rewards, group_ids, weights, valid, lengths)
     if settings.missing != "exclude":
         table = _fill_missing(table, settings)
-    terms = entry.function(table, settings, **own)
+    terms = check_terms(entry.function(table, settings, **own), table, estimator)
     values = _batch_scale(table, terms, settings) if settings.batch_norm else terms.values
     put = table.groups.put
     return Advantages(

@@ -82,7 +82,8 @@ def _leave_one_out(table: RewardTable, k: int, settings: Settings) -> np.ndarray
     return np.divide(difference, std + settings.epsilon, out=difference, where=std > 0)
 
 
-def _weighted(z: np.ndarray, live: np.ndarray, weights: np.ndarray) -> Terms:
+def weighted_terms(z: np.ndarray, live: np.ndarray, weights: np.ndarray) -> Terms:
+    """Scores and where they are signal (both [components, sequences]) times the weights [components]. Writes into ``z``."""
     z *= weights[:, None]
     return Terms(z, live.any(axis=0))
 
@@ -95,7 +96,7 @@ def gdpo(table: RewardTable, settings: Settings) -> Terms:
         raise ValueError(f"this variant of gdpo needs two components or more with a weight, got only {only!r}; use grpo")
     if len(weighted) == 1 and settings.single_reward == "grpo":
         return grpo(table, settings)
-    return _weighted(*z_scores(table, settings), table.weights)
+    return weighted_terms(*z_scores(table, settings), table.weights)
 
 
 def _summed(table: RewardTable, settings: Settings, scale: Callable[..., np.ndarray]) -> Terms:
@@ -132,7 +133,7 @@ def rloo(table: RewardTable, settings: Settings) -> Terms:
 
 def mo_grpo(table: RewardTable, settings: Settings) -> Terms:
     """A = sum_k w_k z_k without batch norm, so each reward has the same variance (MO-GRPO, arXiv 2509.22047)."""
-    return _weighted(*z_scores(table, settings), table.weights)
+    return weighted_terms(*z_scores(table, settings), table.weights)
 
 
 def gd2po(table: RewardTable, settings: Settings, mode: str = "hard", tau: float = 0.2) -> Terms:
@@ -206,7 +207,7 @@ def sa_mrpo(
                 f"({low}, {high}); give `bounds`"
             )
         weights[k] *= (1.0 - (values.mean() - low) / (high - low)) ** gamma
-    return _weighted(*z_scores(table, settings), weights)
+    return weighted_terms(*z_scores(table, settings), weights)
 
 
 def corr_grpo(table: RewardTable, settings: Settings) -> Terms:
@@ -237,7 +238,7 @@ def dara(table: RewardTable, settings: Settings, cap: float = 5.0, asymmetric: b
     density = np.array([(groups.sum(row) > 0).mean() for row in live])
     factor = np.minimum(cap, np.sqrt(density.max() / np.where(density > 0, density, 1.0)))
     factor[density == 0] = 1.0
-    terms = _weighted(z, live, table.weights)
+    terms = weighted_terms(z, live, table.weights)
     amplified = terms.components * factor[:, None]
     if asymmetric:
         amplified = np.where(terms.components > 0, amplified, terms.components)

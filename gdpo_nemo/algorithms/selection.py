@@ -6,13 +6,15 @@ What a configuration says is checked with this before there is any reward, so no
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from gdpo_nemo.algorithms.estimators import ESTIMATORS, Estimator
+import numpy as np
+
+from gdpo_nemo.algorithms.estimators import ESTIMATORS, Estimator, Terms
 from gdpo_nemo.algorithms.settings import PRESETS, SETTING_NAMES, Settings
-from gdpo_nemo.algorithms.table import build_table, nearest
+from gdpo_nemo.algorithms.table import RewardTable, build_table, nearest
 
 DEFAULT_EPSILON = 1e-6
 
@@ -22,8 +24,37 @@ _SUMMING = ("grpo", "dr_grpo", "rloo", "corr_grpo")
 """Estimators that normalise the sum of the rewards, not each of them."""
 
 
+def entry_of(estimator: str | Callable[..., Terms]) -> Estimator:
+    """The registry's entry of a name; one made for a function of one's own.
+
+    Such a function takes (RewardTable, Settings) and has its options as further parameters with defaults. The sum of its
+    terms is standardised over the batch, as GDPO's is, unless ``batch_norm`` says otherwise.
+
+    Raises:
+        ValueError: an unknown name, with the nearest one, or a function that cannot be called so.
+    """
+    if isinstance(estimator, str):
+        if estimator not in ESTIMATORS:
+            raise ValueError(f"unknown estimator {estimator!r}; {nearest(estimator, tuple(ESTIMATORS))}")
+        return ESTIMATORS[estimator]
+    if not callable(estimator):
+        raise ValueError(f"an estimator is a name or a function (table, settings) -> Terms, not {estimator!r}")
+    parameters = list(inspect.signature(estimator).parameters.values())
+    if len(parameters) < 2 or any(p.default is p.empty for p in parameters[2:]):
+        raise ValueError(f"estimator {_name(estimator)} must take (table, settings), then options with defaults")
+    return Estimator(estimator, batch_norm=True, options=tuple(p.name for p in parameters[2:]))
+
+
+def _name(estimator: str | Callable[..., Terms]) -> str:
+    return estimator if isinstance(estimator, str) else getattr(estimator, "__name__", repr(estimator))
+
+
 def select(
-    estimator: str, preset: str | None, batch_norm: bool | None, epsilon: float, options: Mapping[str, Any]
+    estimator: str | Callable[..., Terms],
+    preset: str | None,
+    batch_norm: bool | None,
+    epsilon: float,
+    options: Mapping[str, Any],
 ) -> tuple[Estimator, Settings, dict[str, Any]]:
     """The estimator, its settings and its own options.
 
@@ -32,19 +63,17 @@ def select(
     Raises:
         ValueError: an unknown name (with the nearest one), or a preset of another estimator.
     """
-    if estimator not in ESTIMATORS:
-        raise ValueError(f"unknown estimator {estimator!r}; {nearest(estimator, tuple(ESTIMATORS))}")
+    entry = entry_of(estimator)
     if preset is not None and preset not in PRESETS:
         raise ValueError(f"unknown preset {preset!r}; {nearest(preset, tuple(PRESETS))}")
     if preset is not None and estimator != "gdpo":
-        raise ValueError(f"preset {preset!r} is a variant of gdpo and has no meaning for estimator {estimator!r}")
-    entry = ESTIMATORS[estimator]
+        raise ValueError(f"preset {preset!r} is a variant of gdpo and has no meaning for estimator {_name(estimator)!r}")
     base = PRESETS[preset] if preset else Settings(batch_norm=entry.batch_norm)
     own = {name: value for name, value in options.items() if name in entry.options}
     shared = {name: value for name, value in options.items() if name not in own}
     for name in shared:
         if name not in SETTING_NAMES:
-            raise ValueError(f"unknown option {name!r} of {estimator}; {nearest(name, entry.options + SETTING_NAMES)}")
+            raise ValueError(f"unknown option {name!r} of {_name(estimator)}; {nearest(name, entry.options + SETTING_NAMES)}")
     if batch_norm is not None:
         shared["batch_norm"] = batch_norm
     if preset is None or epsilon != DEFAULT_EPSILON:
@@ -53,7 +82,7 @@ def select(
 
 
 def check_selection(
-    estimator: str,
+    estimator: str | Callable[..., Terms],
     preset: str | None,
     batch_norm: bool | None,
     epsilon: float,
@@ -68,28 +97,43 @@ def check_selection(
     Raises:
         ValueError: as `select`; also an option of the wrong type, or one that does nothing here.
     """
-    entry = ESTIMATORS.get(estimator)
+    entry = entry_of(estimator)
     for name, value in options.items():
         default = _default(entry, name)
         if default is not None and not _same_kind(value, default):
             raise ValueError(f"option {name!r} must be like {default!r}, got {value!r}")
     entry, settings, own = select(estimator, preset, batch_norm, epsilon, options)
     for name in options:
-        reason = _idle(name, estimator, settings)
+        reason = _idle(name, estimator, entry, settings)
         if reason:
             raise ValueError(f"option {name!r} has no effect {reason}")
     # The estimator itself judges the rest: it sees one group in which every component takes both ends of its range.
     bounds = own.get("bounds") or {}
     try:
         columns = {name: list(bounds.get(name, (0.0, 1.0))) for name in weights}
-        entry.function(build_table(columns, [0, 0], dict(weights)), settings, **own)
+        table = build_table(columns, [0, 0], dict(weights))
+        check_terms(entry.function(table, settings, **own), table, estimator)
     except (TypeError, AttributeError) as error:
-        raise ValueError(f"options of {estimator}: {error}") from None
+        raise ValueError(f"options of {_name(estimator)}: {error}") from None
 
 
-def _default(entry: Estimator | None, name: str) -> Any:
+def check_terms(terms: Any, table: RewardTable, estimator: str | Callable[..., Terms]) -> Terms:
+    """What an estimator returned, if it is what it has to be. Raises ValueError."""
+    rows = len(table.valid)
+    if not isinstance(terms, Terms):
+        raise ValueError(f"estimator {_name(estimator)} returned {type(terms).__name__}, not Terms")
+    shapes = np.shape(terms.components), np.shape(terms.live)
+    if shapes != ((len(table.names), rows), (rows,)):
+        raise ValueError(
+            f"estimator {_name(estimator)} returned components {shapes[0]} and live {shapes[1]} for {len(table.names)} "
+            f"components of {rows} sequences"
+        )
+    return terms
+
+
+def _default(entry: Estimator, name: str) -> Any:
     """Default of an estimator's own option or of a shared setting; None where there is none to compare with."""
-    if entry is not None and name in entry.options:
+    if name in entry.options:
         return inspect.signature(entry.function).parameters[name].default
     return getattr(Settings(), name, None) if name in SETTING_NAMES else None
 
@@ -103,16 +147,16 @@ def _same_kind(value: Any, default: Any) -> bool:
     return isinstance(value, type(default))
 
 
-def _idle(name: str, estimator: str, settings: Settings) -> str | None:
+def _idle(name: str, estimator: str | Callable[..., Terms], entry: Estimator, settings: Settings) -> str | None:
     """Why an option does nothing, or None."""
 
     def among(names: Iterable[str]) -> bool:
-        return name in names and name not in ESTIMATORS[estimator].options
+        return name in names and name not in entry.options
 
     if among(_BATCH_SETTINGS) and not settings.batch_norm:
         return "without the batch norm"
     if among(_Z_SCORE_SETTINGS) and estimator in _SUMMING:
         return f"with {estimator}, which normalises the sum of the rewards"
     if among(("single_reward",)) and estimator not in ("gdpo", "gd2po"):
-        return f"with {estimator}"
+        return f"with {_name(estimator)}"
     return None

@@ -30,3 +30,5 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "logger.console": ("auto", "live", "plain"),
 }
 """Dotted key -> accepted values. Keys that are not listed take any value of their type."""
+OWN_FUNCTIONS = ("gdpo.estimator",)
+"""Keys among these that also take a function of the user's, by its place: file.py:name or package.module:name."""

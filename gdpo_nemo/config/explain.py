@@ -11,7 +11,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from omegaconf import MISSING
 
-from gdpo_nemo.config.choices import CHOICES
+from gdpo_nemo.config.choices import CHOICES, OWN_FUNCTIONS
 from gdpo_nemo.config.load import nearest_key
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.errors import ConfigError
@@ -63,7 +63,8 @@ def _explain_key(key: str, owner: type, hint: Any) -> str:
     field = next(f for f in dataclasses.fields(owner) if f.name == name)
     lines = [key, f"  type     {_type_name(hint)}", f"  default  {_default(field)}"]
     if key in CHOICES:
-        lines.append(f"  accepts  {', '.join(CHOICES[key])}")
+        own = ", or a function of your own: file.py:name" if key in OWN_FUNCTIONS else ""
+        lines.append(f"  accepts  {', '.join(CHOICES[key])}{own}")
     return "\n".join([*lines, "", *_wrapped(_field_docs(owner).get(name, ""))])
 
 

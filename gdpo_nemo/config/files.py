@@ -30,24 +30,27 @@ def check_files(config: Config, layout: Layout) -> None:
         _check_data("data.validation", config.data.validation)
 
 
-def resolve_factory(factory: str) -> tuple[Path, str]:
-    """Splits ``file.py:function``; the file is looked up from the working directory, then from the repository.
+def find_function(key: str, reference: str) -> tuple[Path, str]:
+    """Splits ``file.py:function``; the file is looked up from the working directory, then from the repository, and not run.
+
+    Args:
+        key: where the config has it.
 
     Raises:
         ConfigError: the file or the function in it does not exist.
     """
-    name, colon, function = factory.rpartition(":")
+    name, colon, function = reference.rpartition(":")
     if not colon or not function.isidentifier():
-        raise ConfigError(f"policy.model_factory: {factory!r} is not written file.py:function")
+        raise ConfigError(f"{key}: {reference!r} is not written file.py:function")
     path = next((p for p in (Path(name), REPOSITORY / name) if p.is_file()), None)
     if path is None:
-        raise ConfigError(f"policy.model_factory: {name} does not exist")
+        raise ConfigError(f"{key}: {name} does not exist")
     try:
         body = ast.parse(path.read_text(encoding="utf-8")).body
     except (SyntaxError, UnicodeDecodeError) as error:
-        raise ConfigError(f"policy.model_factory: {path} is not valid Python ({error})") from None
+        raise ConfigError(f"{key}: {path} is not valid Python ({error})") from None
     if not any(isinstance(node, ast.FunctionDef) and node.name == function for node in body):
-        raise ConfigError(f"policy.model_factory: {path} has no function {function}")
+        raise ConfigError(f"{key}: {path} has no function {function}")
     return path, function
 
 
@@ -76,7 +79,7 @@ def check_model(config: Config, layout: Layout) -> None:
     """The model is there, and the layout divides it. Raises ConfigError."""
     name, folder = config.policy.model_name, Path(config.policy.model_name)
     if config.policy.model_factory:
-        resolve_factory(config.policy.model_factory)
+        find_function("policy.model_factory", config.policy.model_factory)
     if folder.is_dir():
         content = local_model_config(config)
         if not any(file.suffix in (".safetensors", ".bin") for file in folder.iterdir()):

@@ -5,10 +5,11 @@ Calls the algorithms' own checks, those parts of them that need no torch, so tha
 
 from __future__ import annotations
 
-from typing import Sequence
+from typing import Callable, Sequence
 
 from gdpo_nemo.algorithms.rewards import CREATING, check_shaping, parse_condition, transformation_of
 from gdpo_nemo.algorithms.selection import check_selection
+from gdpo_nemo.config.files import find_function
 from gdpo_nemo.config.layout import updates_per_step
 from gdpo_nemo.config.reward_weights import check_reward_weights
 from gdpo_nemo.config.schema import Config
@@ -23,7 +24,7 @@ def check_learning(config: Config) -> None:
     """
     _check_shaping_alone(config)
     check_reward_weights(config)
-    _check_estimator(config)
+    check_estimator(config)
     _check_loss(config)
     _check_dynamic_sampling(config)
     known = _instant_names(config)
@@ -77,10 +78,24 @@ def _check_shaping_alone(config: Config) -> None:
         )
 
 
-def _check_estimator(config: Config) -> None:
+def check_estimator(config: Config, own: Callable | None = None) -> None:
+    """The estimator and its options make sense together.
+
+    Args:
+        own: the function that ``gdpo.estimator`` names by its place; without it that place alone is checked.
+
+    Raises:
+        ConfigError: they do not.
+    """
     gdpo = config.gdpo
+    if own is None and ":" in gdpo.estimator:
+        if gdpo.estimator.rpartition(":")[0].endswith(".py"):
+            find_function("gdpo.estimator", gdpo.estimator)
+        return
     try:
-        check_selection(gdpo.estimator, gdpo.preset, gdpo.batch_norm, gdpo.epsilon, gdpo.options, gdpo.rewards)
+        check_selection(
+            own or gdpo.estimator, gdpo.preset, gdpo.batch_norm, gdpo.epsilon, gdpo.options, gdpo.rewards
+        )
     except ValueError as error:
         key = "gdpo.options" if gdpo.options else "gdpo.preset" if gdpo.preset else "gdpo.estimator"
         raise ConfigError(f"{key}: {error}") from None

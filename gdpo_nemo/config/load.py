@@ -18,7 +18,7 @@ import yaml
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
 
-from gdpo_nemo.config.choices import CHOICES
+from gdpo_nemo.config.choices import CHOICES, OWN_FUNCTIONS
 from gdpo_nemo.config.files import REPOSITORY
 from gdpo_nemo.config.reward_weights import weights_beside_rewards
 from gdpo_nemo.config.schema import Config
@@ -136,7 +136,9 @@ def _finish(merged: DictConfig) -> Config:
         raise _translated(error, "") from None
     _check(content, Config, "", "")
     for key, names in CHOICES.items():
-        _check_choice(key, OmegaConf.select(merged, key), names)
+        value = OmegaConf.select(merged, key)
+        if not (key in OWN_FUNCTIONS and ":" in value):
+            _check_choice(key, value, names)
     return config
 
 

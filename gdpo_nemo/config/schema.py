@@ -40,7 +40,8 @@ class GdpoConfig:
     """What one step is made of, and how reward vectors become advantages."""
 
     estimator: str = "gdpo"
-    """Advantage estimator by name: gdpo, grpo, dr_grpo, rloo, ... (`gdpo-nemo explain gdpo.estimator` lists all)."""
+    """Advantage estimator by name: gdpo, grpo, dr_grpo, rloo, ... (`gdpo-nemo explain gdpo.estimator` lists all), or a
+    function of your own by its place, `file.py:name` (see `examples/custom_estimator.py`)."""
     preset: Optional[str] = None
     """Published variant to reproduce exactly, defects included: paper, trl, trl_fork, verl, ms_swift, nemo_rl."""
     options: Dict[str, Any] = field(default_factory=dict)

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Sequence
+from typing import Callable, Sequence
 
 import numpy as np
 
 from gdpo_nemo.algorithms import Advantages, apply_shaping, compute_advantages, groups_with_signal, token_weights
 from gdpo_nemo.algorithms.rewards import CREATING, transformation_of
+from gdpo_nemo.config.learning import check_estimator
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.data.packing import TrainSequence
 from gdpo_nemo.data.records import NOT_CONTIGUOUS, Group, Outcome, Trajectory
 from gdpo_nemo.data.results import UpdateResult
-from gdpo_nemo.errors import RunError
+from gdpo_nemo.data.wording import first_line
+from gdpo_nemo.environments.objects import load_object
+from gdpo_nemo.errors import ConfigError, RunError
 
 
 def reward_columns(trajectories: Sequence[Trajectory], config: Config, kl: np.ndarray | None = None) -> dict[str, np.ndarray]:
@@ -52,9 +55,10 @@ def advantages_of(groups: Sequence[Group], config: Config, kl: np.ndarray | None
         kl: as in ``reward_columns``.
 
     Raises:
-        RunError: no trajectory carries any weighted reward.
+        RunError: no trajectory carries any weighted reward, or the user's own estimator failed.
     """
     gdpo = config.gdpo
+    own = own_estimator(config)
     trajectories = [t for group in groups for t in group.trajectories]
     ids = np.repeat(np.arange(len(groups)), [len(group.trajectories) for group in groups])
     try:
@@ -65,7 +69,7 @@ def advantages_of(groups: Sequence[Group], config: Config, kl: np.ndarray | None
             weights={name: gdpo.rewards.get(name, 0.0) for name in columns},
             valid=np.array([t.trains for t in trajectories]),
             lengths=np.array([t.written for t in trajectories]),
-            estimator=gdpo.estimator,
+            estimator=own or gdpo.estimator,
             preset=gdpo.preset,
             batch_norm=gdpo.batch_norm,
             epsilon=gdpo.epsilon,
@@ -73,6 +77,25 @@ def advantages_of(groups: Sequence[Group], config: Config, kl: np.ndarray | None
         )
     except ValueError as error:
         raise RunError(f"advantages: {error}") from error
+    except Exception as error:
+        if own is None:
+            raise
+        raise RunError(f"gdpo.estimator: {gdpo.estimator} raised {first_line(error)}") from error
+
+
+def own_estimator(config: Config) -> Callable | None:
+    """The function that ``gdpo.estimator`` names by its place; None where it is one of ours."""
+    return load_object(config.gdpo.estimator) if ":" in config.gdpo.estimator else None
+
+
+def check_own_estimator(config: Config) -> None:
+    """Load a user's estimator and try it on a small group. Raises ConfigError."""
+    try:
+        own = own_estimator(config)
+    except ConfigError as error:
+        raise ConfigError(f"gdpo.estimator: {error}") from error
+    if own is not None:
+        check_estimator(config, own)
 
 
 def has_signal(group: Group, config: Config) -> bool:

@@ -58,12 +58,6 @@ def state(job: str) -> str:
     return dict(word.split("=", 1) for word in shown.stdout.split() if "=" in word)["JobState"]
 
 
-def start_now(job: str) -> None:
-    """Without Slurm's two minutes of grace before a job that was queued again."""
-    wait_for("the job to be pending", lambda: state(job) == "PENDING")
-    subprocess.run(["scontrol", "update", f"JobId={job}", "StartTime=now"], check=True)
-
-
 def wait_for(what: str, holds, limit_s: float = 400.0) -> float:
     """Wait until ``holds()``; returns the seconds it took."""
     start = time.monotonic()
@@ -122,7 +116,6 @@ def job_at_its_time_limit(work: Path) -> None:
     seconds = wait_for("the requeue", lambda: "] queued again" in output(logs), 330)
     saved = max(int(path.name.removeprefix("step_")) for path in (folder / "checkpoints").iterdir())
     check(f"{seconds:.0f} s after its submission job {job} had saved step {saved} and was queued again", saved == len(rows(folder)))
-    start_now(job)
     wait_for("three steps after the resume", lambda: len(rows(folder)) >= saved + 3)
     subprocess.run(["scancel", "--batch", "--signal=TERM", job], check=True)
     wait_for("its end", lambda: state(job) in ("FAILED", "COMPLETED", "CANCELLED"))
@@ -139,7 +132,6 @@ def job_asked_to_save(work: Path) -> None:
     wait_for("the requeue", lambda: "] queued again" in output(logs))
     saved = [folder.name for folder in (work / "limited" / "checkpoints").iterdir()]
     check(f"it was saved after the step ({saved}) and queued again", len(saved) == 1 and len(rows(work / "limited")) < STEPS)
-    start_now(job)
     wait_for("the end of the job", lambda: state(job) in ("COMPLETED", "FAILED", "TIMEOUT", "CANCELLED"))
     print(output(logs), end="")
     check(f"job {job} is COMPLETED (it is {state(job)})", state(job) == "COMPLETED")

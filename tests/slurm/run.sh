@@ -19,12 +19,13 @@ start() {
   (umask 077 && head -c 1024 /dev/urandom > "$work/munge.key")
   munged --force --key-file="$work/munge.key" --socket="$work/munge.socket" --pid-file="$work/munged.pid" \
     --log-file="$work/munged.log" --seed-file="$work/munged.seed"
+  # A job that was queued again starts when its old credential has expired: after ten seconds here, two minutes by default.
   cat > "$SLURM_CONF" <<CONF
 ClusterName=test
 SlurmctldHost=$host(127.0.0.1)
 SlurmctldPort=17000
 SlurmUser=root
-AuthInfo=socket=$work/munge.socket
+AuthInfo=socket=$work/munge.socket,cred_expire=10
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 MpiDefault=none
