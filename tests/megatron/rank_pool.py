@@ -11,6 +11,7 @@ import gc
 import multiprocessing
 import multiprocessing.connection
 import os
+import tempfile
 import time
 import traceback
 from dataclasses import dataclass
@@ -55,7 +56,8 @@ class RankPool:
     """Up to ``size`` rank processes, started when first needed."""
 
     def __init__(self, folder: Path):
-        self.folder, self.groups = folder, 0
+        # Its own, because a file that ranks have met in holds their addresses for ever.
+        self.folder, self.groups = tempfile.mkdtemp(dir=folder), 0
         self.processes: list[tuple[Any, Any]] = []
         self.laid_out = None
 
