@@ -34,6 +34,10 @@ class PolicyRank:
         """(host, process) of this rank."""
         return socket.gethostname(), os.getpid()
 
+    def device(self) -> str:
+        """Number of this rank's GPU on its node, as CUDA_VISIBLE_DEVICES takes it; empty on a CPU."""
+        return ",".join(ray.get_runtime_context().get_accelerator_ids().get("GPU", []))
+
     def rendezvous(self) -> str:
         """A torch URL on this rank's machine where the ranks can meet."""
         host = ray.util.get_node_ip_address()
@@ -116,6 +120,12 @@ class PolicyRank:
 
         files.write(folder, *self._held, bucket_bytes)
 
+    def release(self) -> None:
+        """Give memory that is cached on the GPU back to it, for the engine beside."""
+        import torch
+
+        torch.cuda.empty_cache()  # nothing to do where CUDA is not
+
     def begin_save(self, folder: str, background: bool) -> None:
         """Start this rank's part of a checkpoint."""
         from gdpo_nemo.megatron.checkpoint import Save
@@ -165,7 +175,10 @@ def layout_ranks(layout: MegatronConfig) -> int:
 
 
 class PolicyGroup:
-    """All ranks of the policy. Constructing it starts the actors; ``ready`` waits until the model stands on each."""
+    """All ranks of the policy. Constructing it starts the actors; ``ready`` waits until the model stands on each.
+
+    Building starts at once, unless engines share the devices: these measure free memory at their start, and come first.
+    """
 
     def __init__(self, config: Config, folder: str, total_updates: int, placement: Placement | None = None):
         placement = placement or here(config)
@@ -186,17 +199,32 @@ class PolicyGroup:
         self.ranks = [
             actor.options(**options, **placement.on(node)).remote(rank, world) for rank, node in enumerate(nodes)
         ]
-        meeting = self.ranks[0].rendezvous.remote()
-        reference = config.loss_fn.reference_policy_kl_penalty > 0 or kl_in_reward(config)
         self._whereabouts = {rank: actor.whereabouts.remote() for rank, actor in enumerate(self.ranks)}
-        self._building = [
-            rank.build.remote(config.policy, config.run.seed, folder, meeting, total_updates, reference, len(set(nodes)) > 1)
-            for rank in self.ranks
-        ]
+        self._devices = [rank.device.remote() for rank in self.ranks]
+        reference = config.loss_fn.reference_policy_kl_penalty > 0 or kl_in_reward(config)
+        self._model = (config.policy, config.run.seed, folder), (total_updates, reference, len(set(nodes)) > 1)
+        self._building: list[Any] = []
+        if not placement.places.shared:
+            self._build()
+
+    def _build(self) -> None:
+        what, how = self._model
+        meeting = self.ranks[0].rendezvous.remote()
+        self._building = [rank.build.remote(*what, meeting, *how) for rank in self.ranks]
 
     def ready(self) -> list[int]:
         """Wait for the models; returns the parameters on each rank."""
+        if not self._building:
+            self._build()
         return gather(self._building, "building the policy", _START_S, "policy")
+
+    def devices(self) -> list[str]:
+        """The GPU of every rank on its node; empty strings on CPUs."""
+        return gather(self._devices, "placing the policy", _START_S, "policy")
+
+    def release(self) -> None:
+        """Give cached GPU memory back on every rank."""
+        self._call("release", what="releasing memory")
 
     def places(self) -> dict[int, tuple[str, int]]:
         """(host, process) of every rank that has started, by its number."""

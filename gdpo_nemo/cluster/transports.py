@@ -12,7 +12,6 @@ from typing import Any, Protocol, Sequence
 
 from gdpo_nemo.cluster.policy_group import PolicyGroup
 from gdpo_nemo.cluster.session import gather, ray
-from gdpo_nemo.config.schema import Config
 from gdpo_nemo.weights.folder import Folder
 from gdpo_nemo.weights.gloo import Broadcast
 
@@ -93,12 +92,6 @@ class Disk:
     def close(self) -> None:
         """Remove the folder."""
         shutil.rmtree(self._folder, ignore_errors=True)
-
-
-def chosen_transport(config: Config) -> str:
-    """What ``auto`` stands for: memory on one node, else gloo."""
-    name = config.weights.transport
-    return name if name != "auto" else "memory" if config.cluster.num_nodes == 1 else "gloo"
 
 
 def make_transport(name: str, policy: PolicyGroup, folder: Path, bucket_bytes: int) -> Transport:

@@ -21,6 +21,7 @@ class WeightSync:
             update; None switches that off.
         limit: largest difference allowed.
         transport: of the policy's weights; None: through the object store.
+        shared: whether the engines sit on the policy's devices. They then sleep from ``rest`` to the next ``publish``.
     """
 
     def __init__(
@@ -30,11 +31,12 @@ class WeightSync:
         probe: np.ndarray | None,
         limit: float,
         transport: Transport | None = None,
+        shared: bool = False,
     ):
         self.transport = transport or Memory(policy)
         self.version: int | None = None
         """The newest version that every engine holds."""
-        self._policy, self._fleet, self._probe, self._limit = policy, fleet, probe, limit
+        self._policy, self._fleet, self._probe, self._limit, self._shared = policy, fleet, probe, limit, shared
 
     def publish(self, version: int) -> dict[str, float]:
         """Send the current weights as ``version``; returns ``time/sync`` and ``parity/probe``.
@@ -43,13 +45,24 @@ class WeightSync:
             RunError: an engine does not hold what the policy holds.
         """
         start = time.monotonic()
+        if self._shared:
+            self._policy.release()
+            self._fleet.wake("weights")
         self.transport.load(version)
         self._fleet.update(self.transport)
+        if self._shared:
+            self._policy.release()
+            self._fleet.wake("kv_cache")
         self.version = version
         row = {}
         if self._probe is not None:
             row["parity/probe"] = self._difference(version)
         return {"time/sync": time.monotonic() - start, **row}
+
+    def rest(self) -> None:
+        """Where devices are shared: the engines give their memory to the policy, until the next ``publish``."""
+        if self._shared:
+            self._fleet.sleep()
 
     def _difference(self, version: int) -> float:
         ids = self._probe

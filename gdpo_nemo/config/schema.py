@@ -386,6 +386,9 @@ class ClusterConfig:
     """Ray cluster to join, `host:port` or `auto`; null: that of RAY_ADDRESS, else one node of the run's own."""
     gpus_per_node: int = 0
     """GPUs per node; 0 runs the same program on CPU."""
+    placement: str = "separate"
+    """separate: engines and policy have their own GPUs. colocated: engines sit on GPUs of the policy and sleep while it
+    trains; needs rollout.max_staleness 0."""
     cpus_per_node: Optional[int] = None
     """CPU cores to use on each node; null: all that the process may use."""
 

@@ -43,9 +43,12 @@ class Engine:
         max_model_len: longest prompt plus completion in tokens.
         seed: of the engine, for requests without one.
         on_cpu: whether to run vLLM's CPU build.
+        sleeps: whether ``sleep`` is to give the device's memory back, which on a CPU it never does.
     """
 
-    def __init__(self, model: str, config: VllmConfig, dtype: str, max_model_len: int, seed: int, on_cpu: bool):
+    def __init__(
+        self, model: str, config: VllmConfig, dtype: str, max_model_len: int, seed: int, on_cpu: bool, sleeps: bool = False
+    ):
         from vllm import LLM
 
         from gdpo_nemo.weights import vllm_receiver
@@ -60,7 +63,11 @@ class Engine:
                 max_num_batched_tokens=max(_BATCHED_TOKENS, max_model_len),
             )
             if on_cpu
-            else dict(enforce_eager=config.enforce_eager, gpu_memory_utilization=config.gpu_memory_utilization)
+            else dict(
+                enforce_eager=config.enforce_eager,
+                gpu_memory_utilization=config.gpu_memory_utilization,
+                enable_sleep_mode=sleeps,
+            )
         )
         self._tensor_parallel = config.tensor_parallel_size
         if self._tensor_parallel > 1:
@@ -82,6 +89,8 @@ class Engine:
         self._llm.init_weight_transfer_engine({"init_info": {}})
         self._expected = _checkpoint_names(Path(model))
         self.version = -1
+        self._unfit = ""
+        """Why it cannot sample now; empty: it can."""
 
     def whereabouts(self) -> tuple[str, int]:
         """(host, process) of this engine."""
@@ -91,11 +100,12 @@ class Engine:
         """Draw one completion per request.
 
         Raises:
-            RunError: a prompt leaves no room for a completion.
+            RunError: a prompt leaves no room for a completion, or the engine sleeps.
         """
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
+        self._check_fit()
         start = time.monotonic()
         prompts, params = [], []
         for request in requests:
@@ -124,11 +134,26 @@ class Engine:
         """float32 [tokens - 1]: log-prob of each token after the first, at temperature 1. Serves as a probe of the weights."""
         from vllm import SamplingParams
 
+        self._check_fit()
         ids = [int(t) for t in token_ids]
         params = SamplingParams(temperature=1.0, max_tokens=1, prompt_logprobs=0, detokenize=False, seed=0)
         (output,) = self._llm.generate([{"prompt_token_ids": ids}], params, use_tqdm=False)
         found = output.prompt_logprobs[1:]
         return np.array([entry[token].logprob for entry, token in zip(found, ids[1:])], np.float32)
+
+    def _check_fit(self) -> None:
+        if self._unfit:
+            raise RunError(f"an engine was asked to sample while it {self._unfit}")
+
+    def sleep(self) -> None:
+        """Give weights and KV cache back (vLLM's level 2: the next update brings the weights); cached prefixes are forgotten."""
+        self._llm.sleep(level=2)
+        self._unfit = "sleeps"
+
+    def wake(self, what: str) -> None:
+        """Take memory again: first ``weights``, whose content an update has to bring, then ``kv_cache``; then it can sample."""
+        if self._llm.wake_up(tags=[what]):
+            self._unfit = ""
 
     def expect(self, manifest: Manifest) -> None:
         """Check that an update fits before its bytes are sent. Raises RunError where a name is missing, unexpected or double."""

@@ -79,7 +79,8 @@ def _candidates(
     for tensor in (size for size in inside if shape.groups % size == 0):
         for pipeline in (size for size in _SIZES if shape.layers % size == 0):
             for engine_tensor in (size for size in inside if shape.heads % size == 0):
-                for engines in sorted({round(gpus * share / engine_tensor) for share in _ENGINE_SHARES} - {0}):
+                shares = (1,) if cluster.placement == "colocated" else _ENGINE_SHARES
+                for engines in sorted({round(gpus * share / engine_tensor) for share in shares} - {0}):
                     candidate = _evaluated(base, shape, device, rates, gpus, tensor, pipeline, engines, engine_tensor)
                     if candidate:
                         yield candidate

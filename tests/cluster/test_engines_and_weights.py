@@ -171,6 +171,24 @@ def test_a_changed_byte_in_transport_is_named():
         dict(unpack(manifest, buffer))
 
 
+def test_sleeping_engines_sample_again_only_when_all_their_memory_is_back(parts):
+    """Colocated, publishing wakes them; one that is lost while it sleeps comes back with the newest weights."""
+    sync = WeightSync(parts.policy, parts.fleet, PROBE, 1e-4, shared=True)
+    sync.publish(30)
+    before = draw(parts.fleet, requests(8))
+    sync.rest()
+    with pytest.raises(RunError, match="an engine was asked to sample while it sleeps"):
+        draw(parts.fleet, requests(8))
+    parts.fleet.wake("weights")
+    with pytest.raises(RunError, match="while it sleeps"):
+        parts.fleet.score(PROBE)
+    parts.fleet.wake("kv_cache")
+    sync.rest()
+    _kill_one_engine()
+    assert sync.publish(31)["parity/probe"] < 1e-4
+    assert same(before, draw(parts.fleet, requests(8)))
+
+
 def test_a_prompt_without_room_for_a_completion_is_refused_and_the_engine_lives_on(parts):
     with pytest.raises(RunError, match="a prompt of 64 tokens fills the context of 64"):
         draw(parts.fleet, requests(1, prompt_length=64))

@@ -97,3 +97,44 @@ def test_a_run_on_several_nodes_is_told_that_it_joins_a_cluster(monkeypatch):
 def test_a_transport_that_is_not_there_and_a_bucket_without_use_are_refused(overrides, why):
     with pytest.raises(ConfigError, match=why):
         validate(load_config(TINY, overrides))
+
+
+def test_colocated_engines_sit_on_devices_of_the_policy_and_each_device_has_one():
+    """Over layouts on CPU and on nodes of eight, with ranks left over and without."""
+    tried = 0
+    for (nodes, gpus), tensor, engine_tensor, engines in product(((1, 0), (2, 0), (1, 8), (3, 8)), (1, 2, 4), (1, 2, 4), (1, 2, 3, 6)):
+        wanted = config(nodes, gpus, tensor, None if gpus else 4, engines, engine_tensor)
+        wanted.cluster.placement = "colocated"
+        try:
+            places = place(wanted)
+        except ConfigError as error:
+            assert "do not fit beside the policy" in str(error) or "cannot share the devices" in str(error)
+            continue
+        tried += 1
+        layout = resolve_layout(wanted)
+        assert layout.data == (nodes * gpus // tensor if gpus else 4) and layout.idle_gpus == 0
+        used = [rank for ranks in places.shared for rank in ranks]
+        assert len(used) == len(set(used)) == layout.engine_ranks
+        for node, ranks in zip(places.engines, places.shared, strict=True):
+            assert {places.policy[rank] for rank in ranks} == {node}
+    assert tried > 60
+
+
+def test_a_colocated_layout_that_cannot_be_is_refused_with_the_arithmetic():
+    few = config(1, 8, 2, 2, engines=5)
+    few.cluster.placement = "colocated"
+    with pytest.raises(ConfigError, match="5 x 1 = 5 engine ranks cannot share the devices of 4 policy ranks .*; at most 4 engines"):
+        place(few)
+    crossing = config(2, 4, 1, None, engines=2, engine_tensor=3)
+    crossing.cluster.placement = "colocated"
+    assert describe_places(crossing) == "nodes 0-1: 4 policy ranks and 1 engine each"
+    crossing.policy.generation.engines = 3
+    with pytest.raises(ConfigError, match="9 engine ranks cannot share the devices of 8"):
+        place(crossing)
+    crossing.cluster.num_nodes = 3
+    crossing.policy.generation.engines = 4
+    with pytest.raises(ConfigError, match="no engine may cross nodes, and the nodes have 4, 4, 4 policy ranks"):
+        place(crossing)
+    stale = load_config(TINY, ["cluster.placement=colocated", "rollout.max_staleness=1"])
+    with pytest.raises(ConfigError, match="cluster.placement: colocated engines sleep while the policy trains"):
+        validate(stale)

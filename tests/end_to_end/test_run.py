@@ -125,6 +125,17 @@ def test_killed_and_terminated_run_resumes_bit_for_bit(undisturbed, tmp_path, di
     assert weights[0].read_bytes() == weights[1].read_bytes()
 
 
+def test_a_colocated_run_equals_the_separate_one_bit_for_bit(undisturbed, tmp_path, digit_model):
+    """Engines asleep while the policy trains, on the same weights and seeds."""
+    separate, *_ = undisturbed
+    launch = Launch(tmp_path / "colocated", digit_model, "cluster.placement=colocated", "gdpo.max_num_steps=2")
+    status, out, err = launch.finish()
+    assert status == 0, err
+    assert "asleep while these train" in out
+    mine, theirs = ([timeless(row) for row in rows(run.run_dir) if "loss" in row] for run in (launch, separate))
+    assert len(mine) == 2 and mine == theirs[:2]
+
+
 def test_data_parallel_ranks_make_the_same_first_update_and_train_one_step_stale(undisturbed, tmp_path, digit_model):
     launch = Launch(
         tmp_path / "run",
