@@ -314,7 +314,9 @@ def _start_processes(parts: Parts, stack, prompts, tokenizer, folder: Path, foun
     stack.callback(parts.stream.close)
     probe = _probe(config, prompts, folder) if config.policy.generation.verify_weights else None
     bucket = config.weights.bucket_mib << 20
-    transport = make_transport(chosen_transport(config), parts.policy, parts.run_dir / "weights", bucket)
+    # Engines may then have to start again while the policy trains.
+    keep = config.rollout.max_staleness > 0 or config.rollout.endpoint.enabled
+    transport = make_transport(chosen_transport(config), parts.policy, parts.run_dir / "weights", bucket, keep)
     stack.callback(transport.close)
     parts.sync = WeightSync(parts.policy, fleet, probe, config.policy.generation.parity_limit, transport, shared)
 

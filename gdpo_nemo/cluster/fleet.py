@@ -15,7 +15,7 @@ from gdpo_nemo.config.schema import Config
 from gdpo_nemo.errors import RunError
 from gdpo_nemo.generation.engine import CPU_ENVIRONMENT, ENVIRONMENT, Engine
 from gdpo_nemo.generation.requests import CompletionBatch, SampleRequest, Sampling
-from gdpo_nemo.weights.gloo import PeerLost
+from gdpo_nemo.weights.buckets import PeerLost
 
 _START_S = 900.0
 _REPLACEMENTS = 3
@@ -184,11 +184,11 @@ class EngineFleet:
             except WorkerDied as error:
                 self._replace(index, error)
                 return engines
-        refs, sent = self._weights.ship([self._actors[index] for index in engines])
+        refs, sent = self._weights.ship({index: self._actors[index] for index in engines})
         again = []
-        if sent is not None:
+        if sent:
             try:
-                gather([sent], "sending weights", self._timeout_s, "policy")
+                gather(sent, "sending weights", self._timeout_s, "policy")
             except PeerLost:  # Which engine is gone, their own answers tell.
                 again = list(engines)
         for index, ref in zip(engines, refs):

@@ -13,6 +13,7 @@ import numpy as np
 from gdpo_nemo.cluster.network import interface_of
 from gdpo_nemo.cluster.placement import Placement, here
 from gdpo_nemo.cluster.session import answered, cores, gather, ray, thread_environment
+from gdpo_nemo.cluster.streaming import StreamingRank
 from gdpo_nemo.config.learning import kl_in_reward
 from gdpo_nemo.config.schema import Config, MegatronConfig, PolicyConfig
 from gdpo_nemo.data.packing import TrainSequence, assign, assign_singly, attention_cost, measure
@@ -21,7 +22,7 @@ from gdpo_nemo.data.results import UpdateResult
 _START_S = 900.0
 
 
-class PolicyRank:
+class PolicyRank(StreamingRank):
     """One rank of the policy inside a Ray actor; every method is collective over all ranks."""
 
     def __init__(self, rank: int, world_size: int):
@@ -98,22 +99,6 @@ class PolicyRank:
         self._held = (manifest, buffer)
         return manifest
 
-    def open_sender(self) -> tuple[str, int]:
-        """(host, port) where receivers of the held weights find this rank."""
-        from gdpo_nemo.weights.gloo import Sender
-
-        host = ray.util.get_node_ip_address()
-        self._sender = Sender(host)
-        return host, self._sender.port
-
-    def send_weights(self, receivers: int, bucket_bytes: int) -> None:
-        """Broadcast the held weights to the receivers that were told of ``open_sender``, and close it."""
-        try:
-            self._sender.send(*self._held, receivers, bucket_bytes)
-        finally:
-            # With its store the receivers' wait ends, too.
-            del self._sender
-
     def write_weights(self, folder: str, bucket_bytes: int) -> None:
         """Write the held weights as safetensors files."""
         from gdpo_nemo.weights import folder as files
@@ -185,6 +170,8 @@ class PolicyGroup:
         nodes = placement.places.policy
         self.config = config.policy
         self.layout = config.policy.megatron_cfg
+        self.shared = placement.places.shared
+        """For every engine the ranks whose devices its processes share (see ``Places``)."""
         self.timeout_s = config.rollout.train_timeout_s
         self._quadratic = attention_cost(json.loads((Path(folder) / "config.json").read_text()))
         world = layout_ranks(self.layout)
@@ -295,10 +282,14 @@ class PolicyGroup:
         return refs[0]
 
     def hold_weights(self, version: int):
-        """Reference to the manifest of the current weights, which stay on rank 0 to be sent or written."""
+        """Reference to the manifest of the current weights, which stay on rank 0 to be written."""
         refs = [rank.hold_weights.remote(version) for rank in self.ranks]
         gather(refs, "exporting weights", self.timeout_s, "policy")
         return refs[0]
+
+    def outline_weights(self):
+        """The manifest of the weights without version and checksums."""
+        return self._call("outline_weights", what="exporting weights")[0]
 
     def begin_save(self, folder: Path, background: bool = False) -> None:
         """Start a checkpoint; in the ``background`` the ranks are free again once they hold a copy of their state."""

@@ -84,10 +84,12 @@ def family(mark: str) -> dict[int, int]:
 
 
 def _ends_with_its_users(pid: int) -> bool:
-    """Whether this is multiprocessing's resource tracker: it tidies up after its last user and ends by itself."""
+    """Whether this tidies up after its last user and ends by itself: multiprocessing's resource tracker, torch's keeper of
+    shared memory."""
     try:
         with open(f"/proc/{pid}/cmdline", "rb") as file:
-            return b"multiprocessing.resource_tracker" in file.read()
+            command = file.read()
+            return b"multiprocessing.resource_tracker" in command or b"torch_shm_manager" in command
     except OSError:
         return False
 

@@ -26,7 +26,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "policy.megatron_cfg.scheduler.lr_decay_style": ("constant", "linear", "cosine"),
     "policy.generation.backend": ("vllm",),
     "cluster.placement": ("separate", "colocated"),
-    "weights.transport": ("auto", "memory", "gloo", "folder"),
+    "weights.transport": ("auto", "memory", "gloo", "nccl", "ipc", "folder"),
     "logger.wandb.mode": ("online", "offline"),
     "logger.console": ("auto", "live", "plain"),
 }

@@ -135,9 +135,15 @@ def _does_not_fit(layout: Layout, nodes: int, gpus: int) -> str:
 
 
 def chosen_transport(config: Config) -> str:
-    """What ``weights.transport: auto`` stands for: memory on one node, else gloo."""
-    name = config.weights.transport
-    return name if name != "auto" else "memory" if config.cluster.num_nodes == 1 else "gloo"
+    """What ``weights.transport: auto`` stands for: ipc on shared devices, nccl between GPUs, else memory or gloo."""
+    name, cluster = config.weights.transport, config.cluster
+    if name != "auto":
+        return name
+    if cluster.placement == "colocated":
+        return "ipc"
+    if cluster.gpus_per_node:
+        return "nccl"
+    return "memory" if cluster.num_nodes == 1 else "gloo"
 
 
 def describe_places(config: Config) -> str:

@@ -371,9 +371,11 @@ class WeightsConfig:
     """How new weights get from the policy to the engines."""
 
     transport: str = "auto"
-    """memory (Ray's object store), gloo (broadcast), folder (safetensors on a shared disk); auto: memory on one node, else gloo."""
+    """memory (Ray's object store), gloo (broadcast between hosts), nccl (broadcast between GPUs), ipc (handles of the memory
+    that colocated processes share), folder (safetensors on a shared disk). auto: ipc where colocated, nccl on GPUs, on CPU
+    memory on one node and gloo on several."""
     bucket_mib: int = 256
-    """MiB of one broadcast, or of one file unless a single tensor is larger."""
+    """MiB of one broadcast, handle or file, unless a single tensor is larger. Sender and receiver hold two of them."""
 
 
 @dataclass

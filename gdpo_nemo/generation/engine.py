@@ -89,8 +89,7 @@ class Engine:
         self._llm.init_weight_transfer_engine({"init_info": {}})
         self._expected = _checkpoint_names(Path(model))
         self.version = -1
-        self._unfit = ""
-        """Why it cannot sample now; empty: it can."""
+        self._asleep = self._torn = False
 
     def whereabouts(self) -> tuple[str, int]:
         """(host, process) of this engine."""
@@ -142,18 +141,18 @@ class Engine:
         return np.array([entry[token].logprob for entry, token in zip(found, ids[1:])], np.float32)
 
     def _check_fit(self) -> None:
-        if self._unfit:
-            raise RunError(f"an engine was asked to sample while it {self._unfit}")
+        if self._asleep or self._torn:
+            state = "sleeps" if self._asleep else "holds part of an update"
+            raise RunError(f"an engine was asked to sample while it {state}")
 
     def sleep(self) -> None:
         """Give weights and KV cache back (vLLM's level 2: the next update brings the weights); cached prefixes are forgotten."""
         self._llm.sleep(level=2)
-        self._unfit = "sleeps"
+        self._asleep = True
 
     def wake(self, what: str) -> None:
         """Take memory again: first ``weights``, whose content an update has to bring, then ``kv_cache``; then it can sample."""
-        if self._llm.wake_up(tags=[what]):
-            self._unfit = ""
+        self._asleep = not self._llm.wake_up(tags=[what])
 
     def expect(self, manifest: Manifest) -> None:
         """Check that an update fits before its bytes are sent. Raises RunError where a name is missing, unexpected or double."""
@@ -164,29 +163,42 @@ class Engine:
         return self.update(manifest, source.fetch(manifest))
 
     def update(self, manifest: Manifest, buffer: np.ndarray) -> int:
-        """Replace all weights by those of ``buffer`` and forget cached prefixes; returns the version now held.
-
-        Raises:
-            RunError: names or checksums do not match. The engine is unusable then and must be replaced.
-        """
+        """Replace all weights by those of ``buffer``; see ``receive``."""
         from gdpo_nemo.weights import vllm_receiver
 
-        manifest.check_names(self._expected)
         path = None
         if self._tensor_parallel > 1:
             path = _shared_file(buffer)
         else:
             vllm_receiver.INBOX[manifest.version] = buffer
         try:
-            self._llm.start_weight_update()
-            self._llm.update_weights({"update_info": {"manifest": manifest, "path": path}})
-            self._llm.finish_weight_update(str(manifest.version))
+            return self._load(manifest, path=path)
         finally:
             vllm_receiver.INBOX.pop(manifest.version, None)
             if path is not None:
                 os.unlink(path)
+
+    def receive(self, manifest: Manifest, source) -> int:
+        """Replace all weights by those that ``source.fetch`` yields in each of the engine's processes, as they come.
+
+        Cached prefixes are forgotten. Returns the version now held.
+
+        Raises:
+            RunError: names or checksums do not match, or the source broke off. The engine then holds parts of two versions
+                and does not sample before the next update.
+        """
+        return self._load(manifest, source=source)
+
+    def _load(self, manifest: Manifest, **where) -> int:
+        self.expect(manifest)
+        self._torn = True
+        self._llm.start_weight_update()
+        self._llm.update_weights({"update_info": {"manifest": manifest, **where}})
+        self._llm.finish_weight_update(str(manifest.version))
+        for error in filter(None, self._llm.collective_rpc("update_error")):
+            raise error
         self._llm.reset_prefix_cache()
-        self.version = manifest.version
+        self._torn, self.version = False, manifest.version
         return self.version
 
 

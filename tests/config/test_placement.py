@@ -9,7 +9,7 @@ import pytest
 
 from gdpo_nemo.config.layout import resolve_layout
 from gdpo_nemo.config.load import load_config
-from gdpo_nemo.config.placement import describe_places, place
+from gdpo_nemo.config.placement import chosen_transport, describe_places, place
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.config.validate import validate
 from gdpo_nemo.errors import ConfigError
@@ -138,3 +138,28 @@ def test_a_colocated_layout_that_cannot_be_is_refused_with_the_arithmetic():
     stale = load_config(TINY, ["cluster.placement=colocated", "rollout.max_staleness=1"])
     with pytest.raises(ConfigError, match="cluster.placement: colocated engines sleep while the policy trains"):
         validate(stale)
+
+
+@pytest.mark.parametrize(
+    "nodes, gpus, placement, wanted, chosen",
+    [
+        (1, 0, "separate", "auto", "memory"),
+        (2, 0, "separate", "auto", "gloo"),
+        (1, 8, "separate", "auto", "nccl"),
+        (2, 0, "colocated", "auto", "ipc"),
+        (2, 8, "colocated", "folder", "folder"),
+        (2, 0, "colocated", "nccl", "nccl needs GPUs"),
+        (1, 8, "colocated", "nccl", "nccl cannot join two processes on one GPU"),
+        (1, 8, "separate", "ipc", "ipc hands memory to the process on the same device"),
+    ],
+)
+def test_a_transport_follows_from_the_placement_or_is_refused_where_it_cannot_be(nodes, gpus, placement, wanted, chosen):
+    found = load_config(TINY, [f"weights.transport={wanted}", f"cluster.placement={placement}"])
+    found.cluster.num_nodes, found.cluster.gpus_per_node = nodes, gpus
+    found.policy.megatron_cfg.data_parallel_size = 2
+    if " " in chosen:
+        with pytest.raises(ConfigError, match=f"weights.transport: {chosen}"):
+            validate(found)
+    else:
+        validate(found)
+        assert chosen_transport(found) == chosen

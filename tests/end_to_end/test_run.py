@@ -131,9 +131,10 @@ def test_a_colocated_run_equals_the_separate_one_bit_for_bit(undisturbed, tmp_pa
     launch = Launch(tmp_path / "colocated", digit_model, "cluster.placement=colocated", "gdpo.max_num_steps=2")
     status, out, err = launch.finish()
     assert status == 0, err
-    assert "asleep while these train" in out
     mine, theirs = ([timeless(row) for row in rows(run.run_dir) if "loss" in row] for run in (launch, separate))
     assert len(mine) == 2 and mine == theirs[:2]
+    slept = ["time/sleep" in row and "time/wake" in row for run in (launch, separate) for row in rows(run.run_dir) if "loss" in row]
+    assert slept == [True] * 2 + [False] * STEPS
 
 
 def test_data_parallel_ranks_make_the_same_first_update_and_train_one_step_stale(undisturbed, tmp_path, digit_model):
