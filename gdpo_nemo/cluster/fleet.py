@@ -48,6 +48,7 @@ class EngineFleet:
         self._timeout_s = config.rollout.generation_timeout_s
         self._lock = threading.RLock()
         self._replaced = 0
+        self._asleep = False
         self._weights: Transport | None = None
         """Brings the newest weights to engines that have to start again."""
         self._whereabouts: dict[int, "ray.ObjectRef"] = {}
@@ -88,6 +89,7 @@ class EngineFleet:
     def sleep(self) -> None:
         """Let the engines give their memory back, after the calls they were given before."""
         with self._lock:
+            self._asleep = True
             waiting = [actor.sleep.remote() for actor in self._actors]
             for index, ref in enumerate(waiting):
                 try:
@@ -106,6 +108,7 @@ class EngineFleet:
                     self._replace(index, error)
                     if what == "kv_cache":  # the others have their weights already
                         self._deliver_all([index])
+            self._asleep = what != "kv_cache"
 
     def submit(self, requests: Sequence[SampleRequest], sampling: Sampling, engine: int | None = None) -> Ticket:
         """Start drawing; consecutive requests of one prompt stay together, for the engine's prefix cache.
@@ -146,6 +149,8 @@ class EngineFleet:
                 return batch
             except WorkerDied as error:
                 with self._lock:
+                    if self._asleep:  # its memory is the policy's now, and the policy may be training
+                        raise RunError(f"engine {index} was asked to sample while it slept, and is dead: {error}") from error
                     # An update may have found the engine dead before and replaced it.
                     if self._actors[index] is asked:
                         self._replace(index, error)

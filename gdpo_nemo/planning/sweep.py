@@ -30,6 +30,8 @@ class Candidate:
     engines: int
     engine_tensor: int
     time: StepTime
+    idle: float
+    """Share of the GPUs' time that is waiting."""
 
     @property
     def gpu_seconds(self) -> float:
@@ -108,7 +110,7 @@ def _evaluated(base, shape, device, rates, gpus, tensor, pipeline, engines, engi
     if fits(config, shape, device):
         return None
     time = step_time(config, shape, device, rates)
-    return Candidate(gpus, tensor, pipeline, layout.data, engines, engine_tensor, time)
+    return Candidate(gpus, tensor, pipeline, layout.data, engines, engine_tensor, time, time.idle(layout))
 
 
 def best_per_count(candidates: list[Candidate]) -> list[Candidate]:
@@ -130,9 +132,7 @@ def table(candidates: list[Candidate], steps: int, shown: int = 8) -> str:
 
 
 def _row(c: Candidate, steps: int) -> str:
-    policy = c.tensor * c.pipeline * c.data
-    idle = (c.time.policy_idle * policy + c.time.engines_idle * c.engines * c.engine_tensor) / c.gpus
-    return f"{c.gpus:>5} {c.time.step:>9.3g} {c.gpu_seconds * steps / 3600:>10.4g} {idle:>5.0%}  {c.name}"
+    return f"{c.gpus:>5} {c.time.step:>9.3g} {c.gpu_seconds * steps / 3600:>10.4g} {c.idle:>5.0%}  {c.name}"
 
 
 def draw(candidates: list[Candidate], steps: int, title: str, path: str | Path) -> Path:

@@ -89,7 +89,7 @@ def test_a_run_on_several_nodes_is_told_that_it_joins_a_cluster(monkeypatch):
 @pytest.mark.parametrize(
     "overrides, why",
     [
-        (["weights.transport=nccl"], "weights.transport: .*nccl.*memory, gloo, folder"),
+        (["weights.transport=rdma"], "weights.transport: .*rdma.*memory, gloo, nccl, ipc, folder"),
         (["weights.bucket_mib=8"], "weights.bucket_mib: has no effect with weights.transport memory"),
         (["weights={transport: gloo, bucket_mib: 0}"], "weights.bucket_mib: must be at least 1"),
     ],

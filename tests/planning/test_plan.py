@@ -142,6 +142,10 @@ def test_colocated_policy_and_engine_fill_one_gpu_in_turn():
     slower = step_time(half, shape, gpu, rates)
     assert slower.idle(resolve_layout(half)) == pytest.approx(slower.generation / 2 / slower.step)
 
+    for candidate in sweep(config, shape, gpu, rates, 8):
+        assert candidate.tensor * candidate.pipeline * candidate.data == candidate.gpus
+        assert candidate.engines * candidate.engine_tensor == candidate.gpus and candidate.idle == pytest.approx(0)
+
     stays = resting_memory(config, shape)
     fullest = policy_memory(config, shape)
     assert stays == fullest.weights + fullest.gradients + fullest.optimizer + fullest.reserve
