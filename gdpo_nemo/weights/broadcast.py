@@ -112,8 +112,10 @@ def _group(store, rank: int, world: int, host: str, backend: str, timeout_s: flo
         yield group
         done = torch.ones(1, dtype=torch.int64, device="cuda" if backend == "nccl" else "cpu")
         _pass(group.allreduce([done]))
-    finally:
-        group.shutdown()
+    except BaseException:
+        group.abort()  # what is under way with a lost member never ends
+        raise
+    group.shutdown()
 
 
 def _gloo(store, rank: int, world: int, host: str, limit: datetime.timedelta) -> dist.ProcessGroup:

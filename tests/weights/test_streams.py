@@ -10,6 +10,7 @@ import threading
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from hypothesis import given, settings
@@ -214,21 +215,41 @@ def test_a_receiver_that_gives_up_ends_the_senders_wait(way):
     assert time.monotonic() - start < 20
 
 
-def test_no_shared_memory_is_left_whoever_is_killed():
-    """Both ends are killed while an update is under way."""
-    code = (
-        "import sys; sys.path.insert(0, sys.argv[1]); import torch, test_streams as t; from gdpo_nemo.weights.handles import *\n"
-        "lender = Lender(); manifest = t.outline(t.model(), 1)\n"
-        "t.Received(Handles((lender.door,), 1, 30), manifest, 0, take=lambda pairs: (next(pairs), print('under way', flush=True), t.time.sleep(60)))\n"
-        "lender.lend(manifest, iter(t.model()), 1, t.CPU)"
-    )
-    process = subprocess.Popen([sys.executable, "-c", code, str(Path(__file__).parent)], stdout=subprocess.PIPE, text=True)
-    assert process.stdout.readline() == "under way\n"
-    left = lambda: [f for f in os.listdir("/dev/shm") if f.startswith(f"torch_{process.pid}_")]  # noqa: E731
+_UNDER_WAY = """
+import os, sys
+sys.path.insert(0, sys.argv[1])
+import test_streams as t
+
+def stall(pairs):
+    next(pairs)
+    print(os.getpid(), flush=True)
+    t.time.sleep(60)
+
+lender, manifest = t.Lender(), t.outline(t.model(), 1)
+t.Received(t.Handles((lender.door,), 1, 30), manifest, 0, take=stall)
+lender.lend(manifest, iter(t.model()), 1, t.CPU)
+"""
+_DRIVER = """
+import subprocess, sys
+from gdpo_nemo.cluster.reaper import Reaper
+reaper = Reaper()
+subprocess.run([sys.executable, "-c", *sys.argv[1:]])
+"""
+
+
+def test_no_shared_memory_is_left_when_the_driver_is_killed_in_an_update():
+    """Both ends of the update are in a worker of the driver's; the reaper ends it, and not the keeper of its shared memory."""
+    command = [sys.executable, "-c", _DRIVER, _UNDER_WAY, str(Path(__file__).parent)]
+    driver = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    worker = int(driver.stdout.readline())
+
+    def left() -> list[str]:
+        return [name for name in os.listdir("/dev/shm") if name.startswith(f"torch_{worker}_")]
+
     assert left()
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    driver.send_signal(signal.SIGKILL)
+    driver.wait()
     deadline = time.monotonic() + 20
-    while left() and time.monotonic() < deadline:
+    while (left() or psutil.pid_exists(worker)) and time.monotonic() < deadline:
         time.sleep(0.1)
-    assert left() == []
+    assert left() == [] and not psutil.pid_exists(worker)
