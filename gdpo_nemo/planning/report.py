@@ -35,10 +35,13 @@ def brief(config: Config) -> list[tuple[str, str]]:
     shape = model_shape(config)
     if shape is None:
         return [*lines, ("per rank", f"not known before {config.policy.model_name} is here")]
-    memory = policy_memory(config, shape)
+    memory, layout = policy_memory(config, shape), resolve_layout(config)
+    share = config.policy.generation.vllm_cfg.gpu_memory_utilization
+    stays = f"{size(resting_memory(config, shape))} of a policy rank stay while engines sample, beside {share:.0%} of the GPU for these"
     return [
         *lines,
         ("per rank", _policy_line(memory, shape)),
+        *([("shared", stays)] if layout.colocated and layout.gpus else []),
         ("refit", f"{size(refit_bytes(config, shape))} to each engine after every step"),
     ]
 

@@ -152,6 +152,7 @@ def test_colocated_policy_and_engine_fill_one_gpu_in_turn():
     least = replace(gpu, memory=stays / 0.2)  # what stays and 80 % of the device are then all of it
     assert fits(config, shape, least) == ""
     assert "while engines sample, a policy rank keeps" in fits(config, shape, replace(least, memory=least.memory * 0.99))
+    assert "beside 80% of the GPU" in dict(brief(config))["shared"] and "shared" not in dict(brief(config_of()))
     offloaded = changed(config, megatron_cfg__optimizer__offload=True)
     assert stays - resting_memory(offloaded, shape) == fullest.optimizer
     assert fits(offloaded, shape, replace(least, memory=least.memory * 0.99)) == ""

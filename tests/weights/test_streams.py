@@ -164,6 +164,12 @@ WAYS = {"broadcast": through_broadcast, "handles": through_handles}
 def test_every_process_receives_every_tensor(way, bucket_bytes):
     for received in WAYS[way](outline(model(), 1), iter(model()), bucket_bytes):
         assert same(received, model())
+    assert _named_memory(os.getpid()) == []
+
+
+def _named_memory(pid: int) -> list[str]:
+    """Shared memory that torch made in a process and that still has a name."""
+    return [name for name in os.listdir("/dev/shm") if name.startswith(f"torch_{pid}_")]
 
 
 _MEMORY = """
@@ -242,14 +248,10 @@ def test_no_shared_memory_is_left_when_the_driver_is_killed_in_an_update():
     command = [sys.executable, "-c", _DRIVER, _UNDER_WAY, str(Path(__file__).parent)]
     driver = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     worker = int(driver.stdout.readline())
-
-    def left() -> list[str]:
-        return [name for name in os.listdir("/dev/shm") if name.startswith(f"torch_{worker}_")]
-
-    assert left()
+    assert _named_memory(worker)
     driver.send_signal(signal.SIGKILL)
     driver.wait()
     deadline = time.monotonic() + 20
-    while (left() or psutil.pid_exists(worker)) and time.monotonic() < deadline:
+    while (_named_memory(worker) or psutil.pid_exists(worker)) and time.monotonic() < deadline:
         time.sleep(0.1)
-    assert left() == [] and not psutil.pid_exists(worker)
+    assert _named_memory(worker) == [] and not psutil.pid_exists(worker)
