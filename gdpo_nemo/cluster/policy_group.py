@@ -72,6 +72,8 @@ class PolicyRank(StreamingRank):
         from gdpo_nemo.megatron.policy import Policy
 
         self.policy = Policy(config, folder, chosen, total_updates, reference, seed)
+        with self.policy.optimizer_at_hand():
+            pass  # where it is kept in host memory between updates, so it is before the first one
         return sum(p.numel() for chunk in self.policy.chunks for p in chunk.parameters())
 
     def train(self, sequences, assignment, settings):
