@@ -128,7 +128,7 @@ def test_killed_and_terminated_run_resumes_bit_for_bit(undisturbed, tmp_path, di
 def test_a_colocated_run_equals_the_separate_one_bit_for_bit(undisturbed, tmp_path, digit_model):
     """Engines asleep while the policy trains, on the same weights and seeds."""
     separate, *_ = undisturbed
-    short = ("gdpo.max_num_steps=2", "gdpo.val_at_start=false", "gdpo.val_period=0", "logger.plot=false")
+    short = ("gdpo.max_num_steps=2", "gdpo.val_at_start=false", "gdpo.val_period=0", "checkpointing.enabled=false")
     launch = Launch(tmp_path / "colocated", digit_model, "cluster.placement=colocated", *short)
     status, out, err = launch.finish()
     assert status == 0, err
