@@ -84,12 +84,10 @@ def family(mark: str) -> dict[int, int]:
 
 
 def _ends_with_its_users(pid: int) -> bool:
-    """Whether this tidies up after its last user and ends by itself: multiprocessing's resource tracker, torch's keeper of
-    shared memory."""
+    """Whether this is multiprocessing's resource tracker: it tidies up after its last user and ends by itself."""
     try:
         with open(f"/proc/{pid}/cmdline", "rb") as file:
-            command = file.read()
-            return b"multiprocessing.resource_tracker" in command or b"torch_shm_manager" in command
+            return b"multiprocessing.resource_tracker" in file.read()
     except OSError:
         return False
 

@@ -68,7 +68,7 @@ class StreamingRank:
             for _ in buckets:  # what is kept is kept whole
                 pass
 
-    def open_door(self) -> tuple[int, bytes]:
+    def open_door(self) -> tuple[str, bytes]:
         """Where, and with which key, the engine process beside this rank comes for ``lend_weights``."""
         from gdpo_nemo.weights.handles import Lender
 

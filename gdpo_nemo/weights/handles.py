@@ -1,22 +1,23 @@
 """Weights by handles of shared memory, between a policy rank and the engine process on the same device.
 
-The rank fills two buffers in turn, whose handles the engine's process opened once: CUDA IPC where they lie on a GPU, a file
-of shared memory on a CPU; the process copies a buffer and says so, and loads from its copy while the next one is filled.
-They talk over a connection on the loopback, so that either notices at once when the other is gone.
+The rank fills two buffers in turn, whose handles the engine's process opened once: CUDA IPC where they lie on a GPU, a
+descriptor of shared memory on a CPU; the process copies a buffer and says so, and loads from its copy while the next one is
+filled. They talk over a local socket, so that either notices at once when the other is gone.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import secrets
 import socket
 from dataclasses import dataclass
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Connection, answer_challenge, deliver_challenge
+from multiprocessing.reduction import recv_handle, send_handle
 from typing import Iterator
 
 import torch
-import torch.multiprocessing as shared
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 from gdpo_nemo.weights.buckets import Bucket, PeerLost, divide
@@ -24,6 +25,7 @@ from gdpo_nemo.weights.manifest import Manifest
 
 _JOIN_S = 120.0
 """Time for the engine to come, and to copy one bucket; it is known to wait when the rank begins."""
+_BUFFERS = 2
 _FILLED, _TAKEN, _CLOSED = b"filled", b"taken", b"closed"
 _DEVICE = 6
 """Place of the device's number among what ``rebuild_cuda_tensor`` is called with."""
@@ -33,9 +35,12 @@ class Lender:
     """The sending end, for one engine process; ``door`` is where and with which key it comes in."""
 
     def __init__(self):
-        self._server, self._key = socket.create_server(("127.0.0.1", 0)), secrets.token_bytes(16)
+        # A leading zero: an address that is no file.
+        self.door: tuple[str, bytes] = (f"\0gdpo_nemo_{secrets.token_hex(8)}", secrets.token_bytes(16))
+        self._server = socket.socket(socket.AF_UNIX)
+        self._server.bind(self.door[0])
+        self._server.listen()
         self._server.settimeout(_JOIN_S)
-        self.door: tuple[int, bytes] = (self._server.getsockname()[1], self._key)
 
     def lend(
         self, manifest: Manifest, tensors: Iterator[tuple[str, torch.Tensor]], bucket_bytes: int, device: torch.device
@@ -46,17 +51,16 @@ class Lender:
             PeerLost: the engine's process did not come, or is gone.
         """
         buckets = divide(manifest, bucket_bytes)
-        size = max(bucket.nbytes for bucket in buckets)
-        buffers = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2)]
+        buffers = [torch.empty(_largest(buckets), dtype=torch.uint8, device=device) for _ in range(_BUFFERS)]
         with _named(manifest), self._visitor() as connection:
             _send_handles(connection, buffers)
             for number, bucket in enumerate(buckets):
-                if number >= len(buffers):
+                if number >= _BUFFERS:
                     _expect(connection, _TAKEN, _JOIN_S)
-                bucket.fill(tensors, buffers[number % len(buffers)])
+                bucket.fill(tensors, buffers[number % _BUFFERS])
                 _settle(device)
                 connection.send_bytes(_FILLED)
-            for _ in buckets[-len(buffers) :]:
+            for _ in buckets[-_BUFFERS:]:
                 _expect(connection, _TAKEN, _JOIN_S)
             _expect(connection, _CLOSED, _JOIN_S)
         del buffers
@@ -68,8 +72,8 @@ class Lender:
         with self._server:
             visitor, _ = self._server.accept()
         with Connection(visitor.detach()) as connection:
-            deliver_challenge(connection, self._key)
-            answer_challenge(connection, self._key)
+            deliver_challenge(connection, self.door[1])
+            answer_challenge(connection, self.door[1])
             yield connection
 
 
@@ -77,7 +81,7 @@ class Lender:
 class Handles:
     """What one engine is told: for each of its processes where the handles are, and with which key."""
 
-    doors: tuple[tuple[int, bytes], ...]
+    doors: tuple[tuple[str, bytes], ...]
     bucket_bytes: int
     timeout_s: float
     """How long to wait for a bucket; the rank may be training."""
@@ -88,16 +92,17 @@ class Handles:
         Raises:
             PeerLost: the rank is gone. RunError: a tensor is not what was sent.
         """
-        port, key = self.doors[worker]
-        for bucket, buffer in self._copies(manifest, port, key, device):
+        for bucket, buffer in self._copies(manifest, *self.doors[worker], device):
             yield from bucket.open(buffer)
 
-    def _copies(self, manifest: Manifest, port: int, key: bytes, device) -> Iterator[tuple[Bucket, torch.Tensor]]:
-        with _named(manifest), Client(("127.0.0.1", port), authkey=key) as connection:
-            buffers = _open_handles(connection, device, self.timeout_s)
-            for number, bucket in enumerate(divide(manifest, self.bucket_bytes)):
+    def _copies(self, manifest: Manifest, address: str, key: bytes, device) -> Iterator[tuple[Bucket, torch.Tensor]]:
+        with _named(manifest), Client(address, "AF_UNIX", key) as connection:
+            buckets = divide(manifest, self.bucket_bytes)
+            _wait(connection, "handles", self.timeout_s)
+            buffers = [_open_handle(connection, _largest(buckets), device) for _ in range(_BUFFERS)]
+            for number, bucket in enumerate(buckets):
                 _expect(connection, _FILLED, self.timeout_s)
-                buffer = buffers[number % len(buffers)][: bucket.nbytes].clone()
+                buffer = buffers[number % _BUFFERS][: bucket.nbytes].clone()
                 _settle(device)
                 connection.send_bytes(_TAKEN)
                 yield bucket, buffer
@@ -116,32 +121,43 @@ def _named(manifest: Manifest) -> Iterator[None]:
 
 
 def _send_handles(connection: Connection, buffers: list[torch.Tensor]) -> None:
-    # On a CPU: by name. Descriptors are passed by a server of multiprocessing's, whose key strangers do not share.
-    before = shared.get_sharing_strategy()
-    shared.set_sharing_strategy("file_system")
+    for buffer in buffers:
+        if buffer.is_cuda:
+            connection.send(reduce_tensor(buffer)[1])
+        else:
+            # A descriptor of memory without a name, which ends with the last process that has it, however that ends.
+            descriptor, _ = buffer.untyped_storage()._share_fd_cpu_()
+            send_handle(connection, descriptor, None)
+
+
+def _open_handle(connection: Connection, size: int, device: torch.device) -> torch.Tensor:
+    """The sender's uint8 [size]."""
+    if device.type == "cuda":
+        arguments = list(connection.recv())
+        arguments[_DEVICE] = device.index  # each process counts the GPUs that it sees from 0
+        return rebuild_cuda_tensor(*arguments)
+    descriptor = recv_handle(connection)
     try:
-        connection.send([reduce_tensor(buffer) for buffer in buffers])
+        storage = torch.UntypedStorage._new_shared_fd_cpu(descriptor, size)
     finally:
-        shared.set_sharing_strategy(before)
-
-
-def _open_handles(connection: Connection, device: torch.device, timeout_s: float) -> list[torch.Tensor]:
-    if not connection.poll(timeout_s):
-        raise TimeoutError(f"no handles within {timeout_s:.0f} s")
-    buffers = []
-    for rebuild, arguments in connection.recv():
-        if rebuild is rebuild_cuda_tensor:  # each process counts the GPUs that it sees from 0
-            arguments = (*arguments[:_DEVICE], device.index, *arguments[_DEVICE + 1 :])
-        buffers.append(rebuild(*arguments))
-    return buffers
+        os.close(descriptor)
+    return torch.empty(0, dtype=torch.uint8).set_(storage)
 
 
 def _expect(connection: Connection, word: bytes, timeout_s: float) -> None:
-    if not connection.poll(timeout_s):
-        raise TimeoutError(f"{word.decode()} did not come within {timeout_s:.0f} s")
+    _wait(connection, word.decode(), timeout_s)
     said = connection.recv_bytes()
     if said != word:
         raise ConnectionError(f"{said!r} in place of {word!r}")
+
+
+def _wait(connection: Connection, what: str, timeout_s: float) -> None:
+    if not connection.poll(timeout_s):
+        raise TimeoutError(f"{what} did not come within {timeout_s:.0f} s")
+
+
+def _largest(buckets: list[Bucket]) -> int:
+    return max(bucket.nbytes for bucket in buckets)
 
 
 def _settle(device: torch.device) -> None:
