@@ -20,7 +20,7 @@ from gdpo_nemo.config.files import find_function
 from gdpo_nemo.config.layout import resolve_layout, updates_per_step
 from gdpo_nemo.config.learning import check_components
 from gdpo_nemo.config.load import config_to_dict, save_config
-from gdpo_nemo.config.placement import joined
+from gdpo_nemo.config.placement import chosen_transport, joined
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.data.prompts import PromptSource
 from gdpo_nemo.environments.pools import EnvironmentPools
@@ -281,7 +281,7 @@ def _start_processes(parts: Parts, stack, prompts, tokenizer, folder: Path, foun
     from gdpo_nemo.cluster.policy_group import PolicyGroup
     from gdpo_nemo.cluster.placement import reserve
     from gdpo_nemo.cluster.session import keep_logs, session
-    from gdpo_nemo.cluster.transports import chosen_transport, make_transport
+    from gdpo_nemo.cluster.transports import make_transport
     from gdpo_nemo.cluster.weight_sync import WeightSync
     from gdpo_nemo.rollouts.stream import RolloutStream
 
@@ -300,7 +300,12 @@ def _start_processes(parts: Parts, stack, prompts, tokenizer, folder: Path, foun
     pool = EnvironmentPools(config.env, config.rollout.env_workers, config.rollout.env_timeout_s, config.run.seed)
     stack.callback(pool.close)
     parts.policy = PolicyGroup(config, str(folder), config.gdpo.max_num_steps * updates_per_step(config), placement)
-    parts.fleet = fleet = EngineFleet(config, str(folder), placement)
+    shared = bool(placement.places.shared)
+    parts.fleet = fleet = EngineFleet(config, str(folder), placement, parts.policy.devices() if shared else None)
+    if shared:
+        fleet.ready()
+        fleet.sleep()
+        lap("engines, before the policy")
     parts.policy.ready()
     if found is not None:
         parts.policy.load(found)
@@ -311,9 +316,11 @@ def _start_processes(parts: Parts, stack, prompts, tokenizer, folder: Path, foun
     stack.callback(parts.stream.close)
     probe = _probe(config, prompts, folder) if config.policy.generation.verify_weights else None
     bucket = config.weights.bucket_mib << 20
-    transport = make_transport(chosen_transport(config), parts.policy, parts.run_dir / "weights", bucket)
+    # Engines may then have to start again while the policy trains.
+    keep = config.rollout.max_staleness > 0 or config.rollout.endpoint.enabled
+    transport = make_transport(chosen_transport(config), parts.policy, parts.run_dir / "weights", bucket, keep)
     stack.callback(transport.close)
-    parts.sync = WeightSync(parts.policy, fleet, probe, config.policy.generation.parity_limit, transport)
+    parts.sync = WeightSync(parts.policy, fleet, probe, config.policy.generation.parity_limit, transport, shared)
 
 
 def _probe(config: Config, prompts: PromptSource, folder: Path) -> np.ndarray:

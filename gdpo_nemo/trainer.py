@@ -63,6 +63,7 @@ class Trainer:
         start = time.time()
         self.stream.top_up(self.state.step)
         rollout = self.stream.take(self.state.step)
+        self.sync.rest()
         taken = time.time()
         check_failures(rollout.trajectories, self.config.rollout.max_env_failure_share)
         divergence = self._kl(rollout)

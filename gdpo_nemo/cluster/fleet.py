@@ -15,7 +15,7 @@ from gdpo_nemo.config.schema import Config
 from gdpo_nemo.errors import RunError
 from gdpo_nemo.generation.engine import CPU_ENVIRONMENT, ENVIRONMENT, Engine
 from gdpo_nemo.generation.requests import CompletionBatch, SampleRequest, Sampling
-from gdpo_nemo.weights.gloo import PeerLost
+from gdpo_nemo.weights.buckets import PeerLost
 
 _START_S = 900.0
 _REPLACEMENTS = 3
@@ -35,14 +35,20 @@ class EngineFleet:
 
     A call is submitted in one thread and may be collected in another. Actors work in the order of submission, so weights
     published after a submission cannot reach its samples.
+
+    Args:
+        devices: the GPUs of the policy's ranks on their nodes, where engines share them (``Places.shared``).
     """
 
-    def __init__(self, config: Config, folder: str, placement: Placement | None = None):
+    def __init__(
+        self, config: Config, folder: str, placement: Placement | None = None, devices: Sequence[str] | None = None
+    ):
         self._config, self._folder = config, folder
-        self._placement = placement or here(config)
+        self._placement, self._devices = placement or here(config), devices
         self._timeout_s = config.rollout.generation_timeout_s
         self._lock = threading.RLock()
         self._replaced = 0
+        self._asleep = False
         self._weights: Transport | None = None
         """Brings the newest weights to engines that have to start again."""
         self._whereabouts: dict[int, "ray.ObjectRef"] = {}
@@ -55,15 +61,19 @@ class EngineFleet:
         threads = max(1, cores(config.cluster) // self._placement.places.engines_on(node))
         environment = {**thread_environment(threads), **ENVIRONMENT, **(CPU_ENVIRONMENT if on_cpu else {})}
         environment |= self._placement.environment(node)
+        shared = self._placement.places.shared
+        if shared and not on_cpu:
+            # Ray has given these GPUs to the policy and knows of no second user; several cannot be had in fractions.
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(self._devices[rank] for rank in shared[index])
         actor = ray.remote(Engine).options(
             num_cpus=0,
-            num_gpus=0 if on_cpu else vllm.tensor_parallel_size,
+            num_gpus=0 if on_cpu or shared else vllm.tensor_parallel_size,
             runtime_env={"env_vars": environment},
             **self._placement.on(node),
         )
         policy = config.policy
         engine = actor.remote(
-            self._folder, vllm, policy.precision, policy.max_total_sequence_length, config.run.seed + index, on_cpu
+            self._folder, vllm, policy.precision, policy.max_total_sequence_length, config.run.seed + index, on_cpu, bool(shared)
         )
         self._whereabouts[index] = engine.whereabouts.remote()
         return engine
@@ -75,6 +85,30 @@ class EngineFleet:
     def ready(self) -> None:
         """Wait until every engine can sample."""
         gather([a.__ray_ready__.remote() for a in self._actors], "starting the vLLM engines", _START_S, "engine")
+
+    def sleep(self) -> None:
+        """Let the engines give their memory back, after the calls they were given before."""
+        with self._lock:
+            self._asleep = True
+            waiting = [actor.sleep.remote() for actor in self._actors]
+            for index, ref in enumerate(waiting):
+                try:
+                    gather([ref], "putting the engines to sleep", self._timeout_s, f"engine {index}")
+                except WorkerDied:
+                    continue  # it holds nothing any more; ``wake`` replaces it
+
+    def wake(self, what: str) -> None:
+        """Let the engines take memory for ``weights`` or ``kv_cache``; one that is gone is replaced, and is wholly awake."""
+        with self._lock:
+            waiting = [actor.wake.remote(what) for actor in self._actors]
+            for index, ref in enumerate(waiting):
+                try:
+                    gather([ref], "waking the engines", self._timeout_s, f"engine {index}")
+                except WorkerDied as error:
+                    self._replace(index, error)
+                    if what == "kv_cache":  # the others have their weights already
+                        self._deliver_all([index])
+            self._asleep = what != "kv_cache"
 
     def submit(self, requests: Sequence[SampleRequest], sampling: Sampling, engine: int | None = None) -> Ticket:
         """Start drawing; consecutive requests of one prompt stay together, for the engine's prefix cache.
@@ -115,6 +149,8 @@ class EngineFleet:
                 return batch
             except WorkerDied as error:
                 with self._lock:
+                    if self._asleep:  # its memory is the policy's now, and the policy may be training
+                        raise RunError(f"engine {index} was asked to sample while it slept, and is dead: {error}") from error
                     # An update may have found the engine dead before and replaced it.
                     if self._actors[index] is asked:
                         self._replace(index, error)
@@ -153,11 +189,11 @@ class EngineFleet:
             except WorkerDied as error:
                 self._replace(index, error)
                 return engines
-        refs, sent = self._weights.ship([self._actors[index] for index in engines])
+        refs, sent = self._weights.ship({index: self._actors[index] for index in engines})
         again = []
-        if sent is not None:
+        if sent:
             try:
-                gather([sent], "sending weights", self._timeout_s, "policy")
+                gather(sent, "sending weights", self._timeout_s, "policy")
             except PeerLost:  # Which engine is gone, their own answers tell.
                 again = list(engines)
         for index, ref in zip(engines, refs):

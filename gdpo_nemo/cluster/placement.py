@@ -45,7 +45,7 @@ class Placement:
 def here(config: Config) -> Placement:
     """All on this machine, whatever ``cluster.num_nodes`` says."""
     layout = place(config)
-    return Placement(Places((0,) * len(layout.policy), (0,) * len(layout.engines)))
+    return Placement(Places((0,) * len(layout.policy), (0,) * len(layout.engines), layout.shared))
 
 
 def reserve(config: Config, shared: Sequence[Path]) -> Placement:

@@ -13,6 +13,7 @@ import numpy as np
 from gdpo_nemo.cluster.network import interface_of
 from gdpo_nemo.cluster.placement import Placement, here
 from gdpo_nemo.cluster.session import answered, cores, gather, ray, thread_environment
+from gdpo_nemo.cluster.streaming import StreamingRank
 from gdpo_nemo.config.learning import kl_in_reward
 from gdpo_nemo.config.schema import Config, MegatronConfig, PolicyConfig
 from gdpo_nemo.data.packing import TrainSequence, assign, assign_singly, attention_cost, measure
@@ -21,7 +22,7 @@ from gdpo_nemo.data.results import UpdateResult
 _START_S = 900.0
 
 
-class PolicyRank:
+class PolicyRank(StreamingRank):
     """One rank of the policy inside a Ray actor; every method is collective over all ranks."""
 
     def __init__(self, rank: int, world_size: int):
@@ -33,6 +34,10 @@ class PolicyRank:
     def whereabouts(self) -> tuple[str, int]:
         """(host, process) of this rank."""
         return socket.gethostname(), os.getpid()
+
+    def device(self) -> str:
+        """Number of this rank's GPU on its node, as CUDA_VISIBLE_DEVICES takes it; empty on a CPU."""
+        return ",".join(ray.get_runtime_context().get_accelerator_ids().get("GPU", []))
 
     def rendezvous(self) -> str:
         """A torch URL on this rank's machine where the ranks can meet."""
@@ -67,6 +72,8 @@ class PolicyRank:
         from gdpo_nemo.megatron.policy import Policy
 
         self.policy = Policy(config, folder, chosen, total_updates, reference, seed)
+        with self.policy.optimizer_at_hand():
+            pass  # where it is kept in host memory between updates, so it is before the first one
         return sum(p.numel() for chunk in self.policy.chunks for p in chunk.parameters())
 
     def train(self, sequences, assignment, settings):
@@ -94,27 +101,17 @@ class PolicyRank:
         self._held = (manifest, buffer)
         return manifest
 
-    def open_sender(self) -> tuple[str, int]:
-        """(host, port) where receivers of the held weights find this rank."""
-        from gdpo_nemo.weights.gloo import Sender
-
-        host = ray.util.get_node_ip_address()
-        self._sender = Sender(host)
-        return host, self._sender.port
-
-    def send_weights(self, receivers: int, bucket_bytes: int) -> None:
-        """Broadcast the held weights to the receivers that were told of ``open_sender``, and close it."""
-        try:
-            self._sender.send(*self._held, receivers, bucket_bytes)
-        finally:
-            # With its store the receivers' wait ends, too.
-            del self._sender
-
     def write_weights(self, folder: str, bucket_bytes: int) -> None:
         """Write the held weights as safetensors files."""
         from gdpo_nemo.weights import folder as files
 
         files.write(folder, *self._held, bucket_bytes)
+
+    def release(self) -> None:
+        """Give memory that is cached on the GPU back to it, for the engine beside."""
+        import torch
+
+        torch.cuda.empty_cache()  # nothing to do where CUDA is not
 
     def begin_save(self, folder: str, background: bool) -> None:
         """Start this rank's part of a checkpoint."""
@@ -165,13 +162,18 @@ def layout_ranks(layout: MegatronConfig) -> int:
 
 
 class PolicyGroup:
-    """All ranks of the policy. Constructing it starts the actors; ``ready`` waits until the model stands on each."""
+    """All ranks of the policy. Constructing it starts the actors; ``ready`` waits until the model stands on each.
+
+    Building starts at once, unless engines share the devices: these measure free memory at their start, and come first.
+    """
 
     def __init__(self, config: Config, folder: str, total_updates: int, placement: Placement | None = None):
         placement = placement or here(config)
         nodes = placement.places.policy
         self.config = config.policy
         self.layout = config.policy.megatron_cfg
+        self.shared = placement.places.shared
+        """For every engine the ranks whose devices its processes share (see ``Places``)."""
         self.timeout_s = config.rollout.train_timeout_s
         self._quadratic = attention_cost(json.loads((Path(folder) / "config.json").read_text()))
         world = layout_ranks(self.layout)
@@ -186,17 +188,32 @@ class PolicyGroup:
         self.ranks = [
             actor.options(**options, **placement.on(node)).remote(rank, world) for rank, node in enumerate(nodes)
         ]
-        meeting = self.ranks[0].rendezvous.remote()
-        reference = config.loss_fn.reference_policy_kl_penalty > 0 or kl_in_reward(config)
         self._whereabouts = {rank: actor.whereabouts.remote() for rank, actor in enumerate(self.ranks)}
-        self._building = [
-            rank.build.remote(config.policy, config.run.seed, folder, meeting, total_updates, reference, len(set(nodes)) > 1)
-            for rank in self.ranks
-        ]
+        self._devices = [rank.device.remote() for rank in self.ranks]
+        reference = config.loss_fn.reference_policy_kl_penalty > 0 or kl_in_reward(config)
+        self._model = (config.policy, config.run.seed, folder), (total_updates, reference, len(set(nodes)) > 1)
+        self._building: list[Any] = []
+        if not placement.places.shared:
+            self._build()
+
+    def _build(self) -> None:
+        what, how = self._model
+        meeting = self.ranks[0].rendezvous.remote()
+        self._building = [rank.build.remote(*what, meeting, *how) for rank in self.ranks]
 
     def ready(self) -> list[int]:
         """Wait for the models; returns the parameters on each rank."""
+        if not self._building:
+            self._build()
         return gather(self._building, "building the policy", _START_S, "policy")
+
+    def devices(self) -> list[str]:
+        """The GPU of every rank on its node; empty strings on CPUs."""
+        return gather(self._devices, "placing the policy", _START_S, "policy")
+
+    def release(self) -> None:
+        """Give cached GPU memory back on every rank."""
+        self._call("release", what="releasing memory")
 
     def places(self) -> dict[int, tuple[str, int]]:
         """(host, process) of every rank that has started, by its number."""
@@ -267,10 +284,14 @@ class PolicyGroup:
         return refs[0]
 
     def hold_weights(self, version: int):
-        """Reference to the manifest of the current weights, which stay on rank 0 to be sent or written."""
+        """Reference to the manifest of the current weights, which stay on rank 0 to be written."""
         refs = [rank.hold_weights.remote(version) for rank in self.ranks]
         gather(refs, "exporting weights", self.timeout_s, "policy")
         return refs[0]
+
+    def outline_weights(self):
+        """The manifest of the weights without version and checksums."""
+        return self._call("outline_weights", what="exporting weights")[0]
 
     def begin_save(self, folder: Path, background: bool = False) -> None:
         """Start a checkpoint; in the ``background`` the ranks are free again once they hold a copy of their state."""

@@ -21,6 +21,7 @@ class WeightSync:
             update; None switches that off.
         limit: largest difference allowed.
         transport: of the policy's weights; None: through the object store.
+        shared: whether the engines sit on the policy's devices. They then sleep from ``rest`` to the next ``publish``.
     """
 
     def __init__(
@@ -30,26 +31,47 @@ class WeightSync:
         probe: np.ndarray | None,
         limit: float,
         transport: Transport | None = None,
+        shared: bool = False,
     ):
         self.transport = transport or Memory(policy)
         self.version: int | None = None
         """The newest version that every engine holds."""
-        self._policy, self._fleet, self._probe, self._limit = policy, fleet, probe, limit
+        self._policy, self._fleet, self._probe, self._limit, self._shared = policy, fleet, probe, limit, shared
+        self._slept: dict[str, float] = {}
 
     def publish(self, version: int) -> dict[str, float]:
         """Send the current weights as ``version``; returns ``time/sync`` and ``parity/probe``.
+
+        Where devices are shared also ``time/sleep`` (what ``rest`` took before) and ``time/wake`` (part of ``time/sync``).
 
         Raises:
             RunError: an engine does not hold what the policy holds.
         """
         start = time.monotonic()
+        row = self._slept
+        if self._shared:
+            row["time/wake"] = self._wake("weights")
         self.transport.load(version)
         self._fleet.update(self.transport)
-        self.version = version
-        row = {}
+        if self._shared:
+            row["time/wake"] += self._wake("kv_cache")
+        self.version, self._slept = version, {}
         if self._probe is not None:
             row["parity/probe"] = self._difference(version)
         return {"time/sync": time.monotonic() - start, **row}
+
+    def rest(self) -> None:
+        """Where devices are shared: the engines give their memory to the policy, until the next ``publish``."""
+        if self._shared:
+            start = time.monotonic()
+            self._fleet.sleep()
+            self._slept = {"time/sleep": time.monotonic() - start}
+
+    def _wake(self, what: str) -> float:
+        start = time.monotonic()
+        self._policy.release()
+        self._fleet.wake(what)
+        return time.monotonic() - start
 
     def _difference(self, version: int) -> float:
         ids = self._probe

@@ -25,7 +25,8 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "policy.megatron_cfg.fp8_recipe": ("delayed", "tensorwise", "blockwise", "mxfp8"),
     "policy.megatron_cfg.scheduler.lr_decay_style": ("constant", "linear", "cosine"),
     "policy.generation.backend": ("vllm",),
-    "weights.transport": ("auto", "memory", "gloo", "folder"),
+    "cluster.placement": ("separate", "colocated"),
+    "weights.transport": ("auto", "memory", "gloo", "nccl", "ipc", "folder"),
     "logger.wandb.mode": ("online", "offline"),
     "logger.console": ("auto", "live", "plain"),
 }

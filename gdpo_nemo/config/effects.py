@@ -11,6 +11,7 @@ from __future__ import annotations
 from functools import reduce
 from typing import Any, Callable, NamedTuple
 
+from gdpo_nemo.config.placement import chosen_transport
 from gdpo_nemo.config.schema import Config
 
 
@@ -107,7 +108,7 @@ EFFECTS = (
     ),
     Effect(
         ("weights.bucket_mib",),
-        lambda c: c.weights.transport in ("gloo", "folder") or c.weights.transport == "auto" and c.cluster.num_nodes > 1,
+        lambda c: chosen_transport(c) != "memory",
         "with weights.transport memory",
     ),
     Effect(

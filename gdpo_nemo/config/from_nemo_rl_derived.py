@@ -262,7 +262,7 @@ def _lora(recipe: Recipe) -> Derived:
 
 
 def _cluster(recipe: Recipe) -> Derived:
-    """Engines get GPUs of their own: as many as the recipe dedicates, or about half where it shares them."""
+    """Engines on the policy's GPUs where the recipe shares them and trains on-policy; else on GPUs of their own."""
     nodes, each = recipe.get("cluster.num_nodes", 1), recipe.get("cluster.gpus_per_node", 1)
     sizes = ("tensor", "pipeline") if recipe.megatron else ()
     model = recipe.get("policy.megatron_cfg.context_parallel_size", 1) if recipe.megatron else (
@@ -271,11 +271,9 @@ def _cluster(recipe: Recipe) -> Derived:
         model *= recipe.get(f"policy.megatron_cfg.{size}_model_parallel_size", 1)
     engine = recipe.get("policy.generation.vllm_cfg.tensor_parallel_size", 1)
     shared = recipe.get("policy.generation.colocated.enabled", True)
-    why = (
-        "engines and policy take turns on the GPUs there; here each has its own"
-        if shared
-        else "GPUs dedicated to generation"
-    )
+    if shared and not recipe.stale:
+        return _colocated(nodes, each, model, engine)
+    why = "engines that run ahead of training need their own GPUs" if shared else "GPUs dedicated to generation"
     needed = model + engine
     if nodes * each < needed:
         each = -(-needed // nodes)
@@ -291,6 +289,23 @@ def _cluster(recipe: Recipe) -> Derived:
             engines,
             f"{engines} x {engine} of {total} GPUs sample, {total - engines * engine} train",
         ),
+    }
+
+
+def _colocated(nodes: int, each: int, model: int, engine: int) -> Derived:
+    why = "engines and policy take turns on the GPUs"
+    if nodes * each < max(model, engine):
+        each = -(-max(model, engine) // nodes)
+        why += f"; {max(model, engine)} GPUs is the least for one replica and one engine"
+    replicas = nodes * each // model
+    # Where nodes are filled from the first on, whole engines fit the ranks of each.
+    ranks = [min(each, max(0, replicas * model - node * each)) for node in range(nodes)]
+    engines = max(1, sum(n // engine for n in ranks))
+    return {
+        "cluster.placement": ("colocated", "colocated.enabled"),
+        "cluster.num_nodes": (nodes, "num_nodes"),
+        "cluster.gpus_per_node": (each, why),
+        "policy.generation.engines": (engines, f"{engines} x {engine} of {nodes * each} GPUs sample when it is their turn"),
     }
 
 

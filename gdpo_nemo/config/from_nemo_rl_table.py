@@ -345,6 +345,7 @@ GENERATION = [
     (f"{_VLLM}.*", nothing("a setting of vLLM that is fixed here", 0, "auto")),
     ("policy.generation.vllm_kwargs.max_num_seqs", to(f"{_VLLM}.max_num_seqs")),
     ("policy.generation.vllm_kwargs*", nothing("vLLM gets no further arguments")),
+    ("policy.generation.colocated.enabled", via("cluster.placement", "policy.generation.engines")),
     ("policy.generation.colocated.*", via("policy.generation.engines")),
     ("policy.generation.refit_transport", nothing("the transport follows from where the ranks are")),
     ("policy.generation.port_range_*", nothing("ports are chosen by the operating system")),

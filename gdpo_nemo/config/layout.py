@@ -22,6 +22,8 @@ class Layout:
     engine_tensor: int
     gpus: int
     """GPUs of the whole job; 0 on CPU."""
+    colocated: bool = False
+    """Whether engine ranks sit on the devices of policy ranks, and the two take turns."""
 
     @property
     def model_ranks(self) -> int:
@@ -41,7 +43,12 @@ class Layout:
     @property
     def idle_gpus(self) -> int:
         """GPUs that nothing uses."""
-        return self.gpus - self.policy_ranks - self.engine_ranks if self.gpus else 0
+        return self.gpus - self.devices if self.gpus else 0
+
+    @property
+    def devices(self) -> int:
+        """GPUs in use (on CPU: what they would be); those that policy and engine share count once."""
+        return self.policy_ranks if self.colocated else self.policy_ranks + self.engine_ranks
 
 
 def resolve_layout(config: Config) -> Layout:
@@ -67,16 +74,21 @@ def resolve_layout(config: Config) -> Layout:
         engines=generation.engines,
         engine_tensor=generation.vllm_cfg.tensor_parallel_size,
         gpus=gpus,
+        colocated=cluster.placement == "colocated",
     )
     _check_experts(layout)
+    _check_shared(layout)
     return layout
 
 
 def _data_parallel_on_gpus(config: Config, gpus: int, model: int) -> int:
     generation, data = config.policy.generation, config.policy.megatron_cfg.data_parallel_size
     per_engine = generation.vllm_cfg.tensor_parallel_size
-    left = gpus - generation.engines * per_engine
-    share = f"{gpus} GPUs less {generation.engines} x {per_engine} for the engines leave {max(left, 0)}"
+    left, share, fewer, other = gpus, f"there are {gpus}", "", "choose a layout that divides them"
+    if config.cluster.placement == "separate":
+        left = gpus - generation.engines * per_engine
+        share = f"{gpus} GPUs less {generation.engines} x {per_engine} for the engines leave {max(left, 0)}"
+        fewer, other = "fewer engines, ", "set policy.generation.engines so that it is"
     if per_engine > config.cluster.gpus_per_node:
         raise ConfigError(
             f"policy.generation.vllm_cfg.tensor_parallel_size: an engine of {per_engine} ranks does not fit a node "
@@ -85,14 +97,23 @@ def _data_parallel_on_gpus(config: Config, gpus: int, model: int) -> int:
     if left < model * (data or 1):
         raise ConfigError(
             f"policy.megatron_cfg: the policy needs {model * (data or 1)} GPUs (tensor x pipeline x context x data), "
-            f"but {share}; use fewer engines, a smaller layout or more GPUs"
+            f"but {share}; use {fewer}a smaller layout or more GPUs"
         )
     if data is None and left % model:
         raise ConfigError(
             f"policy.megatron_cfg.data_parallel_size: {share}, which is not a multiple of the {model} ranks of one "
-            f"replica; set policy.generation.engines so that it is, or data_parallel_size={left // model} to leave some idle"
+            f"replica; {other}, or data_parallel_size={left // model} to leave some idle"
         )
     return data or left // model
+
+
+def _check_shared(layout: Layout) -> None:
+    if layout.colocated and layout.engine_ranks > layout.policy_ranks:
+        raise ConfigError(
+            f"policy.generation.engines: {layout.engines} x {layout.engine_tensor} = {layout.engine_ranks} engine ranks cannot "
+            f"share the devices of {layout.policy_ranks} policy ranks (cluster.placement colocated); at most "
+            f"{layout.policy_ranks // layout.engine_tensor} engines"
+        )
 
 
 def _check_experts(layout: Layout) -> None:

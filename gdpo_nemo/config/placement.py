@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gdpo_nemo.config.layout import Layout, resolve_layout
 from gdpo_nemo.config.schema import ClusterConfig, Config
@@ -17,10 +17,12 @@ def joined(config: ClusterConfig) -> str | None:
 
 @dataclass(frozen=True)
 class Places:
-    """The node (0 .. nodes - 1) of every policy rank and of every engine. Policy and engines share no GPU."""
+    """The node (0 .. nodes - 1) of every policy rank and of every engine."""
 
     policy: tuple[int, ...]
     engines: tuple[int, ...]
+    shared: tuple[tuple[int, ...], ...] = ()
+    """Colocated: for every engine the policy ranks on whose devices its ranks sit, in its ranks' order. Separate: empty."""
 
     def policy_on(self, node: int) -> int:
         """Policy ranks on a node."""
@@ -34,6 +36,8 @@ class Places:
 def place(config: Config) -> Places:
     """Puts policy ranks on nodes from the first on, in rank order, and engines on nodes from the last on.
 
+    Colocated engines go to the policy's ranks, from the first on, each device to one engine rank.
+
     Neighbouring ranks share a node, so that what talks most (Megatron counts tensor parallelism fastest, then context and
     data, the pipeline slowest) talks inside it. The ranks of a tensor-parallel group, and those of an engine, never part.
     On CPU a node takes as few processes as it can when all nodes are used.
@@ -42,19 +46,59 @@ def place(config: Config) -> Places:
         ConfigError: it does not fit, with the arithmetic.
     """
     layout, nodes, gpus = resolve_layout(config), config.cluster.num_nodes, config.cluster.gpus_per_node
+    if layout.colocated:
+        return _colocated(layout, _policy_places(layout, nodes, gpus))
     if nodes == 1:
         return Places((0,) * layout.policy_ranks, (0,) * layout.engines)
     if not gpus:
         return _on_cpus(layout, nodes)
+    _check_tensor(layout, gpus)
+    places = _fill(layout, nodes, gpus)
+    if places is None:
+        raise ConfigError(_does_not_fit(layout, nodes, gpus))
+    return places
+
+
+def _check_tensor(layout: Layout, gpus: int) -> None:
     if layout.tensor > gpus:
         raise ConfigError(
             f"policy.megatron_cfg.tensor_model_parallel_size: {layout.tensor} ranks of a tensor-parallel group do not fit "
             f"a node of {gpus} GPUs (cluster.gpus_per_node)"
         )
-    places = _fill(layout, nodes, gpus)
+
+
+def _policy_places(layout: Layout, nodes: int, gpus: int) -> tuple[int, ...]:
+    """The nodes of the policy's ranks where it has them to itself."""
+    alone = replace(layout, engines=0, colocated=False)
+    if nodes == 1:
+        return (0,) * layout.policy_ranks
+    if not gpus:
+        return _on_cpus(alone, nodes).policy
+    _check_tensor(layout, gpus)
+    places = _fill(alone, nodes, gpus)
     if places is None:
-        raise ConfigError(_does_not_fit(layout, nodes, gpus))
-    return places
+        raise ConfigError(
+            f"policy.megatron_cfg.tensor_model_parallel_size: {layout.policy_ranks // layout.tensor} groups of {layout.tensor} "
+            f"do not fit {nodes} nodes of {gpus} GPUs without crossing nodes; choose a size that divides {gpus}"
+        )
+    return places.policy
+
+
+def _colocated(layout: Layout, policy: tuple[int, ...]) -> Places:
+    free = {node: [rank for rank, place in enumerate(policy) if place == node] for node in sorted(set(policy))}
+    engines, shared, size = [], [], layout.engine_tensor
+    for _ in range(layout.engines):
+        node = next((node for node, ranks in free.items() if len(ranks) >= size), None)
+        if node is None:
+            each = ", ".join(str(policy.count(node)) for node in free)
+            raise ConfigError(
+                f"policy.generation.engines: {layout.engines} engines of {size} ranks do not fit beside the policy "
+                f"(cluster.placement colocated): no engine may cross nodes, and the nodes have {each} policy ranks"
+            )
+        engines.append(node)
+        shared.append(tuple(free[node][:size]))
+        free[node] = free[node][size:]
+    return Places(policy, tuple(engines), tuple(shared))
 
 
 def _on_cpus(layout: Layout, nodes: int) -> Places:
@@ -88,6 +132,18 @@ def _does_not_fit(layout: Layout, nodes: int, gpus: int) -> str:
         f"group nor an engine may cross nodes: a node of {gpus} holds {gpus // layout.tensor} groups or "
         f"{gpus // layout.engine_tensor} engines; choose sizes that divide {gpus}"
     )
+
+
+def chosen_transport(config: Config) -> str:
+    """What ``weights.transport: auto`` stands for: ipc on shared devices, nccl between GPUs, else memory or gloo."""
+    name, cluster = config.weights.transport, config.cluster
+    if name != "auto":
+        return name
+    if cluster.placement == "colocated":
+        return "ipc"
+    if cluster.gpus_per_node:
+        return "nccl"
+    return "memory" if cluster.num_nodes == 1 else "gloo"
 
 
 def describe_places(config: Config) -> str:

@@ -54,6 +54,8 @@ def _policy(config: Config, layout: Layout) -> str:
 def _engines(config: Config, layout: Layout) -> str:
     generation = config.policy.generation
     device = f"{layout.engine_ranks} of {layout.gpus} GPUs" if layout.gpus else "CPU"
+    if layout.colocated:
+        device += " beside policy ranks, asleep while these train"
     each = f" of {layout.engine_tensor} ranks" if layout.engine_tensor > 1 else ""
     return (
         f"{_count(layout.engines, 'vLLM engine')}{each} on {device}, at most {generation.max_new_tokens} new tokens "

@@ -372,9 +372,11 @@ class WeightsConfig:
     """How new weights get from the policy to the engines."""
 
     transport: str = "auto"
-    """memory (Ray's object store), gloo (broadcast), folder (safetensors on a shared disk); auto: memory on one node, else gloo."""
+    """memory (Ray's object store), gloo (broadcast between hosts), nccl (broadcast between GPUs), ipc (handles of the memory
+    that colocated processes share), folder (safetensors on a shared disk). auto: ipc where colocated, nccl on GPUs, on CPU
+    memory on one node and gloo on several."""
     bucket_mib: int = 256
-    """MiB of one broadcast, or of one file unless a single tensor is larger."""
+    """MiB of one broadcast, handle or file, unless a single tensor is larger. Sender and receiver hold two of them."""
 
 
 @dataclass
@@ -387,6 +389,9 @@ class ClusterConfig:
     """Ray cluster to join, `host:port` or `auto`; null: that of RAY_ADDRESS, else one node of the run's own."""
     gpus_per_node: int = 0
     """GPUs per node; 0 runs the same program on CPU."""
+    placement: str = "separate"
+    """separate: engines and policy have their own GPUs. colocated: engines sit on GPUs of the policy and sleep while it
+    trains; needs rollout.max_staleness 0."""
     cpus_per_node: Optional[int] = None
     """CPU cores to use on each node; null: all that the process may use."""
 

@@ -59,6 +59,7 @@ def validate(config: Config) -> list[str]:
     check_parallelism(config)
     _check_schedule(config)
     _check_lora(config)
+    _check_placement(config)
     layout = resolve_layout(config)
     places = place(config)
     updates_per_step(config)
@@ -184,6 +185,23 @@ def _check_lora(config: Config) -> None:
         raise ConfigError(f"policy.lora.dropout: must be at least 0 and below 1, got {lora.dropout}")
     if config.policy.megatron_cfg.transformer_engine:
         raise ConfigError("policy.megatron_cfg.transformer_engine: cannot go with policy.lora yet; use null or false")
+
+
+def _check_placement(config: Config) -> None:
+    if config.cluster.placement == "colocated" and config.rollout.max_staleness:
+        raise ConfigError(
+            f"cluster.placement: colocated engines sleep while the policy trains, so nothing can run ahead "
+            f"(rollout.max_staleness {config.rollout.max_staleness}); use separate, or max_staleness 0"
+        )
+    if config.weights.transport == "ipc" and config.cluster.placement == "separate":
+        raise ConfigError(
+            "weights.transport: ipc hands memory to the process on the same device, and with cluster.placement separate there "
+            "is none; use nccl, gloo, memory or folder"
+        )
+    if config.weights.transport == "nccl" and not config.cluster.gpus_per_node:
+        raise ConfigError("weights.transport: nccl needs GPUs (cluster.gpus_per_node); gloo is the same broadcast between hosts")
+    if config.weights.transport == "nccl" and config.cluster.placement == "colocated":
+        raise ConfigError("weights.transport: nccl cannot join two processes on one GPU (cluster.placement colocated)")
 
 
 def check_parallelism(config: Config) -> None:

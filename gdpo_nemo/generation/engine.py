@@ -43,9 +43,12 @@ class Engine:
         max_model_len: longest prompt plus completion in tokens.
         seed: of the engine, for requests without one.
         on_cpu: whether to run vLLM's CPU build.
+        sleeps: whether ``sleep`` is to give the device's memory back, which on a CPU it never does.
     """
 
-    def __init__(self, model: str, config: VllmConfig, dtype: str, max_model_len: int, seed: int, on_cpu: bool):
+    def __init__(
+        self, model: str, config: VllmConfig, dtype: str, max_model_len: int, seed: int, on_cpu: bool, sleeps: bool = False
+    ):
         from vllm import LLM
 
         from gdpo_nemo.weights import vllm_receiver
@@ -60,7 +63,11 @@ class Engine:
                 max_num_batched_tokens=max(_BATCHED_TOKENS, max_model_len),
             )
             if on_cpu
-            else dict(enforce_eager=config.enforce_eager, gpu_memory_utilization=config.gpu_memory_utilization)
+            else dict(
+                enforce_eager=config.enforce_eager,
+                gpu_memory_utilization=config.gpu_memory_utilization,
+                enable_sleep_mode=sleeps,
+            )
         )
         self._tensor_parallel = config.tensor_parallel_size
         if self._tensor_parallel > 1:
@@ -82,6 +89,7 @@ class Engine:
         self._llm.init_weight_transfer_engine({"init_info": {}})
         self._expected = _checkpoint_names(Path(model))
         self.version = -1
+        self._asleep = self._torn = False
 
     def whereabouts(self) -> tuple[str, int]:
         """(host, process) of this engine."""
@@ -91,11 +99,12 @@ class Engine:
         """Draw one completion per request.
 
         Raises:
-            RunError: a prompt leaves no room for a completion.
+            RunError: a prompt leaves no room for a completion, or the engine sleeps.
         """
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
+        self._check_fit()
         start = time.monotonic()
         prompts, params = [], []
         for request in requests:
@@ -124,11 +133,26 @@ class Engine:
         """float32 [tokens - 1]: log-prob of each token after the first, at temperature 1. Serves as a probe of the weights."""
         from vllm import SamplingParams
 
+        self._check_fit()
         ids = [int(t) for t in token_ids]
         params = SamplingParams(temperature=1.0, max_tokens=1, prompt_logprobs=0, detokenize=False, seed=0)
         (output,) = self._llm.generate([{"prompt_token_ids": ids}], params, use_tqdm=False)
         found = output.prompt_logprobs[1:]
         return np.array([entry[token].logprob for entry, token in zip(found, ids[1:])], np.float32)
+
+    def _check_fit(self) -> None:
+        if self._asleep or self._torn:
+            state = "sleeps" if self._asleep else "holds part of an update"
+            raise RunError(f"an engine was asked to sample while it {state}")
+
+    def sleep(self) -> None:
+        """Give weights and KV cache back (vLLM's level 2: the next update brings the weights); cached prefixes are forgotten."""
+        self._llm.sleep(level=2)
+        self._asleep = True
+
+    def wake(self, what: str) -> None:
+        """Take memory again: first ``weights``, whose content an update has to bring, then ``kv_cache``; then it can sample."""
+        self._asleep = not self._llm.wake_up(tags=[what])
 
     def expect(self, manifest: Manifest) -> None:
         """Check that an update fits before its bytes are sent. Raises RunError where a name is missing, unexpected or double."""
@@ -139,29 +163,42 @@ class Engine:
         return self.update(manifest, source.fetch(manifest))
 
     def update(self, manifest: Manifest, buffer: np.ndarray) -> int:
-        """Replace all weights by those of ``buffer`` and forget cached prefixes; returns the version now held.
-
-        Raises:
-            RunError: names or checksums do not match. The engine is unusable then and must be replaced.
-        """
+        """Replace all weights by those of ``buffer``; see ``receive``."""
         from gdpo_nemo.weights import vllm_receiver
 
-        manifest.check_names(self._expected)
         path = None
         if self._tensor_parallel > 1:
             path = _shared_file(buffer)
         else:
             vllm_receiver.INBOX[manifest.version] = buffer
         try:
-            self._llm.start_weight_update()
-            self._llm.update_weights({"update_info": {"manifest": manifest, "path": path}})
-            self._llm.finish_weight_update(str(manifest.version))
+            return self._load(manifest, path=path)
         finally:
             vllm_receiver.INBOX.pop(manifest.version, None)
             if path is not None:
                 os.unlink(path)
+
+    def receive(self, manifest: Manifest, source) -> int:
+        """Replace all weights by those that ``source.fetch`` yields in each of the engine's processes, as they come.
+
+        Cached prefixes are forgotten. Returns the version now held.
+
+        Raises:
+            RunError: names or checksums do not match, or the source broke off. The engine then holds parts of two versions
+                and does not sample before the next update.
+        """
+        return self._load(manifest, source=source)
+
+    def _load(self, manifest: Manifest, **where) -> int:
+        self.expect(manifest)
+        self._torn = True
+        self._llm.start_weight_update()
+        self._llm.update_weights({"update_info": {"manifest": manifest, **where}})
+        self._llm.finish_weight_update(str(manifest.version))
+        for error in filter(None, self._llm.collective_rpc("update_error")):
+            raise error
         self._llm.reset_prefix_cache()
-        self.version = manifest.version
+        self._torn, self.version = False, manifest.version
         return self.version
 
 

@@ -10,7 +10,7 @@ from gdpo_nemo.config.layout import resolve_layout, samples_per_step, updates_pe
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.errors import ConfigError
 from gdpo_nemo.planning.hardware import Device, Rates
-from gdpo_nemo.planning.memory import engine_memory, policy_memory
+from gdpo_nemo.planning.memory import GPU_RESERVE, EngineMemory, engine_memory, policy_memory, resting_memory
 from gdpo_nemo.planning.shape import Shape
 from gdpo_nemo.planning.speed import step_time
 
@@ -26,8 +26,29 @@ def fits(config: Config, shape: Shape, device: Device) -> str:
             if needed <= device.memory
             else f"all ranks need {needed / 1e9:.3g} GB, the machine has {device.memory / 1e9:.3g} GB"
         )
+    if layout.colocated:
+        return _shared_verdict(config, shape, device, policy.total, engine)
     if policy.total > device.memory:
         return f"a policy rank needs {policy.total / 1e9:.3g} GB, {device.name} has {device.memory / 1e9:.3g} GB"
+    if not engine.sequences(config.policy.max_total_sequence_length):
+        return f"an engine rank has no room for one sequence beside {engine.weights / 1e9:.3g} GB of weights"
+    return ""
+
+
+def _shared_verdict(config: Config, shape: Shape, device: Device, training: int, engine: EngineMemory) -> str:
+    """Why policy and engine cannot take turns on one device; empty where they can."""
+    has, share = f"{device.name} has {device.memory / 1e9:.3g} GB", config.policy.generation.vllm_cfg.gpu_memory_utilization
+    if training + GPU_RESERVE > device.memory:
+        return (
+            f"a policy rank needs {training / 1e9:.3g} GB while it trains, beside {GPU_RESERVE / 1e9:.3g} GB that a sleeping "
+            f"engine keeps, {has}"
+        )
+    stays = resting_memory(config, shape)
+    if stays + share * device.memory > device.memory:
+        return (
+            f"while engines sample, a policy rank keeps {stays / 1e9:.3g} GB beside the {share * device.memory / 1e9:.3g} GB of "
+            f"the engine (gpu_memory_utilization {share:g}), {has}"
+        )
     if not engine.sequences(config.policy.max_total_sequence_length):
         return f"an engine rank has no room for one sequence beside {engine.weights / 1e9:.3g} GB of weights"
     return ""
@@ -77,6 +98,12 @@ def _candidates(config: Config, shape: Shape) -> Iterator[dict[str, Any]]:
         yield {"megatron_cfg__recompute": "selective"}
     if megatron.recompute != "full":
         yield {"megatron_cfg__recompute": "full"}
+    if config.cluster.placement == "colocated" and config.cluster.gpus_per_node:
+        if not megatron.optimizer.offload and policy.precision == "bfloat16":
+            yield {"megatron_cfg__optimizer__offload": True}
+        for share in (0.8, 0.7, 0.6, 0.5, 0.4, 0.3):
+            if share < policy.generation.vllm_cfg.gpu_memory_utilization:
+                yield {"generation__vllm_cfg__gpu_memory_utilization": share}
     if megatron.tensor_model_parallel_size > 1 and not megatron.sequence_parallel:
         yield {"megatron_cfg__sequence_parallel": True}
     for name, limit in (("tensor", shape.groups), ("pipeline", shape.layers)):

@@ -44,6 +44,11 @@ class RankMemory:
         return sum(getattr(self, field.name) for field in fields(self) if field.name != "stage")
 
 
+    def resting(self, offload: bool) -> int:
+        """Bytes that stay between updates; ``offload``: main weights and moments are in host memory then."""
+        return self.weights + self.gradients + (0 if offload else self.optimizer) + self.reserve
+
+
 @dataclass(frozen=True)
 class EngineMemory:
     """Bytes of one rank of an engine, and how many sequences its cache holds."""
@@ -199,6 +204,13 @@ def _ffn_floats(shape: Shape, layout: Layout, gpu: bool) -> float:
     routed = shape.active_experts * (parts * shape.expert_ffn / layout.expert_tensor + 2 * shape.hidden)
     share = shape.mixture_layers / shape.layers
     return share * routed + (1 - share) * dense
+
+
+def resting_memory(config: Config, shape: Shape) -> int:
+    """Bytes that the policy keeps on its fullest rank while colocated engines sample."""
+    layout, offload = resolve_layout(config), config.policy.megatron_cfg.optimizer.offload
+    stages = (_stage_memory(config, shape, layout, stage, 0, 0) for stage in range(layout.pipeline))
+    return max(memory.resting(offload) for memory in stages)
 
 
 # -- engines ----------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from gdpo_nemo.config.schema import Config
 from gdpo_nemo.data.packing import assign
 from gdpo_nemo.planning.fit import best_split, fits, smallest_change
 from gdpo_nemo.planning.hardware import Device, Rates
-from gdpo_nemo.planning.memory import EngineMemory, RankMemory, engine_memory, policy_memory
+from gdpo_nemo.planning.memory import EngineMemory, RankMemory, engine_memory, policy_memory, resting_memory
 from gdpo_nemo.planning.shape import Shape, model_shape
 from gdpo_nemo.planning.speed import expected_lengths, refit_bytes, step_time, sync_work
 
@@ -35,10 +35,13 @@ def brief(config: Config) -> list[tuple[str, str]]:
     shape = model_shape(config)
     if shape is None:
         return [*lines, ("per rank", f"not known before {config.policy.model_name} is here")]
-    memory = policy_memory(config, shape)
+    memory, layout = policy_memory(config, shape), resolve_layout(config)
+    share = config.policy.generation.vllm_cfg.gpu_memory_utilization
+    stays = f"{size(resting_memory(config, shape))} of a policy rank stay while engines sample, beside {share:.0%} of the GPU for these"
     return [
         *lines,
         ("per rank", _policy_line(memory, shape)),
+        *([("shared", stays)] if layout.colocated and layout.gpus else []),
         ("refit", f"{size(refit_bytes(config, shape))} to each engine after every step"),
     ]
 
@@ -48,6 +51,8 @@ def full(config: Config, shape: Shape, device: Device, rates: Rates) -> list[tup
     layout, lengths = resolve_layout(config), expected_lengths(config, rates)
     policy, engine = policy_memory(config, shape), engine_memory(config, shape, int(device.memory))
     link = "NVLink" if config.cluster.num_nodes == 1 else "the network"
+    if layout.colocated and layout.model_ranks == 1:
+        link = "the GPU's memory"
     sync = sync_work(config, shape, device)
     verdict = fits(config, shape, device)
     lines = [
@@ -76,8 +81,10 @@ def full(config: Config, shape: Shape, device: Device, rates: Rates) -> list[tup
         ),
         ("time", _time_line(config, shape, device, rates, layout)),
     ]
-    if layout.gpus:
+    if layout.gpus and not layout.colocated:
         lines.append(("split", _split_line(config, shape, device, rates)))
+    if layout.gpus and layout.colocated:
+        lines.insert(5, ("shared", _shared_line(config, shape, device)))
     return [*lines, ("assumes", rates.describe())]
 
 
@@ -110,6 +117,14 @@ def _engine_line(config: Config, memory: EngineMemory, mean: float) -> str:
     )
 
 
+def _shared_line(config: Config, shape: Shape, device: Device) -> str:
+    stays, share = resting_memory(config, shape), config.policy.generation.vllm_cfg.gpu_memory_utilization
+    return (
+        f"while engines sample, {size(stays)} of a policy rank stay beside {size(share * device.memory)} of an engine rank = "
+        f"{size(stays + share * device.memory)} of {size(device.memory)}"
+    )
+
+
 def _mesh(config: Config, layout: Layout) -> str:
     mesh = f"tensor {layout.tensor} x pipeline {layout.pipeline} x context {layout.context} x data {layout.data} = {_count(layout.policy_ranks, 'policy rank')}"
     engines = (
@@ -117,6 +132,8 @@ def _mesh(config: Config, layout: Layout) -> str:
     )
     if not layout.gpus:
         return f"{mesh}, {engines}, on the CPU"
+    if layout.colocated:
+        return f"{mesh}, {engines} on the same GPUs: they take turns"
     each, nodes = config.cluster.gpus_per_node, []
     for node in range(config.cluster.num_nodes):
         policy = max(0, min(each, layout.policy_ranks - node * each))

@@ -134,7 +134,10 @@ def refit_bytes(config: Config, shape: Shape) -> int:
 
 
 def sync_work(config: Config, shape: Shape, device: Device) -> Work:
-    """One publication, to all engines at once."""
+    """One publication, to all engines at once; colocated, over the links that gather the shards, or read and written twice."""
+    layout = resolve_layout(config)
+    if layout.colocated and layout.model_ranks == 1:
+        return Work(1, 4 * refit_bytes(config, shape) / device.bandwidth)
     link = device.nvlink if config.cluster.num_nodes == 1 else device.network
     return Work(1, refit_bytes(config, shape) / link)
 
@@ -153,7 +156,10 @@ class StepTime:
     engines_idle: float
 
     def idle(self, layout: Layout) -> float:
-        """Share of all ranks' time that is waiting."""
+        """Share of all ranks' time that is waiting; where policy and engine share a device, of the devices' time."""
+        if layout.colocated:
+            busy = (1 - self.policy_idle) * layout.policy_ranks + self.generation / self.step * layout.engine_ranks
+            return 1 - busy / (layout.devices + layout.idle_gpus)
         ranks = layout.policy_ranks + layout.engine_ranks
         return (self.policy_idle * layout.policy_ranks + self.engines_idle * layout.engine_ranks + layout.idle_gpus) / (
             ranks + layout.idle_gpus

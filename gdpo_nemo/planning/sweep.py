@@ -30,6 +30,8 @@ class Candidate:
     engines: int
     engine_tensor: int
     time: StepTime
+    idle: float
+    """Share of the GPUs' time that is waiting."""
 
     @property
     def gpu_seconds(self) -> float:
@@ -79,7 +81,8 @@ def _candidates(
     for tensor in (size for size in inside if shape.groups % size == 0):
         for pipeline in (size for size in _SIZES if shape.layers % size == 0):
             for engine_tensor in (size for size in inside if shape.heads % size == 0):
-                for engines in sorted({round(gpus * share / engine_tensor) for share in _ENGINE_SHARES} - {0}):
+                shares = (1,) if cluster.placement == "colocated" else _ENGINE_SHARES
+                for engines in sorted({round(gpus * share / engine_tensor) for share in shares} - {0}):
                     candidate = _evaluated(base, shape, device, rates, gpus, tensor, pipeline, engines, engine_tensor)
                     if candidate:
                         yield candidate
@@ -107,7 +110,7 @@ def _evaluated(base, shape, device, rates, gpus, tensor, pipeline, engines, engi
     if fits(config, shape, device):
         return None
     time = step_time(config, shape, device, rates)
-    return Candidate(gpus, tensor, pipeline, layout.data, engines, engine_tensor, time)
+    return Candidate(gpus, tensor, pipeline, layout.data, engines, engine_tensor, time, time.idle(layout))
 
 
 def best_per_count(candidates: list[Candidate]) -> list[Candidate]:
@@ -129,9 +132,7 @@ def table(candidates: list[Candidate], steps: int, shown: int = 8) -> str:
 
 
 def _row(c: Candidate, steps: int) -> str:
-    policy = c.tensor * c.pipeline * c.data
-    idle = (c.time.policy_idle * policy + c.time.engines_idle * c.engines * c.engine_tensor) / c.gpus
-    return f"{c.gpus:>5} {c.time.step:>9.3g} {c.gpu_seconds * steps / 3600:>10.4g} {idle:>5.0%}  {c.name}"
+    return f"{c.gpus:>5} {c.time.step:>9.3g} {c.gpu_seconds * steps / 3600:>10.4g} {c.idle:>5.0%}  {c.name}"
 
 
 def draw(candidates: list[Candidate], steps: int, title: str, path: str | Path) -> Path:

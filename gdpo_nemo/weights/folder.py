@@ -10,7 +10,8 @@ import numpy as np
 import torch
 
 from gdpo_nemo.errors import RunError
-from gdpo_nemo.weights.manifest import Entry, Manifest, unpack
+from gdpo_nemo.weights.buckets import neighbours
+from gdpo_nemo.weights.manifest import Manifest, unpack
 
 
 def write(folder: str | Path, manifest: Manifest, buffer: np.ndarray, bucket_bytes: int) -> None:
@@ -29,24 +30,11 @@ def write(folder: str | Path, manifest: Manifest, buffer: np.ndarray, bucket_byt
         shutil.rmtree(temporary, ignore_errors=True)
         shutil.rmtree(final, ignore_errors=True)
         temporary.mkdir(parents=True)
-        for number, bucket in enumerate(buckets(manifest.entries, bucket_bytes)):
+        for number, bucket in enumerate(neighbours(manifest.entries, bucket_bytes)):
             save_file({e.name: tensors[e.name] for e in bucket}, temporary / f"{number:05d}.safetensors")
         temporary.rename(final)
     except OSError as error:
         raise RunError(f"weight update {manifest.version} could not be written to {folder}: {error}") from error
-
-
-def buckets(entries: tuple[Entry, ...], bucket_bytes: int) -> list[list[Entry]]:
-    """Neighbouring tensors, together at most ``bucket_bytes`` unless one alone is larger."""
-    found: list[list[Entry]] = []
-    size = bucket_bytes
-    for entry in entries:
-        if not found or size + entry.nbytes > bucket_bytes:
-            found.append([])
-            size = 0
-        found[-1].append(entry)
-        size += entry.nbytes
-    return found
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,8 @@ class Entry:
     offset: int
     """Bytes from the start of the buffer."""
     nbytes: int
-    crc32: int
+    crc32: int | None = None
+    """Of the bytes; None where checksums travel beside them (``buckets``)."""
 
 
 @dataclass(frozen=True)
@@ -58,13 +59,27 @@ class Manifest:
 _ALIGNMENT = 64
 
 
+def form(tensor: torch.Tensor) -> tuple[str, tuple[int, ...]]:
+    """A tensor's dtype and shape, as an entry has them."""
+    return str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
+
+
+def outline(tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> Manifest:
+    """The manifest of tensors without their checksums: what an update will consist of, whatever its values are."""
+    entries, offset = [], 0
+    for name, tensor in tensors:
+        entries.append(Entry(name, *form(tensor), offset, tensor.nbytes))
+        offset += tensor.nbytes + -tensor.nbytes % _ALIGNMENT
+    return Manifest(version, tuple(entries))
+
+
 def pack(tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> tuple[Manifest, np.ndarray]:
     """Copy tensors into one uint8 buffer [bytes] on the CPU, 64-byte aligned, with a checksum each."""
     entries, parts, offset = [], [], 0
     for name, tensor in tensors:
         data = tensor.detach().to("cpu").contiguous().flatten().view(torch.uint8).numpy()
         entries.append(
-            Entry(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), offset, data.nbytes, zlib.crc32(data))
+            Entry(name, *form(tensor), offset, data.nbytes, zlib.crc32(data))
         )
         padding = -data.nbytes % _ALIGNMENT
         # `to` and `contiguous` may have returned a view of the live weight.

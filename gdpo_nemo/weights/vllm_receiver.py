@@ -1,13 +1,14 @@
-"""vLLM's side of a weight update: a transfer backend that reads a flat buffer from this machine's memory.
+"""vLLM's side of a weight update: a transfer backend that loads from this machine's memory, or what a source streams.
 
 Registered with vLLM by importing this module, which vLLM does in every worker process because it names the module's
-``Worker`` as ``worker_extension_cls``. In-process engines take the buffer from ``INBOX``; engines with worker processes
-map a file in shared memory.
+``Worker`` as ``worker_extension_cls``. In-process engines take a flat buffer from ``INBOX``; engines with worker processes
+map a file in shared memory. A source (``broadcast.Broadcast``, ``handles.Handles``) brings the tensors to the worker's device.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, Iterator
 
 import numpy as np
 import torch
@@ -19,11 +20,14 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise_reload, initialize_layerwise_reload
 
+from gdpo_nemo.errors import GdpoError
 from gdpo_nemo.weights.manifest import Manifest, unpack
 
 BACKEND = "gdpo_nemo_memory"
 INBOX: dict[int, np.ndarray] = {}
 """Buffers handed over inside one process, by version."""
+_ERRORS: list[GdpoError] = []
+"""Of the update under way in this process."""
 
 
 @dataclass
@@ -33,10 +37,11 @@ class InitInfo(WeightTransferInitInfo):
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
-    """Which buffer to read: ``path`` of a shared-memory file, or None for ``INBOX[manifest.version]``."""
+    """Where the tensors are: ``source``, else the shared-memory file ``path``, else ``INBOX[manifest.version]``."""
 
     manifest: Manifest
     path: str | None = None
+    source: Any = None
 
 
 class MemoryTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
@@ -52,13 +57,21 @@ class MemoryTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        """Load every tensor of the update; a tensor that no module takes is an error of vLLM's loader."""
-        manifest = update_info.manifest
-        if update_info.path is None:
-            buffer = INBOX[manifest.version]
-        else:
-            buffer = np.memmap(update_info.path, np.uint8, "r")
-        self.model.load_weights(unpack(manifest, buffer))
+        """Load every tensor of the update; a tensor that no module takes is an error of vLLM's loader.
+
+        What we find wrong with an update is kept for ``Worker.update_error``: raised here it would keep vLLM from closing the
+        model, and from another process it would arrive as a text.
+        """
+        try:
+            self.model.load_weights(self._tensors(update_info))
+        except GdpoError as error:
+            _ERRORS.append(error)
+
+    def _tensors(self, update: UpdateInfo) -> Iterator[tuple[str, torch.Tensor]]:
+        if update.source is not None:
+            return update.source.fetch(update.manifest, self.device, self.parallel_config.rank)
+        buffer = INBOX[update.manifest.version] if update.path is None else np.memmap(update.path, np.uint8, "r")
+        return unpack(update.manifest, buffer)
 
     def update_weights(self, update_info: dict) -> None:
         """Receive one update (vLLM calls this with the dictionary the engine was given)."""
@@ -85,7 +98,11 @@ def _repack_tied_head(model: torch.nn.Module) -> None:
 
 
 class Worker:
-    """The worker extension; it exists so that vLLM imports this module."""
+    """The worker extension; naming it also makes vLLM import this module."""
+
+    def update_error(self) -> GdpoError | None:
+        """What was wrong with the last update in this process; None: nothing."""
+        return _ERRORS.pop() if _ERRORS else None
 
 
 if BACKEND not in WeightTransferEngineFactory._registry:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from gdpo_nemo.config.load import load_config
 from gdpo_nemo.data.packing import TrainSequence
 from gdpo_nemo.errors import RunError
 from gdpo_nemo.generation.requests import SampleRequest, Sampling
+from gdpo_nemo.weights.buckets import PeerLost
 from gdpo_nemo.weights.manifest import pack
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -171,6 +173,24 @@ def test_a_changed_byte_in_transport_is_named():
         dict(unpack(manifest, buffer))
 
 
+def test_sleeping_engines_sample_again_only_when_all_their_memory_is_back(parts):
+    """Colocated, publishing wakes them; one that is lost while it sleeps comes back with the newest weights."""
+    sync = WeightSync(parts.policy, parts.fleet, PROBE, 1e-4, shared=True)
+    sync.publish(30)
+    before = draw(parts.fleet, requests(8))
+    sync.rest()
+    with pytest.raises(RunError, match="an engine was asked to sample while it sleeps"):
+        draw(parts.fleet, requests(8))
+    parts.fleet.wake("weights")
+    with pytest.raises(RunError, match="while it sleeps"):
+        parts.fleet.score(PROBE)
+    parts.fleet.wake("kv_cache")
+    sync.rest()
+    _kill_one_engine()
+    assert sync.publish(31)["parity/probe"] < 1e-4
+    assert same(before, draw(parts.fleet, requests(8)))
+
+
 def test_a_prompt_without_room_for_a_completion_is_refused_and_the_engine_lives_on(parts):
     with pytest.raises(RunError, match="a prompt of 64 tokens fills the context of 64"):
         draw(parts.fleet, requests(1, prompt_length=64))
@@ -187,27 +207,51 @@ def test_the_reference_model_stays_where_training_started(parts):
     assert not np.array_equal(now, later) and not np.array_equal(now, reference)
 
 
-def test_a_killed_engine_is_replaced_with_the_newest_weights_and_its_samples_are_drawn_again(parts):
-    parts.sync.publish(7)
+def test_a_killed_engine_is_replaced_with_the_newest_weights_and_its_samples_are_drawn_again(parts, tmp_path):
+    """The policy has trained on by then, so the weights come from what was kept; both engines join the next broadcast."""
+    transport = make_transport("gloo", parts.policy, tmp_path, bucket_bytes=100_000, keep=True)
+    sync = WeightSync(parts.policy, parts.fleet, PROBE, 1e-4, transport)
+    sync.publish(20)
     wanted = requests(16)
     before = draw(parts.fleet, wanted)
     ticket = parts.fleet.submit(wanted, SAMPLING)
     _kill_one_engine()
-    after = parts.fleet.collect(ticket)
-    assert same(before, after) and after.version == 7
-    assert parts.sync.publish(8)["parity/probe"] < 1e-4
-
-
-def test_an_engine_that_dies_takes_part_in_the_next_broadcast(parts, tmp_path):
-    transport = make_transport("gloo", parts.policy, tmp_path, bucket_bytes=100_000)
-    sync = WeightSync(parts.policy, parts.fleet, PROBE, 1e-4, transport)
-    sync.publish(20)
-    before = draw(parts.fleet, requests(16))
-    _kill_one_engine()
-    assert same(before, draw(parts.fleet, requests(16)))
     train_once(parts.policy)
+    after = parts.fleet.collect(ticket)
+    assert same(before, after) and after.version == 20
     assert sync.publish(21)["parity/probe"] < 1e-4
-    assert draw(parts.fleet, requests(16)).version == 21
+    assert draw(parts.fleet, wanted).version == 21
+
+
+class BreaksOff:
+    """A source whose sender is lost halfway."""
+
+    def __init__(self, buffer: np.ndarray):
+        self.buffer = buffer
+
+    def fetch(self, manifest, device, worker):
+        from itertools import islice
+
+        from gdpo_nemo.weights.buckets import PeerLost
+        from gdpo_nemo.weights.manifest import unpack
+
+        yield from islice(unpack(manifest, self.buffer), len(manifest.entries) // 2)
+        raise PeerLost("halfway")
+
+
+def test_an_engine_that_got_half_an_update_does_not_sample_before_it_has_a_whole_one(parts):
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    parts.sync.publish(40)
+    before = draw(parts.fleet, requests(8))
+    train_once(parts.policy)
+    manifest, buffer = ray.get(list(parts.policy.pack_weights(41)))
+    engine = parts.fleet._actors[0]
+    with pytest.raises(PeerLost, match="halfway"):
+        gather([engine.receive.remote(manifest, BreaksOff(buffer))], "half an update", 60)
+    with pytest.raises(RunError, match="an engine was asked to sample while it holds part of an update"):
+        draw(parts.fleet, requests(8))
+    parts.sync.publish(41)
+    assert not same(before, draw(parts.fleet, requests(8)))
 
 
 def test_nodes_that_are_not_there_and_folders_that_a_node_does_not_see_are_named(parts, tmp_path, monkeypatch):

@@ -136,6 +136,17 @@ def test_values_arrive_where_they_mean_the_same(tmp_path):
     assert not config.logger.tensorboard.enabled
 
 
+@pytest.mark.parametrize("stale, placement, engines", [(False, "colocated", 4), (True, "separate", 2)])
+def test_engines_that_share_gpus_there_share_them_here_where_none_runs_ahead(tmp_path, stale, placement, engines):
+    changes = ["policy.generation.colocated.enabled=true", f"grpo.async_grpo.enabled={stale}", "grpo.use_dynamic_sampling=false"]
+    path = tmp_path / "recipe.yaml"
+    OmegaConf.save(OmegaConf.merge({"defaults": str(EVERY_KEY)}, OmegaConf.from_dotlist(changes)), path)
+    translation = translate(path)
+    config = config_of(translation, tmp_path)
+    validate(config)
+    assert (config.cluster.placement, config.policy.generation.engines) == (placement, engines)
+
+
 def test_parents_are_merged_and_a_marked_section_replaces_theirs(tmp_path):
     translation = translate(RECIPES / "gdpo.yaml")
     config = config_of(translation, tmp_path)

@@ -9,7 +9,7 @@ import pytest
 
 from gdpo_nemo.config.layout import resolve_layout
 from gdpo_nemo.config.load import load_config
-from gdpo_nemo.config.placement import describe_places, place
+from gdpo_nemo.config.placement import chosen_transport, describe_places, place
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.config.validate import validate
 from gdpo_nemo.errors import ConfigError
@@ -89,7 +89,7 @@ def test_a_run_on_several_nodes_is_told_that_it_joins_a_cluster(monkeypatch):
 @pytest.mark.parametrize(
     "overrides, why",
     [
-        (["weights.transport=nccl"], "weights.transport: .*nccl.*memory, gloo, folder"),
+        (["weights.transport=rdma"], "weights.transport: .*rdma.*memory, gloo, nccl, ipc, folder"),
         (["weights.bucket_mib=8"], "weights.bucket_mib: has no effect with weights.transport memory"),
         (["weights={transport: gloo, bucket_mib: 0}"], "weights.bucket_mib: must be at least 1"),
     ],
@@ -97,3 +97,69 @@ def test_a_run_on_several_nodes_is_told_that_it_joins_a_cluster(monkeypatch):
 def test_a_transport_that_is_not_there_and_a_bucket_without_use_are_refused(overrides, why):
     with pytest.raises(ConfigError, match=why):
         validate(load_config(TINY, overrides))
+
+
+def test_colocated_engines_sit_on_devices_of_the_policy_and_each_device_has_one():
+    """Over layouts on CPU and on nodes of eight, with ranks left over and without."""
+    tried = 0
+    for (nodes, gpus), tensor, engine_tensor, engines in product(((1, 0), (2, 0), (1, 8), (3, 8)), (1, 2, 4), (1, 2, 4), (1, 2, 3, 6)):
+        wanted = config(nodes, gpus, tensor, None if gpus else 4, engines, engine_tensor)
+        wanted.cluster.placement = "colocated"
+        try:
+            places = place(wanted)
+        except ConfigError as error:
+            assert "do not fit beside the policy" in str(error) or "cannot share the devices" in str(error)
+            continue
+        tried += 1
+        layout = resolve_layout(wanted)
+        assert layout.data == (nodes * gpus // tensor if gpus else 4) and layout.idle_gpus == 0
+        used = [rank for ranks in places.shared for rank in ranks]
+        assert len(used) == len(set(used)) == layout.engine_ranks
+        for node, ranks in zip(places.engines, places.shared, strict=True):
+            assert {places.policy[rank] for rank in ranks} == {node}
+    assert tried > 60
+
+
+def test_a_colocated_layout_that_cannot_be_is_refused_with_the_arithmetic():
+    few = config(1, 8, 2, 2, engines=5)
+    few.cluster.placement = "colocated"
+    with pytest.raises(ConfigError, match="5 x 1 = 5 engine ranks cannot share the devices of 4 policy ranks .*; at most 4 engines"):
+        place(few)
+    crossing = config(2, 4, 1, None, engines=2, engine_tensor=3)
+    crossing.cluster.placement = "colocated"
+    assert describe_places(crossing) == "nodes 0-1: 4 policy ranks and 1 engine each"
+    crossing.policy.generation.engines = 3
+    with pytest.raises(ConfigError, match="9 engine ranks cannot share the devices of 8"):
+        place(crossing)
+    crossing.cluster.num_nodes = 3
+    crossing.policy.generation.engines = 4
+    with pytest.raises(ConfigError, match="no engine may cross nodes, and the nodes have 4, 4, 4 policy ranks"):
+        place(crossing)
+    stale = load_config(TINY, ["cluster.placement=colocated", "rollout.max_staleness=1"])
+    with pytest.raises(ConfigError, match="cluster.placement: colocated engines sleep while the policy trains"):
+        validate(stale)
+
+
+@pytest.mark.parametrize(
+    "nodes, gpus, placement, wanted, chosen",
+    [
+        (1, 0, "separate", "auto", "memory"),
+        (2, 0, "separate", "auto", "gloo"),
+        (1, 8, "separate", "auto", "nccl"),
+        (2, 0, "colocated", "auto", "ipc"),
+        (2, 8, "colocated", "folder", "folder"),
+        (2, 0, "colocated", "nccl", "nccl needs GPUs"),
+        (1, 8, "colocated", "nccl", "nccl cannot join two processes on one GPU"),
+        (1, 8, "separate", "ipc", "ipc hands memory to the process on the same device"),
+    ],
+)
+def test_a_transport_follows_from_the_placement_or_is_refused_where_it_cannot_be(nodes, gpus, placement, wanted, chosen):
+    found = load_config(TINY, [f"weights.transport={wanted}", f"cluster.placement={placement}"])
+    found.cluster.num_nodes, found.cluster.gpus_per_node = nodes, gpus
+    found.policy.megatron_cfg.data_parallel_size = 2
+    if " " in chosen:
+        with pytest.raises(ConfigError, match=f"weights.transport: {chosen}"):
+            validate(found)
+    else:
+        validate(found)
+        assert chosen_transport(found) == chosen

@@ -129,6 +129,19 @@ def test_killed_and_terminated_run_resumes_bit_for_bit(undisturbed, tmp_path, di
     assert weights[0].read_bytes() == weights[1].read_bytes()
 
 
+def test_a_colocated_run_equals_the_separate_one_bit_for_bit(undisturbed, tmp_path, digit_model):
+    """Engines asleep while the policy trains, on the same weights and seeds."""
+    separate, *_ = undisturbed
+    short = ("gdpo.max_num_steps=2", "gdpo.val_at_start=false", "gdpo.val_period=0", "checkpointing.enabled=false")
+    launch = Launch(tmp_path / "colocated", digit_model, "cluster.placement=colocated", *short)
+    status, out, err = launch.finish()
+    assert status == 0, err
+    mine, theirs = ([timeless(row) for row in rows(run.run_dir) if "loss" in row] for run in (launch, separate))
+    assert len(mine) == 2 and mine == theirs[:2]
+    slept = ["time/sleep" in row and "time/wake" in row for run in (launch, separate) for row in rows(run.run_dir) if "loss" in row]
+    assert slept == [True] * 2 + [False] * STEPS
+
+
 def test_data_parallel_ranks_make_the_same_first_update_and_train_one_step_stale(undisturbed, tmp_path, digit_model):
     launch = Launch(
         tmp_path / "run",
@@ -137,6 +150,7 @@ def test_data_parallel_ranks_make_the_same_first_update_and_train_one_step_stale
         "rollout.max_staleness=1",
         "loss_fn.old_logprobs=trainer",
         "gdpo.max_num_steps=3",
+        "weights.transport=gloo",
     )
     status, out, err = launch.finish()
     assert status == 0, (out, err)

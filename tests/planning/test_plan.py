@@ -15,7 +15,7 @@ from gdpo_nemo.errors import ConfigError
 from gdpo_nemo.planning.calibrate import Observation, fit
 from gdpo_nemo.planning.fit import best_split, changed, fits, smallest_change
 from gdpo_nemo.planning.hardware import Phase, Rates, device, load_rates, save_rates
-from gdpo_nemo.planning.memory import engine_memory, policy_memory
+from gdpo_nemo.planning.memory import engine_memory, policy_memory, resting_memory
 from gdpo_nemo.planning.report import brief, full, worked_batch
 from gdpo_nemo.planning.shape import KNOWN, model_shape, shape_from
 from gdpo_nemo.planning.speed import Work, step_time
@@ -128,6 +128,35 @@ def test_generation_beside_training_hides_the_shorter_one():
     assert on_policy.step == pytest.approx(on_policy.generation + on_policy.training + on_policy.sync)
     assert stale.step == pytest.approx(max(stale.generation, stale.training) + stale.sync)
     assert on_policy.policy_idle == pytest.approx(on_policy.generation / on_policy.step)
+
+
+def test_colocated_policy_and_engine_fill_one_gpu_in_turn():
+    shared = ("cluster.placement=colocated", "policy.generation.engines=8", "policy.generation.vllm_cfg.gpu_memory_utilization=0.8")
+    config, rates, gpu = config_of(*shared), Rates(), device("h100")
+    shape, layout = model_shape(config), resolve_layout(config)
+    assert (layout.policy_ranks, layout.engine_ranks, layout.devices, layout.idle_gpus) == (8, 8, 8, 0)
+    time = step_time(config, shape, gpu, rates)
+    assert time.step == pytest.approx(time.generation + time.training + time.sync)
+    assert time.idle(layout) == pytest.approx(0)
+    half = config_of(*shared, "policy.generation.engines=4")
+    slower = step_time(half, shape, gpu, rates)
+    assert slower.idle(resolve_layout(half)) == pytest.approx(slower.generation / 2 / slower.step)
+
+    for candidate in sweep(config, shape, gpu, rates, 8):
+        assert candidate.tensor * candidate.pipeline * candidate.data == candidate.gpus
+        assert candidate.engines * candidate.engine_tensor == candidate.gpus and candidate.idle == pytest.approx(0)
+
+    stays = resting_memory(config, shape)
+    fullest = policy_memory(config, shape)
+    assert stays == fullest.weights + fullest.gradients + fullest.optimizer + fullest.reserve
+    least = replace(gpu, memory=stays / 0.2)  # what stays and 80 % of the device are then all of it
+    assert fits(config, shape, least) == ""
+    assert "while engines sample, a policy rank keeps" in fits(config, shape, replace(least, memory=least.memory * 0.99))
+    assert "beside 80% of the GPU" in dict(brief(config))["shared"] and "shared" not in dict(brief(config_of()))
+    offloaded = changed(config, megatron_cfg__optimizer__offload=True)
+    assert stays - resting_memory(offloaded, shape) == fullest.optimizer
+    assert fits(offloaded, shape, replace(least, memory=least.memory * 0.99)) == ""
+    assert "optimizer.offload=true" in smallest_change(config, shape, replace(least, memory=least.memory * 0.99))
 
 
 def test_twice_the_bandwidth_and_arithmetic_take_half_the_ideal_time():

@@ -1,0 +1,229 @@
+"""What streams of buckets promise: every byte proven, bounded memory on both ends, a lost end noticed, nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gdpo_nemo.errors import RunError
+from gdpo_nemo.weights.broadcast import Broadcast, Sender
+from gdpo_nemo.weights.buckets import PeerLost, divide, filled
+from gdpo_nemo.weights.checksum import _BLOCK, checksum
+from gdpo_nemo.weights.handles import Handles, Lender
+from gdpo_nemo.weights.manifest import outline
+
+CPU = torch.device("cpu")
+DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.uint8)
+
+
+def model(seed: int = 0) -> list[tuple[str, torch.Tensor]]:
+    """Tensors of many sizes, odd ones and a view of a larger one among them."""
+    draw = torch.Generator().manual_seed(seed)
+    shapes = ((7,), (64, 3), (1,), (129, 17), (5, 5, 5), (33,))
+    made = [(f"layer.{i}", torch.randn(shape, generator=draw).to(DTYPES[i % 3])) for i, shape in enumerate(shapes)]
+    return [*made, ("part", torch.randn(9, generator=draw).to(torch.bfloat16)[1:4])]
+
+
+def same(received, sent) -> bool:
+    pairs = list(zip(received, sent, strict=True))
+    return all(a == b and torch.equal(x, y) and x.dtype == y.dtype for (a, x), (b, y) in pairs)
+
+
+# -- checksums --------------------------------------------------------------------------------------------------
+
+
+def reference(tensor: torch.Tensor) -> int:
+    """The same sum in integers without bounds, from the formula in the module's docstring."""
+    from gdpo_nemo.weights.checksum import _CHAIN, _INTEGERS, _weights
+
+    words = tensor.contiguous().flatten().view(_INTEGERS[tensor.element_size()]).tolist()
+    assert len(words) <= _BLOCK
+    weights = _weights(CPU)[: len(words)].tolist()
+    total = (len(words) * _CHAIN + sum(word * weight for word, weight in zip(words, weights))) % (1 << 64)
+    return total - (1 << 64) if total >> 63 else total
+
+
+def of(values: bytes, dtype: torch.dtype) -> torch.Tensor:
+    return torch.frombuffer(bytearray(values), dtype=torch.uint8).clone().view(dtype)
+
+
+@settings(max_examples=60)
+@given(st.binary(min_size=8, max_size=240).map(lambda b: b[: len(b) // 8 * 8]), st.sampled_from(DTYPES))
+def test_a_checksum_is_exact_integer_arithmetic(values, dtype):
+    assert int(checksum(of(values, dtype))) == reference(of(values, dtype))
+
+
+@settings(max_examples=200)
+@given(st.data(), st.binary(min_size=16, max_size=240).map(lambda b: b[: len(b) // 8 * 8]), st.sampled_from(DTYPES))
+def test_flipped_swapped_and_shifted_bytes_change_the_checksum(data, values, dtype):
+    before = int(checksum(of(values, dtype)))
+    place = st.integers(0, len(values) - 1)
+    flipped, swapped = bytearray(values), bytearray(values)
+    flipped[data.draw(place)] ^= 1 << data.draw(st.integers(0, 7))
+    a, b = data.draw(place), data.draw(place)
+    swapped[a], swapped[b] = values[b], values[a]
+    shift = data.draw(st.integers(1, len(values) - 1))
+    for changed in (bytes(flipped), bytes(swapped), values[shift:] + values[:shift], bytes(shift) + values[:-shift]):
+        assert (int(checksum(of(changed, dtype))) == before) == (changed == values)
+
+
+def test_blocks_that_change_places_and_lengths_that_differ_change_the_checksum():
+    blocks = torch.randint(-(2**15), 2**15, (2 * _BLOCK,), dtype=torch.int16, generator=torch.Generator().manual_seed(0))
+    assert int(checksum(blocks)) != int(checksum(blocks.roll(_BLOCK)))
+    assert len({int(checksum(torch.zeros(n))) for n in (0, 1, 2, _BLOCK, _BLOCK + 1)}) == 5
+
+
+# -- buckets ----------------------------------------------------------------------------------------------------
+
+
+@given(st.integers(1, 10_000))
+def test_buckets_give_back_what_they_were_filled_with(bucket_bytes):
+    manifest = outline(model(), 3)
+    buckets = divide(manifest, bucket_bytes)
+    assert [e for b in buckets for e in b.entries] == list(manifest.entries)
+    received = [pair for b, data in zip(buckets, filled(manifest, iter(model()), bucket_bytes, CPU), strict=True) for pair in b.open(data)]
+    assert same(received, model())
+
+
+def test_any_changed_byte_of_a_bucket_is_found_and_its_tensor_named():
+    manifest = outline(model(), 3)
+    (bucket,) = divide(manifest, 1 << 20)
+    (data,) = filled(manifest, iter(model()), 1 << 20, CPU)
+    for entry in manifest.entries:
+        for byte in (entry.offset, entry.offset + entry.nbytes - 1):
+            data[byte] ^= 4
+            with pytest.raises(RunError, match=f"weight update 3: checksum of {entry.name} differs"):
+                list(bucket.open(data))
+            data[byte] ^= 4
+    assert same(bucket.open(data), model())
+
+
+def test_a_model_that_is_not_the_manifests_is_refused_before_it_is_sent():
+    manifest = outline(model(), 3)
+    for wrong in (model()[:-1], [("other", model()[0][1]), *model()[1:]], [("layer.0", torch.zeros(8)), *model()[1:]]):
+        with pytest.raises(RunError, match="weight update 3: the policy has .* where its manifest has"):
+            list(filled(manifest, iter(wrong), 1000, CPU))
+
+
+# -- both ways --------------------------------------------------------------------------------------------------
+
+
+def through_broadcast(manifest, tensors, bucket_bytes: int, take=list, receivers: int = 2):
+    """Sent from this thread to two processes of one engine, which are threads here."""
+    sender = Sender("127.0.0.1", "gloo")
+    source = Broadcast("127.0.0.1", sender.port, 1, 1 + receivers, bucket_bytes, 30, "gloo")
+    found = [Received(source, manifest, worker, take) for worker in range(receivers)]
+    sender.send(filled(manifest, tensors, bucket_bytes, CPU), receivers)
+    return [each.get() for each in found]
+
+
+def through_handles(manifest, tensors, bucket_bytes: int, take=list):
+    lender = Lender()
+    found = Received(Handles((("nowhere", b"none"), lender.door), bucket_bytes, 30), manifest, 1, take)
+    lender.lend(manifest, tensors, bucket_bytes, CPU)
+    return [found.get()]
+
+
+class Received(threading.Thread):
+    """The tensors a source yields, or the exception it raises."""
+
+    def __init__(self, source, manifest, worker: int, take=list):
+        super().__init__(daemon=True)
+        self.source, self.manifest, self.worker, self.take = source, manifest, worker, take
+        self.start()
+
+    def run(self):
+        try:
+            self.result = self.take(self.source.fetch(self.manifest, CPU, self.worker))
+        except RunError as error:
+            self.result = error
+
+    def get(self):
+        self.join(60)
+        if isinstance(self.result, RunError):
+            raise self.result
+        return self.result
+
+
+WAYS = {"broadcast": through_broadcast, "handles": through_handles}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("bucket_bytes", [1, 700, 1 << 20])
+def test_every_process_receives_every_tensor(way, bucket_bytes):
+    for received in WAYS[way](outline(model(), 1), iter(model()), bucket_bytes):
+        assert same(received, model())
+
+
+_MEMORY = """
+import sys, torch
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+import test_streams as t
+
+def resident():
+    return {k: int(v.split()[0]) for k, _, v in (l.partition(":") for l in Path("/proc/self/status").read_text().splitlines()) if k in ("VmHWM", "VmRSS")}
+
+def tensors():
+    for i in range(48):
+        yield f"w{i}", torch.full((1 << 20,), float(i))
+
+manifest = t.outline(((n, x) for n, x in tensors()), 0)
+t.checksum(torch.ones(1 << 20))
+for way in t.WAYS.values():
+    Path("/proc/self/clear_refs").write_text("5")
+    before = resident()["VmRSS"]
+    totals = way(manifest, tensors(), 8 << 20, lambda pairs: sum(float(x[0]) for _, x in pairs))
+    assert set(totals) == {float(sum(range(48)))}
+    print((resident()["VmHWM"] - before) / 1024)
+"""
+
+
+def test_neither_end_holds_a_copy_of_the_model():
+    """192 MiB in buckets of 8 MiB, both ends (two receivers of the broadcast) in one process."""
+    # What is freed goes back to the system at once, so that it does not count.
+    prompt = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "1000000", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", _MEMORY, str(Path(__file__).parent)]
+    shown = subprocess.run(command, check=True, capture_output=True, text=True, env={**os.environ, **prompt}).stdout
+    assert max(map(float, shown.split())) < 150, shown
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_receiver_that_gives_up_ends_the_senders_wait(way):
+    manifest = outline(model(), 1)
+    start = time.monotonic()
+    with pytest.raises(PeerLost):
+        if way == "handles":
+            lender = Lender()
+            Received(Handles((lender.door,), 1, 30), manifest, 0, take=next)
+            lender.lend(manifest, iter(model()), 1, CPU)
+        else:
+            sender = Sender("127.0.0.1", "gloo")
+            Received(Broadcast("127.0.0.1", sender.port, 1, 2, 1, 30, "gloo"), manifest, 0, take=next)
+            sender.send(filled(manifest, iter(model()), 1, CPU), 1)
+    assert time.monotonic() - start < 20
+
+
+def test_shared_memory_has_no_name_that_a_kill_could_leave_behind():
+    """Looked at in the middle of an update, and memory and socket are there all the same."""
+    lender, manifest, before = Lender(), outline(model(), 1), set(os.listdir("/dev/shm"))
+    seen = []
+
+    def look(pairs):
+        received = [next(pairs)]
+        seen.extend(set(os.listdir("/dev/shm")) - before)
+        return received + list(pairs)
+
+    found = Received(Handles((lender.door,), 1, 30), manifest, 0, take=look)
+    lender.lend(manifest, iter(model()), 1, CPU)
+    assert same(found.get(), model())
+    assert [name for name in seen if name.startswith("torch")] == []
