@@ -63,7 +63,13 @@ class EngineFleet:
         )
         policy = config.policy
         engine = actor.remote(
-            self._folder, vllm, policy.precision, policy.max_total_sequence_length, config.run.seed + index, on_cpu
+            self._folder,
+            vllm,
+            policy.precision,
+            policy.max_total_sequence_length,
+            config.run.seed + index,
+            on_cpu,
+            targets=policy.lora.target_modules,
         )
         self._whereabouts[index] = engine.whereabouts.remote()
         return engine

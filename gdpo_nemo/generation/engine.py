@@ -6,7 +6,6 @@ import os
 import socket
 import tempfile
 import time
-from pathlib import Path
 from typing import Sequence
 
 import numpy as np
@@ -14,7 +13,9 @@ import numpy as np
 from gdpo_nemo.config.schema import VllmConfig
 from gdpo_nemo.errors import RunError
 from gdpo_nemo.generation.requests import Completion, CompletionBatch, SampleRequest, Sampling
+from gdpo_nemo.weights.adapters import modules_of, peft_name
 from gdpo_nemo.weights.manifest import Manifest
+from gdpo_nemo.weights.model_folder import weight_names
 
 CPU_ENVIRONMENT = {
     # One process instead of three, and no C++ compiler at the first sample.
@@ -43,9 +44,19 @@ class Engine:
         max_model_len: longest prompt plus completion in tokens.
         seed: of the engine, for requests without one.
         on_cpu: whether to run vLLM's CPU build.
+        targets: of ``policy.lora``, the layers that an update of adapters has to have.
     """
 
-    def __init__(self, model: str, config: VllmConfig, dtype: str, max_model_len: int, seed: int, on_cpu: bool):
+    def __init__(
+        self,
+        model: str,
+        config: VllmConfig,
+        dtype: str,
+        max_model_len: int,
+        seed: int,
+        on_cpu: bool,
+        targets: Sequence[str] = (),
+    ):
         from vllm import LLM
 
         from gdpo_nemo.weights import vllm_receiver
@@ -80,7 +91,8 @@ class Engine:
             **placed,
         )
         self._llm.init_weight_transfer_engine({"init_info": {}})
-        self._expected = _checkpoint_names(Path(model))
+        self._weights = weight_names(model)
+        self._targets = tuple(targets)
         self.version = -1
 
     def whereabouts(self) -> tuple[str, int]:
@@ -132,21 +144,27 @@ class Engine:
 
     def expect(self, manifest: Manifest) -> None:
         """Check that an update fits before its bytes are sent. Raises RunError where a name is missing, unexpected or double."""
-        manifest.check_names(self._expected)
+        names: list[str] = self._weights
+        if manifest.adapters is not None:
+            modules = modules_of(self._weights, self._targets)
+            names = [peft_name(module, letter) for module in modules for letter in "AB"]
+        manifest.check_names(names)
 
     def fetch(self, manifest: Manifest, source) -> int:
         """Get the bytes of an update from ``source.fetch(manifest)``, then ``update``. A failed fetch changes nothing."""
         return self.update(manifest, source.fetch(manifest))
 
     def update(self, manifest: Manifest, buffer: np.ndarray) -> int:
-        """Replace all weights by those of ``buffer`` and forget cached prefixes; returns the version now held.
+        """Replace all weights and forget cached prefixes; returns the version now held.
+
+        The new ones are those of ``buffer``, or, where it holds adapters, the model folder's with these merged into them.
 
         Raises:
             RunError: names or checksums do not match. The engine is unusable then and must be replaced.
         """
         from gdpo_nemo.weights import vllm_receiver
 
-        manifest.check_names(self._expected)
+        self.expect(manifest)
         path = None
         if self._tensor_parallel > 1:
             path = _shared_file(buffer)
@@ -169,21 +187,6 @@ def _completion(output) -> Completion:
     ids = np.array(output.token_ids, np.int32)
     logprobs = np.array([step[token].logprob for step, token in zip(output.logprobs, output.token_ids)], np.float32)
     return Completion(ids, logprobs, str(output.finish_reason))
-
-
-def _checkpoint_names(folder: Path) -> set[str]:
-    """Names of the weights a checkpoint of this model has; a tied head is not one of them."""
-    import json
-
-    from safetensors import safe_open
-
-    names: set[str] = set()
-    for file in folder.glob("*.safetensors"):
-        with safe_open(file, framework="np") as shard:
-            names.update(shard.keys())
-    if json.loads((folder / "config.json").read_text()).get("tie_word_embeddings"):
-        names.discard("lm_head.weight")
-    return names
 
 
 def _shared_file(buffer: np.ndarray) -> str:

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from gdpo_nemo.errors import RunError
+from gdpo_nemo.weights.adapters import Adapters
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,8 @@ class Manifest:
 
     version: int
     entries: tuple[Entry, ...]
+    adapters: Adapters | None = None
+    """Given where the tensors are LoRA's matrices under PEFT's names, to be merged into the receiver's own weights."""
 
     @property
     def nbytes(self) -> int:
@@ -38,7 +41,7 @@ class Manifest:
         return max((e.offset + e.nbytes for e in self.entries), default=0)
 
     def check_names(self, expected: Iterable[str]) -> None:
-        """Compare with the names the receiver's checkpoint has.
+        """Compare with the names the receiver expects.
 
         Raises:
             RunError: a name is missing, unexpected, or there twice.
@@ -58,7 +61,9 @@ class Manifest:
 _ALIGNMENT = 64
 
 
-def pack(tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> tuple[Manifest, np.ndarray]:
+def pack(
+    tensors: Iterable[tuple[str, torch.Tensor]], version: int, adapters: Adapters | None = None
+) -> tuple[Manifest, np.ndarray]:
     """Copy tensors into one uint8 buffer [bytes] on the CPU, 64-byte aligned, with a checksum each."""
     entries, parts, offset = [], [], 0
     for name, tensor in tensors:
@@ -73,7 +78,7 @@ def pack(tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> tuple[Man
     buffer = np.zeros(offset, np.uint8)
     for start, data in parts:
         buffer[start : start + data.nbytes] = data
-    return Manifest(version, tuple(entries)), buffer
+    return Manifest(version, tuple(entries), adapters), buffer
 
 
 def unpack(manifest: Manifest, buffer: np.ndarray) -> Iterator[tuple[str, torch.Tensor]]:

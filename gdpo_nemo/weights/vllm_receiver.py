@@ -19,7 +19,9 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise_reload, initialize_layerwise_reload
 
+from gdpo_nemo.weights.adapters import merged_into
 from gdpo_nemo.weights.manifest import Manifest, unpack
+from gdpo_nemo.weights.model_folder import open_weights, weight_names
 
 BACKEND = "gdpo_nemo_memory"
 INBOX: dict[int, np.ndarray] = {}
@@ -52,13 +54,21 @@ class MemoryTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        """Load every tensor of the update; a tensor that no module takes is an error of vLLM's loader."""
+        """Load every tensor of the update, or the engine's own folder with the update's adapters merged into it.
+
+        A tensor that no module takes is an error of vLLM's loader.
+        """
         manifest = update_info.manifest
         if update_info.path is None:
             buffer = INBOX[manifest.version]
         else:
             buffer = np.memmap(update_info.path, np.uint8, "r")
-        self.model.load_weights(unpack(manifest, buffer))
+        tensors = unpack(manifest, buffer)
+        if manifest.adapters is not None:
+            # All checksums first: a matrix that is not what was sent must not leave the model half loaded.
+            base, matrices = self.model_config.model, dict(tensors)
+            tensors = merged_into(weight_names(base), open_weights(base), matrices, manifest.adapters.scale, self.device)
+        self.model.load_weights(tensors)
 
     def update_weights(self, update_info: dict) -> None:
         """Receive one update (vLLM calls this with the dictionary the engine was given)."""
