@@ -166,10 +166,12 @@ def test_kl_penalty_dynamic_sampling_and_several_updates_train_together(tmp_path
     assert first["time/advantages"] < 0.01 * first["time/step"]
 
 
-def test_kl_to_the_starting_model_can_be_a_reward(tmp_path, digit_model):
+def test_adapters_train_alone_and_their_kl_to_the_starting_model_can_be_a_reward(tmp_path, digit_model):
     launch = Launch(
         tmp_path / "run",
         digit_model,
+        "policy.lora={rank: 8, alpha: 32}",
+        "policy.megatron_cfg.optimizer.lr=0.003",
         "gdpo.shaping=[{component: kl, kl: {coefficient: 0.1}}]",
         "gdpo.rewards={correctness: 1.0, format: 1.0, length: 1.0, kl: 0.5}",
         "gdpo.max_num_steps=2",
@@ -182,6 +184,8 @@ def test_kl_to_the_starting_model_can_be_a_reward(tmp_path, digit_model):
     # Before any update sampler and reference are one model: what is left of the log-ratio is rounding.
     assert abs(first["reward/kl/mean"]) < 1e-4 < second["reward/kl/std"]
     assert first["reward/kl/missing"] == 0.0
+    assert max(row["parity/probe"] for row in (first, second)) < 1e-5
+    assert (launch.run_dir / "adapter" / "adapter_config.json").exists()
 
 
 def _same_first_update(one: list[dict], many: list[dict]) -> None:
