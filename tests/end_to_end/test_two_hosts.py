@@ -133,17 +133,18 @@ def network():
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def launch(head: Host, run_dir: Path, model: Path) -> Launch:
+def launch(head: Host, run_dir: Path, model: Path, *nodes: str) -> Launch:
     """The undisturbed run's config, started on the head for two nodes."""
     words = [f"{name}={value}" for name, value in ENVIRONMENT.items()]
-    wanted = ["gdpo.val_at_start=true", "cluster.num_nodes=2", f"cluster.address={head.address}:{PORT}"]
+    nodes = nodes or ("cluster.num_nodes=2",)
+    wanted = ["gdpo.val_at_start=true", f"cluster.address={head.address}:{PORT}", *nodes]
     return Launch(run_dir, model, *wanted, before=["env", *words, *head.prefix])
 
 
 def actors(host: Host) -> set[str]:
     """Classes of the Ray actors on a host."""
     names = [process.name() for process in host.processes() if process.status() != psutil.STATUS_ZOMBIE]
-    return {name.split(".")[0].removeprefix("ray::") for name in names} & {"PolicyRank", "Engine"}
+    return {name.split(".")[0].removeprefix("ray::") for name in names} & {"PolicyRank", "Engine", "EnvironmentHost"}
 
 
 def test_a_run_over_two_hosts_loses_one_and_resumes_to_the_one_host_run_bit_for_bit(
@@ -170,3 +171,22 @@ def test_a_run_over_two_hosts_loses_one_and_resumes_to_the_one_host_run_bit_for_
     weights = [folder / "model" / "model.safetensors" for folder in (straight, tmp_path / "run")]
     assert weights[0].read_bytes() == weights[1].read_bytes()
     assert actors(head) == set()
+
+
+def test_environments_on_a_host_of_their_own_give_the_same_run_though_worker_and_host_process_are_killed(
+    network, undisturbed, digit_model, tmp_path
+):
+    head, other = network.hosts[0], network.hosts[-1]
+    run = launch(head, tmp_path / "run", digit_model, "cluster.env_nodes=1", "gdpo.max_num_steps=4")
+    run.wait_for_step(1)
+    assert (actors(head), actors(other)) == ({"PolicyRank", "Engine"}, {"EnvironmentHost"})
+    (host,) = [process for process in other.processes() if process.name().startswith("ray::EnvironmentHo")]
+    (worker,) = [child for child in host.children() if "spawn_main" in " ".join(child.cmdline())]
+    worker.kill()
+    run.wait_for_step(2)
+    host.kill()
+    status, out, err = run.finish()
+    assert status == 0, (out, err)
+    expected = [timeless(row) for row in rows(undisturbed[0].run_dir) if row["step"] <= 4]
+    assert [timeless(row) for row in rows(tmp_path / "run")] == expected
+    assert actors(other) == set() and not worker.is_running()
