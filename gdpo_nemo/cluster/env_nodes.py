@@ -150,14 +150,15 @@ class EnvironmentNodes:
 
     def _wait(self, place: int, actor: Any, ref: Any) -> list:
         """The answer; the pools inside keep their own deadlines, so what is watched here is whether the actor lives."""
-        owner, names = f"environment node {place}", ", ".join(self._local)
+        owner, what = f"environment node {place}", f"verdicts of {', '.join(self._local)}"
         while True:
             try:
-                return gather([ref], f"verdicts of {names}", _LOOK_S, owner)[0]
+                return gather([ref], what, _LOOK_S, owner)[0]
             except WaitExpired:
                 if ray.wait([ref], timeout=0)[0]:
-                    raise  # the deadline was one of the pools'
+                    break
                 gather([actor.whereabouts.remote()], f"a sign of life of {owner}", _LOOK_S, owner)
+        return gather([ref], what, _LOOK_S, owner)[0]  # the deadline was one inside the actor, or it answered just now
 
     def _replace(self, place: int, dead: Any, error: WorkerDied) -> None:
         with self._lock:

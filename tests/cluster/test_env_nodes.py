@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import threading
 import time
-from pathlib import Path
 
 import psutil
 import pytest
+from environment_samples import HOSTILE, trajectories, trajectory
 
 from gdpo_nemo.cluster.env_nodes import EnvironmentNodes, divide
 from gdpo_nemo.cluster.placement import here
@@ -18,9 +17,6 @@ from gdpo_nemo.cluster.session import session
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.data.records import Outcome
 from gdpo_nemo.errors import ConfigError, RunError
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "environments"))
-from environment_samples import HOSTILE, trajectories, trajectory  # noqa: E402
 
 
 @pytest.fixture(scope="module")
