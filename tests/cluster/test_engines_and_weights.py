@@ -254,6 +254,9 @@ def test_nodes_that_are_not_there_and_folders_that_a_node_does_not_see_are_named
     config.cluster.num_nodes = 2
     with pytest.raises(RunError, match="2 nodes with 1 CPU each were not free within 1 s; the Ray cluster has 1 nodes"):
         placement.reserve(config, [tmp_path])
+    config.cluster.num_nodes, config.cluster.env_nodes = 1, 3
+    with pytest.raises(RunError, match=r"1 nodes with 1 CPU each and 3 more with 1 CPU for environments \(cluster.env_nodes\) were not free"):
+        placement.reserve(config, [tmp_path])
 
 
 def _kill_one_engine() -> None:
