@@ -67,12 +67,14 @@ class Parts:
     validation_prompts: list = field(default_factory=list)
 
     fleet: object = None
+    environments: object = None
+    """Where the environments have nodes of their own."""
 
     def describe(self) -> dict:
         """What the status file says of the run; called from another thread at any time."""
         from gdpo_nemo.cluster.session import log_folder
 
-        groups = {"policy rank": self.policy, "engine": self.fleet}
+        groups = {"policy rank": self.policy, "engine": self.fleet, "environment node": self.environments}
         roles = {f"{name} {n}": place for name, group in groups.items() if group for n, place in group.places().items()}
         logs = log_folder()
         return {
@@ -277,6 +279,7 @@ def _flat(tree, prefix: str = "") -> dict:
 
 def _start_processes(parts: Parts, stack, prompts, tokenizer, folder: Path, found: Path | None) -> None:
     """Ray, the policy's ranks, the engines and the verifiers; imports and start-ups run side by side."""
+    from gdpo_nemo.cluster.env_nodes import EnvironmentNodes
     from gdpo_nemo.cluster.fleet import EngineFleet
     from gdpo_nemo.cluster.policy_group import PolicyGroup
     from gdpo_nemo.cluster.placement import reserve
@@ -297,7 +300,10 @@ def _start_processes(parts: Parts, stack, prompts, tokenizer, folder: Path, foun
     stack.push(lambda kind, error, trace: _point_to_logs(kind, error, keep_logs, parts.run_dir))
     folder = folder.absolute()
     placement = reserve(config, [parts.run_dir, folder])
-    pool = EnvironmentPools(config.env, config.rollout.env_workers, config.rollout.env_timeout_s, config.run.seed)
+    if config.cluster.env_nodes:
+        parts.environments = pool = EnvironmentNodes(config, placement)
+    else:
+        pool = EnvironmentPools(config.env, config.rollout.env_workers, config.rollout.env_timeout_s, config.run.seed)
     stack.callback(pool.close)
     parts.policy = PolicyGroup(config, str(folder), config.gdpo.max_num_steps * updates_per_step(config), placement)
     shared = bool(placement.places.shared)

@@ -73,7 +73,14 @@ class EngineFleet:
         )
         policy = config.policy
         engine = actor.remote(
-            self._folder, vllm, policy.precision, policy.max_total_sequence_length, config.run.seed + index, on_cpu, bool(shared)
+            self._folder,
+            vllm,
+            policy.precision,
+            policy.max_total_sequence_length,
+            config.run.seed + index,
+            on_cpu,
+            sleeps=bool(shared),
+            targets=policy.lora.target_modules,
         )
         self._whereabouts[index] = engine.whereabouts.remote()
         return engine

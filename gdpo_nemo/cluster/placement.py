@@ -25,9 +25,9 @@ class Placement:
     group: Any = None
     """Ray's placement group; None: this machine, in a session of our own."""
     bundles: tuple[int, ...] = ()
-    """Bundle of the group for every node of ``places``."""
+    """Bundle of the group for every node of ``places``, then for every node that is for environments."""
     addresses: tuple[str, ...] = ()
-    """Address of every node of ``places``."""
+    """Address of every node, in the same order."""
 
     def on(self, node: int) -> dict[str, Any]:
         """Options of a Ray actor or task that is to run on a node."""
@@ -52,7 +52,7 @@ def reserve(config: Config, shared: Sequence[Path]) -> Placement:
     """Reserve the nodes of a run, its driver's first where it is one of them.
 
     Args:
-        shared: folders that must be visible on every node.
+        shared: folders that must be visible on every node; those for environments need the working directory instead.
 
     Raises:
         RunError: the nodes are not there in time, or one does not see a folder.
@@ -63,34 +63,36 @@ def reserve(config: Config, shared: Sequence[Path]) -> Placement:
 
     nodes, gpus = config.cluster.num_nodes, config.cluster.gpus_per_node
     bundle = {"CPU": 1, **({"GPU": gpus} if gpus else {})}
-    group = placement_group([bundle] * nodes, strategy="STRICT_SPREAD")
+    wanted = [bundle] * nodes + [{"CPU": 1}] * config.cluster.env_nodes
+    group = placement_group(wanted, strategy="STRICT_SPREAD")
     if not group.wait(_JOIN_S):
-        raise RunError(_missing(nodes, bundle))
+        raise RunError(_missing(nodes, bundle, config.cluster.env_nodes))
     known = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
     taken = placement_group_table(group)["bundles_to_node_id"]
     driver = ray.get_runtime_context().get_node_id()
-    bundles = sorted(taken, key=lambda b: (taken[b] != driver, known.get(taken[b], ""), taken[b]))
+    # Without GPUs all bundles are alike, and the driver's node is not one of those for environments.
+    bundles = sorted(taken, key=lambda b: (bool(gpus) and b >= nodes, taken[b] != driver, known.get(taken[b], ""), taken[b]))
     watch_nodes({taken[b]: known.get(taken[b], taken[b]) for b in bundles})
     placement = Placement(place(config), group, tuple(bundles), tuple(known.get(taken[b], "") for b in bundles))
-    _check_shared(placement, shared)
+    _check_shared(placement, [shared] * nodes + [[Path.cwd()]] * config.cluster.env_nodes)
     return placement
 
 
-def _missing(nodes: int, bundle: dict[str, int]) -> str:
+def _missing(nodes: int, bundle: dict[str, int], env_nodes: int) -> str:
     alive = [node for node in ray.nodes() if node["Alive"]]
     fit = sum(all(node["Resources"].get(what, 0) >= count for what, count in bundle.items()) for node in alive)
     wanted = " and ".join(f"{count} {what}" for what, count in bundle.items())
+    others = f" and {env_nodes} more with 1 CPU for environments (cluster.env_nodes)" if env_nodes else ""
     return (
-        f"cluster.num_nodes: {nodes} nodes with {wanted} each were not free within {_JOIN_S:.0f} s; the Ray cluster has "
+        f"cluster.num_nodes: {nodes} nodes with {wanted} each{others} were not free within {_JOIN_S:.0f} s; the Ray cluster has "
         f"{len(alive)} nodes, {fit} of that size, perhaps in use by another run"
     )
 
 
-def _check_shared(placement: Placement, shared: Sequence[Path]) -> None:
-    """Every node must see the folders of the run; a job that finds out at its first checkpoint has wasted a night."""
+def _check_shared(placement: Placement, shared: Sequence[Sequence[Path]]) -> None:
+    """Every node must see its folders (``shared``, node by node); a job that finds out at its first checkpoint has wasted a night."""
     look = ray.remote(num_cpus=0, max_retries=0)(_absent)
-    paths, nodes = [str(path) for path in shared], range(len(placement.addresses))
-    refs = [look.options(**placement.on(node)).remote(paths) for node in nodes]
+    refs = [look.options(**placement.on(node)).remote([str(path) for path in paths]) for node, paths in enumerate(shared)]
     for address, absent in zip(placement.addresses, gather(refs, "looking at the nodes", _LOOK_S)):
         if absent:
             raise RunError(f"node {address} does not see {absent[0]}: it must be on a file system that all nodes share")

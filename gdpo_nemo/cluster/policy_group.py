@@ -86,12 +86,12 @@ class PolicyRank(StreamingRank):
         return self.policy.logprobs(sequences, assignment, reference, temperature)
 
     def pack_weights(self, version: int):
-        """(manifest, flat buffer) of all weights on rank 0; the other ranks take part and return nothing."""
+        """(manifest, flat buffer) of ``Policy.update`` on rank 0; the other ranks take part and return nothing."""
         from gdpo_nemo.weights.manifest import pack
 
         if self.rank == 0:
-            return pack(self.policy.weights(), version)
-        for _ in self.policy.weights():
+            return pack(self.policy.update(), version, self.policy.adapters)
+        for _ in self.policy.update():
             pass
         return None, None
 
@@ -137,13 +137,12 @@ class PolicyRank(StreamingRank):
     def export(self, folder: str) -> None:
         """Write the weights as a Hugging Face folder (rank 0), and LoRA's adapter as ``adapter`` beside it."""
         from gdpo_nemo.megatron.hf_files import write_model
-        from gdpo_nemo.megatron.lora import write_adapter
+        from gdpo_nemo.weights.folder import write_adapter
 
-        if self.policy.lora:
-            pairs = self.policy.adapter()
+        if self.policy.adapters:
+            matrices = dict(self.policy.update())
             if self.rank == 0:
-                base = str(self.policy.folder)
-                write_adapter(os.path.join(os.path.dirname(folder), "adapter"), pairs, self.policy.lora, base)
+                write_adapter(Path(folder).parent / "adapter", matrices, self.policy.adapters)
         if self.rank == 0:
             write_model(folder, self.policy.weights(), self.policy.built.hf_config, self.policy.folder)
         else:

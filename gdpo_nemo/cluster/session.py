@@ -45,9 +45,10 @@ def session(config: ClusterConfig) -> Iterator[None]:
         ConfigError: several nodes are wanted and no cluster is named. RunError: there is no cluster at that address.
     """
     address = joined(config)
-    if config.num_nodes > 1 and not address:
+    nodes = config.num_nodes + config.env_nodes
+    if nodes > 1 and not address:
         raise ConfigError(
-            f"cluster.address: a run on {config.num_nodes} nodes joins a Ray cluster; start one (`ray start`, or "
+            f"cluster.address: a run on {nodes} nodes joins a Ray cluster; start one (`ray start`, or "
             "examples/slurm/run.sbatch) and name it here or in RAY_ADDRESS"
         )
     where = (

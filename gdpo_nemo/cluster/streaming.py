@@ -15,12 +15,13 @@ class StreamingRank:
         from gdpo_nemo.weights.manifest import outline
 
         with self._gathered() as tensors:
-            return outline(tensors, -1) if self.rank == 0 else None
+            return outline(tensors, -1, self.policy.adapters) if self.rank == 0 else None
 
     @contextlib.contextmanager
     def _gathered(self):
-        """An iterator over all weights, whole. What is not taken from it passes by: the other ranks gather along."""
-        tensors = self.policy.weights()
+        """An iterator over what an update consists of (``Policy.update``). What is not taken from it passes by: the other ranks
+        gather along."""
+        tensors = self.policy.update()
         try:
             yield tensors
         finally:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, replace
 
+from gdpo_nemo.config.env_workers import place_workers
 from gdpo_nemo.config.layout import Layout, resolve_layout
 from gdpo_nemo.config.schema import ClusterConfig, Config
 from gdpo_nemo.errors import ConfigError
@@ -150,11 +151,16 @@ def describe_places(config: Config) -> str:
     """One line of the plan: what each node carries, neighbouring nodes with the same load together."""
     places, nodes = place(config), config.cluster.num_nodes
     loads = [_load(places.policy_on(node), places.engines_on(node)) for node in range(nodes)]
-    starts = [node for node in range(nodes) if node == 0 or loads[node] != loads[node - 1]]
-    spans = zip(starts, [*(start - 1 for start in starts[1:]), nodes - 1])
+    loads += [_workers(sum(load.values())) for load in place_workers(config)]
+    starts = [node for node in range(len(loads)) if node == 0 or loads[node] != loads[node - 1]]
+    spans = zip(starts, [*(start - 1 for start in starts[1:]), len(loads) - 1])
     return "; ".join(f"node {a}: {loads[a]}" if a == b else f"nodes {a}-{b}: {loads[a]} each" for a, b in spans)
 
 
 def _load(ranks: int, engines: int) -> str:
     parts = [f"{n} {noun}{'s' * (n > 1)}" for n, noun in ((ranks, "policy rank"), (engines, "engine")) if n]
     return " and ".join(parts) or "nothing"
+
+
+def _workers(number: int) -> str:
+    return f"{number} environment worker{'s' * (number > 1)}"

@@ -18,7 +18,7 @@ def describe(config: Config, notes: Sequence[str] = ()) -> str:
         ("model", _model(config)),
         ("policy", _policy(config, layout)),
         ("engines", _engines(config, layout)),
-        *([("nodes", describe_places(config))] if config.cluster.num_nodes > 1 else []),
+        *([("nodes", describe_places(config))] if config.cluster.num_nodes + config.cluster.env_nodes > 1 else []),
         ("batch", _batch(config)),
         ("memory", _micro_batch(config)),
         ("length", _length(config)),

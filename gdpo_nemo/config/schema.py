@@ -385,6 +385,8 @@ class ClusterConfig:
 
     num_nodes: int = 1
     """Nodes of the job. More than one: they form a Ray cluster before the run starts, which the run joins."""
+    env_nodes: int = 0
+    """Further nodes, without GPUs, that environment workers go to; 0: they run beside the driver."""
     address: Optional[str] = None
     """Ray cluster to join, `host:port` or `auto`; null: that of RAY_ADDRESS, else one node of the run's own."""
     gpus_per_node: int = 0

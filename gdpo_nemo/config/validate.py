@@ -9,6 +9,7 @@ import difflib
 import math
 
 from gdpo_nemo.config.choices import LORA_TARGETS
+from gdpo_nemo.config.env_workers import place_workers
 from gdpo_nemo.config.effects import SWITCHED_OFF, keys_without_effect, value_of
 from gdpo_nemo.config.files import check_files
 from gdpo_nemo.config.layout import Layout, resolve_layout, updates_per_step
@@ -36,7 +37,7 @@ _NOT_NEGATIVE = (
     "loss_fn.reference_policy_kl_penalty", "loss_fn.off_policy.ratio_min", "policy.megatron_cfg.optimizer.lr",
     "policy.megatron_cfg.optimizer.min_lr", "policy.megatron_cfg.optimizer.weight_decay",
     "policy.megatron_cfg.optimizer.clip_grad", "policy.megatron_cfg.scheduler.lr_warmup_steps",
-    "rollout.max_staleness", "rollout.max_env_failure_share", "cluster.gpus_per_node", "checkpointing.keep_best",
+    "rollout.max_staleness", "rollout.max_env_failure_share", "cluster.gpus_per_node", "cluster.env_nodes", "checkpointing.keep_best",
 )  # fmt: skip
 _POSITIVE = (
     "gdpo.epsilon", "policy.lora.alpha", "loss_fn.target_temperature", "loss_fn.off_policy.ratio_max", "policy.generation.temperature",
@@ -62,6 +63,7 @@ def validate(config: Config) -> list[str]:
     _check_placement(config)
     layout = resolve_layout(config)
     places = place(config)
+    place_workers(config)
     updates_per_step(config)
     idle = keys_without_effect(config)
     if idle:
@@ -268,6 +270,7 @@ def _cluster_notes(config: Config, places: Places) -> list[str]:
     empty = sum(not places.policy_on(node) and not places.engines_on(node) for node in range(nodes))
     if empty:
         notes.append(f"cluster.num_nodes: {empty} of {nodes} nodes get no process")
-    if nodes > 1 and not joined(config.cluster):
-        notes.append(f"cluster.address: a run on {nodes} nodes joins a Ray cluster; set it or RAY_ADDRESS where the run starts")
+    total = nodes + config.cluster.env_nodes
+    if total > 1 and not joined(config.cluster):
+        notes.append(f"cluster.address: a run on {total} nodes joins a Ray cluster; set it or RAY_ADDRESS where the run starts")
     return notes

@@ -6,7 +6,6 @@ import os
 import socket
 import tempfile
 import time
-from pathlib import Path
 from typing import Sequence
 
 import numpy as np
@@ -14,7 +13,9 @@ import numpy as np
 from gdpo_nemo.config.schema import VllmConfig
 from gdpo_nemo.errors import RunError
 from gdpo_nemo.generation.requests import Completion, CompletionBatch, SampleRequest, Sampling
+from gdpo_nemo.weights.adapters import modules_of, peft_name
 from gdpo_nemo.weights.manifest import Manifest
+from gdpo_nemo.weights.model_folder import weight_names
 
 CPU_ENVIRONMENT = {
     # One process instead of three, and no C++ compiler at the first sample.
@@ -44,10 +45,19 @@ class Engine:
         seed: of the engine, for requests without one.
         on_cpu: whether to run vLLM's CPU build.
         sleeps: whether ``sleep`` is to give the device's memory back, which on a CPU it never does.
+        targets: of ``policy.lora``, the layers that an update of adapters has to have.
     """
 
     def __init__(
-        self, model: str, config: VllmConfig, dtype: str, max_model_len: int, seed: int, on_cpu: bool, sleeps: bool = False
+        self,
+        model: str,
+        config: VllmConfig,
+        dtype: str,
+        max_model_len: int,
+        seed: int,
+        on_cpu: bool,
+        sleeps: bool = False,
+        targets: Sequence[str] = (),
     ):
         from vllm import LLM
 
@@ -87,7 +97,8 @@ class Engine:
             **placed,
         )
         self._llm.init_weight_transfer_engine({"init_info": {}})
-        self._expected = _checkpoint_names(Path(model))
+        self._weights = weight_names(model)
+        self._targets = tuple(targets)
         self.version = -1
         self._asleep = self._torn = False
 
@@ -156,7 +167,11 @@ class Engine:
 
     def expect(self, manifest: Manifest) -> None:
         """Check that an update fits before its bytes are sent. Raises RunError where a name is missing, unexpected or double."""
-        manifest.check_names(self._expected)
+        names: list[str] = self._weights
+        if manifest.adapters is not None:
+            modules = modules_of(self._weights, self._targets)
+            names = [peft_name(module, letter) for module in modules for letter in "AB"]
+        manifest.check_names(names)
 
     def fetch(self, manifest: Manifest, source) -> int:
         """Get the bytes of an update from ``source.fetch(manifest)``, then ``update``. A failed fetch changes nothing."""
@@ -206,21 +221,6 @@ def _completion(output) -> Completion:
     ids = np.array(output.token_ids, np.int32)
     logprobs = np.array([step[token].logprob for step, token in zip(output.logprobs, output.token_ids)], np.float32)
     return Completion(ids, logprobs, str(output.finish_reason))
-
-
-def _checkpoint_names(folder: Path) -> set[str]:
-    """Names of the weights a checkpoint of this model has; a tied head is not one of them."""
-    import json
-
-    from safetensors import safe_open
-
-    names: set[str] = set()
-    for file in folder.glob("*.safetensors"):
-        with safe_open(file, framework="np") as shard:
-            names.update(shard.keys())
-    if json.loads((folder / "config.json").read_text()).get("tie_word_embeddings"):
-        names.discard("lm_head.weight")
-    return names
 
 
 def _shared_file(buffer: np.ndarray) -> str:

@@ -5,15 +5,13 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import Callable, Iterable
+from typing import Iterable
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
 
-from gdpo_nemo.errors import ConfigError
+from gdpo_nemo.weights.model_folder import INDEX
 
-_INDEX = "model.safetensors.index.json"
 # What makes a folder loadable besides weights; copied from the model the run started from.
 _COMPANIONS = (
     "tokenizer*",
@@ -34,35 +32,6 @@ def resolve(model: str) -> Path:
     from huggingface_hub import snapshot_download
 
     return Path(snapshot_download(model, allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]))
-
-
-def open_weights(folder: str | Path) -> Callable[[str], torch.Tensor]:
-    """A reader of the folder's safetensors: name -> tensor on the CPU, memory-mapped.
-
-    Raises:
-        ConfigError: the folder has no safetensors. The reader raises KeyError for an unknown name.
-    """
-    folder = Path(folder)
-    index = folder / _INDEX
-    if index.exists():
-        where = json.loads(index.read_text())["weight_map"]
-    else:
-        files = sorted(folder.glob("*.safetensors"))
-        if not files:
-            raise ConfigError(f"policy.model_name: no weights (*.safetensors) in {folder}")
-        where = {}
-        for file in files:
-            with safe_open(file, framework="pt") as shard:
-                where.update(dict.fromkeys(shard.keys(), file.name))
-    handles: dict[str, object] = {}
-
-    def read(name: str) -> torch.Tensor:
-        file = where[name]
-        if file not in handles:
-            handles[file] = safe_open(folder / file, framework="pt")
-        return handles[file].get_tensor(name)
-
-    return read
 
 
 def write_model(
@@ -100,4 +69,4 @@ def write_model(
         (folder / names[0]).rename(folder / "model.safetensors")
     else:
         weight_map = {key: file for part in maps for key, file in part.items()}
-        (folder / _INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=1))
+        (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=1))

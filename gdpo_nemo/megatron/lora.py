@@ -8,11 +8,9 @@ is split; for one split by columns (o, down) A is split and B is whole.
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import re
 import zlib
-from pathlib import Path
 from typing import Iterator
 
 import torch
@@ -26,6 +24,7 @@ from transformers import PretrainedConfig
 from gdpo_nemo.config.schema import LoraConfig
 from gdpo_nemo.errors import ConfigError
 from gdpo_nemo.megatron.families import head_size, num_experts
+from gdpo_nemo.weights.adapters import peft_name
 
 _SITE = re.compile(r"decoder\.layers\.(\d+)\.(self_attention\.linear_qkv|self_attention\.linear_proj|mlp\.linear_fc1|mlp\.linear_fc2)")
 _MODULES = {
@@ -206,23 +205,13 @@ def whole_pairs(chunks: list[torch.nn.Module]) -> dict[str, tuple[torch.Tensor, 
     return {module: pair for share in shares for module, pair in share.items()}
 
 
-def merged(tensors, pairs: dict[str, tuple[torch.Tensor, torch.Tensor]], scale: float) -> Iterator[tuple[str, torch.Tensor]]:
-    """Hugging Face ``tensors`` (name, tensor) with W + scale * B A where a module has a pair."""
-    for name, tensor in tensors:
-        pair = pairs.get(name.removesuffix(".weight"))
-        if pair is not None:
-            a, b = (matrix.to(tensor.device, torch.float32) for matrix in pair)
-            tensor = (tensor.float() + scale * (b @ a)).to(tensor.dtype)
-        yield name, tensor
-
-
 def sharded_adapters(chunk: torch.nn.Module) -> dict:
     """A chunk's pairs as Megatron saves them: keys are PEFT's names, so they mean the same at every layout."""
     state = {}
     for adapters in adapters_of([chunk]):
         for pair in adapters.pairs:
             for letter, parameter, split, axis in (("A", pair.a, pair.by_columns, 1), ("B", pair.b, not pair.by_columns, 0)):
-                key = _peft_name(pair.module, letter)
+                key = peft_name(pair.module, letter)
                 if split:
                     state[key] = make_tp_sharded_tensor_for_checkpoint(parameter, key, tp_axis=axis)
                 else:
@@ -235,36 +224,5 @@ def load_adapters(chunk: torch.nn.Module, state: dict) -> None:
     """The inverse of ``sharded_adapters``, from what Megatron has read."""
     for adapters in adapters_of([chunk]):
         for pair in adapters.pairs:
-            pair.a.copy_(state[_peft_name(pair.module, "A")])
-            pair.b.copy_(state[_peft_name(pair.module, "B")])
-
-
-def _peft_name(module: str, letter: str) -> str:
-    return f"base_model.model.{module}.lora_{letter}.weight"
-
-
-def write_adapter(folder: str | Path, pairs: dict[str, tuple[torch.Tensor, torch.Tensor]], settings: LoraConfig, base: str) -> None:
-    """Write a folder that PEFT and vLLM load: ``adapter_config.json`` and ``adapter_model.safetensors``."""
-    from safetensors.torch import save_file
-
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    tensors = {
-        _peft_name(module, letter): matrix.contiguous()
-        for module, pair in pairs.items()
-        for letter, matrix in zip("AB", pair)
-    }
-    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-    described = dict(
-        peft_type="LORA",
-        task_type="CAUSAL_LM",
-        base_model_name_or_path=base,
-        r=settings.rank,
-        lora_alpha=settings.alpha,
-        lora_dropout=settings.dropout,
-        target_modules=sorted({module.rpartition(".")[2] for module in pairs}),
-        bias="none",
-        fan_in_fan_out=False,
-        inference_mode=True,
-    )
-    (folder / "adapter_config.json").write_text(json.dumps(described, indent=1))
+            pair.a.copy_(state[peft_name(pair.module, "A")])
+            pair.b.copy_(state[peft_name(pair.module, "B")])

@@ -274,7 +274,7 @@ def build(
     from transformers import AutoConfig
 
     from gdpo_nemo.megatron.convert import load_hf
-    from gdpo_nemo.megatron.hf_files import open_weights
+    from gdpo_nemo.weights.model_folder import open_weights
 
     hf = AutoConfig.from_pretrained(folder)
     if lora:  # its hooks stand beside Megatron's own linear layers

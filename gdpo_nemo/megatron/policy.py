@@ -23,9 +23,10 @@ from gdpo_nemo.data.packing import Assignment, PackedRows, TrainSequence, lay_ou
 from gdpo_nemo.data.results import TokenValues, UpdateResult
 from gdpo_nemo.megatron.attention import local_positions, make_packing
 from gdpo_nemo.megatron.convert import export_hf
-from gdpo_nemo.megatron.lora import merged, switched_off, whole_pairs
+from gdpo_nemo.megatron.lora import switched_off, whole_pairs
 from gdpo_nemo.megatron.model import BuiltModel, build
 from gdpo_nemo.megatron.runtime import Runtime
+from gdpo_nemo.weights.adapters import Adapters, merged, named
 
 _FP8_BLOCK = 32
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -61,6 +62,7 @@ class Policy:
         self.config, self.runtime, self.folder = config, runtime, Path(folder)
         self.layout = config.megatron_cfg
         self.lora = config.lora if config.lora.rank else None
+        self.adapters = self.lora and Adapters(self.lora.rank, self.lora.alpha, self.lora.dropout, str(folder))
         self.built: BuiltModel = build(
             folder,
             self.layout,
@@ -322,8 +324,12 @@ class Policy:
         with self.settled():
             tensors = export_hf(self.chunks, self.built.hf_config)
             if self.lora:
-                tensors = merged(tensors, whole_pairs(self.chunks), self.lora.alpha / self.lora.rank)
+                tensors = merged(tensors, whole_pairs(self.chunks), self.adapters.scale)
             yield from tensors
+
+    def update(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """What an engine with the starting weights lacks: all weights, or under LoRA the adapters alone (see ``adapters``)."""
+        return iter(self.weights() if self.adapters is None else named(self.adapter()))
 
     def adapter(self) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
         """LoRA's matrices by Hugging Face module, whole, on every rank (see ``lora.whole_pairs``)."""

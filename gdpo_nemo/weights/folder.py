@@ -1,21 +1,28 @@
-"""Weights through a folder that all nodes see: safetensors files, written whole, read back by every engine."""
+"""Weights through a folder that all nodes see: safetensors files, written whole, read back by every engine.
+
+Adapters alone are a folder that PEFT loads.
+"""
 
 from __future__ import annotations
 
+import json
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Mapping
 
 import numpy as np
 import torch
 
 from gdpo_nemo.errors import RunError
+from gdpo_nemo.weights.adapters import Adapters, peft_modules
 from gdpo_nemo.weights.buckets import neighbours
 from gdpo_nemo.weights.manifest import Manifest, unpack
 
 
 def write(folder: str | Path, manifest: Manifest, buffer: np.ndarray, bucket_bytes: int) -> None:
-    """Write an update as ``00000.safetensors``, ``00001.safetensors`` ...; a file takes tensors up to ``bucket_bytes``.
+    """Write an update as ``00000.safetensors``, ``00001.safetensors`` ...; a file takes tensors up to ``bucket_bytes``;
+    adapters make one file whatever their size.
 
     The folder appears under its name when it is complete.
 
@@ -30,11 +37,25 @@ def write(folder: str | Path, manifest: Manifest, buffer: np.ndarray, bucket_byt
         shutil.rmtree(temporary, ignore_errors=True)
         shutil.rmtree(final, ignore_errors=True)
         temporary.mkdir(parents=True)
-        for number, bucket in enumerate(neighbours(manifest.entries, bucket_bytes)):
-            save_file({e.name: tensors[e.name] for e in bucket}, temporary / f"{number:05d}.safetensors")
+        if manifest.adapters is not None:
+            write_adapter(temporary, tensors, manifest.adapters)
+        else:
+            for number, bucket in enumerate(neighbours(manifest.entries, bucket_bytes)):
+                save_file({e.name: tensors[e.name] for e in bucket}, temporary / f"{number:05d}.safetensors")
         temporary.rename(final)
     except OSError as error:
         raise RunError(f"weight update {manifest.version} could not be written to {folder}: {error}") from error
+
+
+def write_adapter(folder: str | Path, matrices: Mapping[str, torch.Tensor], adapters: Adapters) -> None:
+    """Write A and B, by PEFT's names, as a folder that PEFT and vLLM load. Raises OSError."""
+    from safetensors.torch import save_file
+
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(dict(matrices), folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    described = adapters.description(peft_modules(matrices))
+    (folder / "adapter_config.json").write_text(json.dumps(described, indent=1))
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from gdpo_nemo.errors import RunError
+from gdpo_nemo.weights.adapters import Adapters
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,8 @@ class Manifest:
 
     version: int
     entries: tuple[Entry, ...]
+    adapters: Adapters | None = None
+    """Given where the tensors are LoRA's matrices under PEFT's names, to be merged into the receiver's own weights."""
 
     @property
     def nbytes(self) -> int:
@@ -39,7 +42,7 @@ class Manifest:
         return max((e.offset + e.nbytes for e in self.entries), default=0)
 
     def check_names(self, expected: Iterable[str]) -> None:
-        """Compare with the names the receiver's checkpoint has.
+        """Compare with the names the receiver expects.
 
         Raises:
             RunError: a name is missing, unexpected, or there twice.
@@ -64,16 +67,18 @@ def form(tensor: torch.Tensor) -> tuple[str, tuple[int, ...]]:
     return str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
 
 
-def outline(tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> Manifest:
+def outline(tensors: Iterable[tuple[str, torch.Tensor]], version: int, adapters: Adapters | None = None) -> Manifest:
     """The manifest of tensors without their checksums: what an update will consist of, whatever its values are."""
     entries, offset = [], 0
     for name, tensor in tensors:
         entries.append(Entry(name, *form(tensor), offset, tensor.nbytes))
         offset += tensor.nbytes + -tensor.nbytes % _ALIGNMENT
-    return Manifest(version, tuple(entries))
+    return Manifest(version, tuple(entries), adapters)
 
 
-def pack(tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> tuple[Manifest, np.ndarray]:
+def pack(
+    tensors: Iterable[tuple[str, torch.Tensor]], version: int, adapters: Adapters | None = None
+) -> tuple[Manifest, np.ndarray]:
     """Copy tensors into one uint8 buffer [bytes] on the CPU, 64-byte aligned, with a checksum each."""
     entries, parts, offset = [], [], 0
     for name, tensor in tensors:
@@ -88,7 +93,7 @@ def pack(tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> tuple[Man
     buffer = np.zeros(offset, np.uint8)
     for start, data in parts:
         buffer[start : start + data.nbytes] = data
-    return Manifest(version, tuple(entries)), buffer
+    return Manifest(version, tuple(entries), adapters), buffer
 
 
 def unpack(manifest: Manifest, buffer: np.ndarray) -> Iterator[tuple[str, torch.Tensor]]:

@@ -21,7 +21,9 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise_reload, initialize_layerwise_reload
 
 from gdpo_nemo.errors import GdpoError
+from gdpo_nemo.weights.adapters import merged_into
 from gdpo_nemo.weights.manifest import Manifest, unpack
+from gdpo_nemo.weights.model_folder import open_weights, weight_names
 
 BACKEND = "gdpo_nemo_memory"
 INBOX: dict[int, np.ndarray] = {}
@@ -57,10 +59,11 @@ class MemoryTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        """Load every tensor of the update; a tensor that no module takes is an error of vLLM's loader.
+        """Load every tensor of the update, or the engine's own folder with the update's adapters merged into it.
 
-        What we find wrong with an update is kept for ``Worker.update_error``: raised here it would keep vLLM from closing the
-        model, and from another process it would arrive as a text.
+        A tensor that no module takes is an error of vLLM's loader. What we find wrong with an update is kept for
+        ``Worker.update_error``: raised here it would keep vLLM from closing the model, and from another process it would arrive
+        as a text.
         """
         try:
             self.model.load_weights(self._tensors(update_info))
@@ -68,6 +71,14 @@ class MemoryTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
             _ERRORS.append(error)
 
     def _tensors(self, update: UpdateInfo) -> Iterator[tuple[str, torch.Tensor]]:
+        adapters, came = update.manifest.adapters, self._came(update)
+        if adapters is None:
+            return came
+        # All checksums first: a matrix that is not what was sent must not leave the model half loaded.
+        base, matrices = self.model_config.model, dict(came)
+        return merged_into(weight_names(base), open_weights(base), matrices, adapters.scale, self.device)
+
+    def _came(self, update: UpdateInfo) -> Iterator[tuple[str, torch.Tensor]]:
         if update.source is not None:
             return update.source.fetch(update.manifest, self.device, self.parallel_config.rank)
         buffer = INBOX[update.manifest.version] if update.path is None else np.memmap(update.path, np.uint8, "r")

@@ -20,6 +20,7 @@ from gdpo_nemo.cluster.session import WorkerDied, gather, ray, session
 from gdpo_nemo.cluster.transports import make_transport
 from gdpo_nemo.cluster.weight_sync import WeightSync
 from gdpo_nemo.config.load import load_config
+from gdpo_nemo.config.schema import LoraConfig
 from gdpo_nemo.data.packing import TrainSequence
 from gdpo_nemo.errors import RunError
 from gdpo_nemo.generation.requests import SampleRequest, Sampling
@@ -148,6 +149,39 @@ def test_every_transport_gives_the_engines_the_same_weights(parts, tmp_path, nam
     assert not (tmp_path / "weights").exists()
 
 
+@pytest.fixture
+def adapted(parts, digit_model):
+    """A tensor-parallel policy with adapters beside the engines, with the folder that both started from."""
+    config = copy.deepcopy(parts.config)
+    config.policy.lora = LoraConfig(rank=4, alpha=8.0)
+    config.policy.megatron_cfg.tensor_model_parallel_size = 2
+    policy = PolicyGroup(config, str(digit_model), total_updates=10)
+    policy.ready()
+    yield policy
+    policy.close()
+
+
+def test_adapters_alone_give_the_engines_the_merged_weights_on_every_transport(parts, adapted, digit_model, tmp_path):
+    """A tenth of the bytes; the probe as near as with the whole model; the same samples whichever way they came."""
+    wanted, drawn = requests(8), []
+    train_once(adapted)
+    for version, name in enumerate(("memory", "gloo", "folder"), 30):
+        parts.sync.publish(version)  # other weights in between, whole
+        before = draw(parts.fleet, wanted)
+        transport = make_transport(name, adapted, tmp_path / "weights", bucket_bytes=10_000)
+        assert WeightSync(adapted, parts.fleet, PROBE, 1e-4, transport).publish(version)["parity/probe"] < 1e-5
+        drawn.append(draw(parts.fleet, wanted))
+        assert same(drawn[0], drawn[-1]) and not same(before, drawn[-1]) and drawn[-1].version == version
+    manifest = ray.get(transport.manifest)
+    assert manifest.nbytes < (digit_model / "model.safetensors").stat().st_size / 10
+    files = {path.name for path in (tmp_path / "weights" / "version_32").iterdir()}
+    assert files == {"adapter_config.json", "adapter_model.safetensors"}
+
+    lost = type(manifest)(33, manifest.entries[2:], manifest.adapters)
+    with pytest.raises(RunError, match="2 tensors missing, for instance base_model.model.model.layers.0"):
+        gather([parts.fleet._actors[0].expect.remote(lost)], "asking", 60)
+
+
 def test_an_update_that_misses_a_tensor_is_refused_before_it_touches_the_engine(parts):
     parts.sync.publish(5)
     manifest, _ = ray.get(list(parts.policy.pack_weights(6)))
@@ -263,6 +297,9 @@ def test_nodes_that_are_not_there_and_folders_that_a_node_does_not_see_are_named
         placement.reserve(config, [tmp_path, tmp_path / "absent"])
     config.cluster.num_nodes = 2
     with pytest.raises(RunError, match="2 nodes with 1 CPU each were not free within 1 s; the Ray cluster has 1 nodes"):
+        placement.reserve(config, [tmp_path])
+    config.cluster.num_nodes, config.cluster.env_nodes = 1, 3
+    with pytest.raises(RunError, match=r"1 nodes with 1 CPU each and 3 more with 1 CPU for environments \(cluster.env_nodes\) were not free"):
         placement.reserve(config, [tmp_path])
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from gdpo_nemo.config.env_workers import SHARED, place_workers
 from gdpo_nemo.config.layout import resolve_layout
 from gdpo_nemo.config.load import load_config
 from gdpo_nemo.config.placement import chosen_transport, describe_places, place
@@ -78,8 +79,37 @@ def test_what_does_not_fit_is_refused_with_the_arithmetic(wanted, why):
     with pytest.raises(ConfigError, match=why):
         place(wanted)
 
+
+def test_environment_workers_are_dealt_out_evenly_to_nodes_of_their_own():
+    wanted = config(2, 8, engines=8)
+    wanted.cluster.env_nodes, wanted.rollout.env_workers = 3, 4
+    wanted.env = {"gsm8k": None, "slow": {"num_workers": 3}, "digits": {}}
+    loads = place_workers(wanted)
+    assert loads == [{SHARED: 2, "slow": 1}, {SHARED: 1, "slow": 1}, {SHARED: 1, "slow": 1}]
+    assert describe_places(wanted) == (
+        "node 0: 8 policy ranks; node 1: 8 engines; node 2: 3 environment workers; nodes 3-4: 2 environment workers each"
+    )
+    wanted.env = {"slow": {"num_workers": 2}}
+    with pytest.raises(ConfigError, match=r"3 nodes for 2 environment workers \(2 of slow\); a node takes at least one"):
+        place_workers(wanted)
+
+
+@pytest.mark.parametrize(
+    "overrides, why",
+    [
+        (["cluster.env_nodes=2"], r"cluster.env_nodes: 2 nodes for 1 environment workers \(rollout.env_workers 1\)"),
+        (["cluster.env_nodes=-1"], "cluster.env_nodes: must be 0 or more"),
+    ],
+)
+def test_environment_nodes_without_workers_are_refused(overrides, why):
+    with pytest.raises(ConfigError, match=why):
+        validate(load_config(TINY, overrides))
+
+
 def test_a_run_on_several_nodes_is_told_that_it_joins_a_cluster(monkeypatch):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    notes = validate(load_config(TINY, ["cluster.env_nodes=1"]))
+    assert any(note.startswith("cluster.address: a run on 2 nodes joins a Ray cluster") for note in notes)
     notes = validate(load_config(TINY, ["cluster.num_nodes=3"]))
     assert any(note.startswith("cluster.address: a run on 3 nodes joins a Ray cluster") for note in notes)
     assert "cluster.num_nodes: 1 of 3 nodes get no process" in notes

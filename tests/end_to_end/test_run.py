@@ -158,11 +158,13 @@ def test_data_parallel_ranks_make_the_same_first_update_and_train_one_step_stale
     assert [row["staleness/max"] for row in rows(launch.run_dir) if "loss" in row] == [0.0, 1.0, 1.0]
 
 
-def test_kl_penalty_dynamic_sampling_and_several_updates_train_together(tmp_path, digit_model):
-    """Format alone is constant in many groups; the reference is the starting model, so its KL starts at 0 and grows."""
+def test_adapters_kl_penalty_dynamic_sampling_and_several_updates_train_together(tmp_path, digit_model):
+    """Format alone is constant in many groups; the reference is the model without adapters, so its KL starts at 0 and grows."""
     launch = Launch(
         tmp_path / "run",
         digit_model,
+        "policy.lora={rank: 8, alpha: 32}",
+        "policy.megatron_cfg.optimizer.lr=0.003",
         "gdpo.rewards={correctness: 0.0, format: 1.0, length: 0.0}",
         "gdpo.dynamic_sampling={enabled: true, max_rounds: 6}",
         "loss_fn={reference_policy_kl_penalty: 0.01, entropy_bonus: 0.001, off_policy: {mode: truncate}}",
@@ -182,6 +184,8 @@ def test_kl_penalty_dynamic_sampling_and_several_updates_train_together(tmp_path
     assert 0 < first["policy/reference_kl"] < second["policy/reference_kl"]
     assert first["policy/ratio_max"] > 1.0
     assert first["time/advantages"] < 0.01 * first["time/step"]
+    assert max(first["parity/probe"], second["parity/probe"]) < 1e-5
+    assert (launch.run_dir / "adapter" / "adapter_config.json").exists()
 
 
 @pytest.fixture(scope="module")

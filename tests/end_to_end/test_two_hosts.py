@@ -1,13 +1,15 @@
-"""One run over two hosts: network namespaces with addresses of their own, Ray between them, weights broadcast over the wire.
+"""One run over two hosts, and a third for environments: network namespaces with addresses of their own, Ray between them.
 
 Where namespaces may not be made (no root), the hosts are two Ray nodes of this machine with loopback addresses.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -133,24 +135,46 @@ def network():
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def launch(head: Host, run_dir: Path, model: Path) -> Launch:
-    """The undisturbed run's config, started on the head for two nodes."""
+def launch(head: Host, run_dir: Path, model: Path, *nodes: str) -> Launch:
+    """The undisturbed run's config, started on the head for these nodes."""
     words = [f"{name}={value}" for name, value in ENVIRONMENT.items()]
-    wanted = ["gdpo.val_at_start=true", "cluster.num_nodes=2", f"cluster.address={head.address}:{PORT}"]
+    wanted = ["gdpo.val_at_start=true", f"cluster.address={head.address}:{PORT}", *nodes]
     return Launch(run_dir, model, *wanted, before=["env", *words, *head.prefix])
 
 
 def actors(host: Host) -> set[str]:
     """Classes of the Ray actors on a host."""
     names = [process.name() for process in host.processes() if process.status() != psutil.STATUS_ZOMBIE]
-    return {name.split(".")[0].removeprefix("ray::") for name in names} & {"PolicyRank", "Engine"}
+    return {name.split(".")[0].removeprefix("ray::") for name in names} & {"PolicyRank", "Engine", "EnvironmentHost"}
+
+
+def kill_in_the_middle_of_verdicts(host: Host, run: Launch) -> None:
+    """First the actor that holds the workers, as soon as the first one is at work, then a worker of the actor's successor."""
+
+    def workers() -> set[tuple[int, int]]:
+        """(actor, worker) by process number; workers are started by the first verdicts that are asked for."""
+        found = set()
+        for process in host.processes():
+            with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
+                if "spawn_main" in " ".join(process.cmdline()) and process.parent().name().startswith("ray::EnvironmentHo"):
+                    found.add((process.ppid(), process.pid))
+        return found
+
+    run.wait_until(lambda _: bool(workers()), "no verdict was asked for")
+    killed = {actor for actor, _ in workers()}
+    for actor in killed:
+        os.kill(actor, signal.SIGKILL)
+    run.wait_until(lambda _: any(actor not in killed for actor, _ in workers()), "the actor was not replaced")
+    for actor, worker in workers():
+        if actor not in killed:
+            os.kill(worker, signal.SIGKILL)
 
 
 def test_a_run_over_two_hosts_loses_one_and_resumes_to_the_one_host_run_bit_for_bit(
     network, undisturbed, digit_model, tmp_path
 ):
     head, second = network.hosts
-    run = launch(head, tmp_path / "run", digit_model)
+    run = launch(head, tmp_path / "run", digit_model, "cluster.num_nodes=2")
     run.wait_for_step(3)
     assert (actors(head), actors(second)) == ({"PolicyRank"}, {"Engine"})
     second.lose()
@@ -162,11 +186,15 @@ def test_a_run_over_two_hosts_loses_one_and_resumes_to_the_one_host_run_bit_for_
     assert f"node {second.address} is no longer in the cluster" in errors[0]
     assert len(rows(tmp_path / "run")) < len(rows(undisturbed[0].run_dir))
 
-    network.add(3)
-    status, out, err = launch(head, tmp_path / "run", digit_model).finish()
+    replacement, verifier = network.add(3), network.add(4)
+    resumed = launch(head, tmp_path / "run", digit_model, "cluster.num_nodes=2", "cluster.env_nodes=1")
+    kill_in_the_middle_of_verdicts(verifier, resumed)
+    placed = [actors(host) for host in (head, replacement, verifier)]
+    assert placed == [{"PolicyRank"}, {"Engine"}, {"EnvironmentHost"}]
+    status, out, err = resumed.finish()
     assert status == 0 and "resuming from" in out, (out, err)
     straight = undisturbed[0].run_dir
     assert [timeless(row) for row in rows(tmp_path / "run")] == [timeless(row) for row in rows(straight)]
     weights = [folder / "model" / "model.safetensors" for folder in (straight, tmp_path / "run")]
     assert weights[0].read_bytes() == weights[1].read_bytes()
-    assert actors(head) == set()
+    assert not any(actors(host) for host in (head, replacement, verifier))

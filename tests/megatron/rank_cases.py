@@ -112,7 +112,7 @@ def round_trips(place, folders) -> dict:
     from transformers import AutoConfig
 
     from gdpo_nemo.megatron.convert import export_hf, load_hf
-    from gdpo_nemo.megatron.hf_files import open_weights
+    from gdpo_nemo.weights.model_folder import open_weights
     from gdpo_nemo.megatron.model import build_chunks
 
     out = {}
@@ -151,7 +151,7 @@ def load_failure(place, folder, break_it) -> str:
     from transformers import AutoConfig
 
     from gdpo_nemo.megatron.convert import load_hf
-    from gdpo_nemo.megatron.hf_files import open_weights
+    from gdpo_nemo.weights.model_folder import open_weights
     from gdpo_nemo.megatron.model import build_chunks
 
     hf = AutoConfig.from_pretrained(folder)
@@ -299,7 +299,7 @@ def changed_in_torch(place) -> list[str]:
 
 def lora_updates(place, folder, batch, lora, count=2, adapter_folder=None):
     """Updates of adapters: what each measured, the merged weights, log-probs with the adapters and without."""
-    from gdpo_nemo.megatron.lora import write_adapter
+    from gdpo_nemo.weights.folder import write_adapter
 
     policy = build_policy(place, folder, lora=lora, keep_reference=True)
     assignment = spread(place, batch)
@@ -307,10 +307,22 @@ def lora_updates(place, folder, batch, lora, count=2, adapter_folder=None):
     steps = train(policy, batch, assignment, count)
     moved = policy.logprobs(batch, assignment)
     reference = policy.logprobs(batch, assignment, reference=True)
-    pairs = policy.adapter()
+    matrices = dict(policy.update())
     if adapter_folder and place.rank == 0:
-        write_adapter(adapter_folder, pairs, lora, str(folder))
+        write_adapter(adapter_folder, matrices, policy.adapters)
     return steps, exported(policy), start, moved, reference, policy._reference is None
+
+
+def lora_shipments(place, folders, precision):
+    """Per model folder, after an update of adapters: the merged weights that an export gives, and the packed adapters."""
+    from gdpo_nemo.weights.manifest import pack
+
+    found = {}
+    for name, (folder, batch, lora) in folders.items():
+        policy = build_policy(place, folder, precision, lora=lora)
+        train(policy, batch, spread(place, batch), 1)
+        found[name] = exported(policy), pack(policy.update(), 1, policy.adapters)
+    return found if place.rank == 0 else {}
 
 
 def lora_checkpoint(place, folder, batch, lora, checkpoint, saves):

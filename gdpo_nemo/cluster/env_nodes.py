@@ -1,0 +1,188 @@
+"""Environments on nodes of their own: on each an actor that holds the worker pools, fed by the driver.
+
+Inside the actor everything is as it is in the driver otherwise: worker processes, time limits, typed verdicts. What comes
+on top is that the actor itself may be lost; then another takes its place on the same node and is asked again.
+Environments that are clients of servers stay with the driver.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from itertools import groupby
+from typing import Any, Mapping, Sequence
+
+import numpy as np
+
+from gdpo_nemo.cluster.placement import Placement
+from gdpo_nemo.cluster.session import WorkerDied, answered, gather, ray, thread_environment
+from gdpo_nemo.config.env_workers import SHARED, place_workers
+from gdpo_nemo.config.schema import Config
+from gdpo_nemo.data.records import Trajectory, Verdict
+from gdpo_nemo.environments.episodes import EpisodeReply, EpisodeStep
+from gdpo_nemo.environments.pools import EnvironmentPools
+from gdpo_nemo.environments.remote import is_remote
+from gdpo_nemo.errors import ConfigError, RunError
+from gdpo_nemo.waits import WaitExpired
+
+_CALLS = 64
+"""Calls that one actor answers at a time."""
+_LOOK_S = 60.0
+"""How long an actor may be silent before it is asked whether it lives, and how long it may take to say so."""
+_REPLACEMENTS = 3
+
+
+class EnvironmentHost:
+    """The worker pools of one node inside a Ray actor.
+
+    Args: as for ``EnvironmentPools``; ``folder`` is the driver's working directory, which paths in the config start from.
+    """
+
+    def __init__(self, folder: str, environments: Mapping[str, Any], workers: int, timeout_s: float, seed: int):
+        os.chdir(folder)
+        # A spawned worker runs its parent's main program again, which here is Ray's.
+        sys.modules["__main__"].__file__ = None
+        self._pools = EnvironmentPools(environments, workers, timeout_s, seed)
+
+    def whereabouts(self) -> tuple[str, int]:
+        """(host, process) of this actor."""
+        return socket.gethostname(), os.getpid()
+
+    def verify(self, trajectories: Sequence[Trajectory]) -> list[Verdict]:
+        """As ``EnvironmentPools.verify``."""
+        return self._pools.verify(trajectories)
+
+    def step(self, steps: Sequence[EpisodeStep]) -> list[EpisodeReply]:
+        """As ``EnvironmentPools.step``."""
+        return self._pools.step(steps)
+
+
+class EnvironmentNodes:
+    """The same as ``EnvironmentPools``, with the workers on the nodes that ``cluster.env_nodes`` asks for.
+
+    Raises:
+        ConfigError: no environment of the config has workers.
+    """
+
+    def __init__(self, config: Config, placement: Placement):
+        rollout, seed = config.rollout, config.run.seed
+        remote = {name: options for name, options in config.env.items() if is_remote(name, options or {})}
+        self._local = {name: dict(options or {}) for name, options in config.env.items() if name not in remote}
+        if not self._local:
+            raise ConfigError("cluster.env_nodes: has no effect, every environment here is a client of servers; remove it")
+        self._here = EnvironmentPools(remote, 1, rollout.env_timeout_s, seed)
+        self._loads = place_workers(config)
+        self._limits = rollout.env_timeout_s, seed
+        self._nodes = [config.cluster.num_nodes + index for index in range(len(self._loads))]
+        self._placement, self._lock, self._closed = placement, threading.Lock(), False
+        self._whereabouts: dict[int, ray.ObjectRef] = {}
+        self._actors = [self._start(index) for index in range(len(self._loads))]
+
+    def _start(self, index: int):
+        load = self._loads[index]
+        section = {}
+        for name, options in self._local.items():
+            if "num_workers" not in options or options["num_workers"] is None:
+                section |= {name: options} if SHARED in load else {}
+            elif name in load:
+                section[name] = {**options, "num_workers": load[name]}
+        environment = {**thread_environment(1), "CUDA_VISIBLE_DEVICES": ""}
+        options = dict(num_cpus=0, max_concurrency=_CALLS, runtime_env={"env_vars": environment})
+        actor = ray.remote(EnvironmentHost).options(**options, **self._placement.on(self._nodes[index]))
+        host = actor.remote(os.getcwd(), section, load.get(SHARED, 1), *self._limits)
+        self._whereabouts[index] = host.whereabouts.remote()
+        return host
+
+    def places(self) -> dict[int, tuple[str, int]]:
+        """(host, process) of every actor that has started, by the number of its node among those for environments."""
+        return answered(dict(self._whereabouts))
+
+    def verify(self, trajectories: Sequence[Trajectory]) -> list[Verdict]:
+        """One verdict per trajectory, in order; raises as ``EnvironmentPool.verify``, and RunError where actors keep dying."""
+        return self._spread("verify", trajectories)
+
+    def step(self, steps: Sequence[EpisodeStep]) -> list[EpisodeReply]:
+        """One step of every episode, in order, as ``EnvironmentPool.step``."""
+        return self._spread("step", steps)
+
+    def _spread(self, method: str, asked: Sequence[Any]) -> list:
+        parts = {place: indices for place, indices in self._parts(asked).items() if indices}
+        answers: dict[int, Any] = {}
+        with ThreadPoolExecutor(max(1, len(parts)), thread_name_prefix="environments") as threads:
+            running = {
+                place: threads.submit(self._ask, place, method, [asked[index] for index in indices])
+                for place, indices in parts.items()
+            }
+            for place, indices in parts.items():
+                answers.update(zip(indices, running[place].result()))
+        return [answers[index] for index in range(len(asked))]
+
+    def _parts(self, asked: Sequence[Any]) -> dict[int | None, list[int]]:
+        """Indices of what goes to each node, in proportion to its workers; under None what stays here."""
+        pools: dict[Any, list[int]] = {}
+        parts: dict[int | None, list[int]] = {None: []}
+        for index, item in enumerate(asked):
+            name = item.prompt.environment
+            if name not in self._local:  # a client of servers, or unknown, which is refused there
+                parts[None].append(index)
+                continue
+            own = self._local[name].get("num_workers") is not None
+            pools.setdefault(name if own else SHARED, []).append(index)
+        for pool, indices in pools.items():
+            shares = [load.get(pool, 0) for load in self._loads]
+            for place, part in enumerate(divide(indices, shares, lambda index: asked[index].prompt.id)):
+                parts.setdefault(place, []).extend(part)
+        return parts
+
+    def _ask(self, place: int | None, method: str, asked: list) -> list:
+        if place is None:
+            return getattr(self._here, method)(asked)
+        for _ in range(1 + _REPLACEMENTS):
+            actor = self._actors[place]
+            try:
+                return self._wait(place, actor, getattr(actor, method).remote(asked))
+            except WorkerDied as error:
+                self._replace(place, actor, error)
+        raise RunError(f"environment node {place}: its process died {1 + _REPLACEMENTS} times in a row")
+
+    def _wait(self, place: int, actor: Any, ref: Any) -> list:
+        """The answer; the pools inside keep their own deadlines, so what is watched here is whether the actor lives."""
+        owner, what = f"environment node {place}", f"verdicts of {', '.join(self._local)}"
+        while True:
+            try:
+                return gather([ref], what, _LOOK_S, owner)[0]
+            except WaitExpired:
+                if ray.wait([ref], timeout=0)[0]:
+                    break
+                gather([actor.whereabouts.remote()], f"a sign of life of {owner}", _LOOK_S, owner)
+        return gather([ref], what, _LOOK_S, owner)[0]  # the deadline was one inside the actor, or it answered just now
+
+    def _replace(self, place: int, dead: Any, error: WorkerDied) -> None:
+        with self._lock:
+            if self._closed:
+                raise RunError("the environment pool was closed during verification") from error
+            if self._actors[place] is dead:
+                self._actors[place] = self._start(place)
+
+    def close(self) -> None:
+        """End the actors, and with them their workers. A ``verify`` under way in another thread raises RunError."""
+        with self._lock:
+            self._closed = True
+        self._here.close()
+        for actor in self._actors:
+            ray.kill(actor)
+
+
+def divide(indices: Sequence[int], shares: Sequence[int], group_of) -> list[list[int]]:
+    """``indices`` in as many parts as there are ``shares``, about in their proportion, neighbours of one group together."""
+    bounds = np.cumsum(shares) * len(indices) / sum(shares)
+    parts: list[list[int]] = [[] for _ in shares]
+    done = 0
+    for _, members in groupby(indices, key=group_of):
+        group = list(members)
+        parts[int(np.searchsorted(bounds, done + len(group) / 2))] += group
+        done += len(group)
+    return parts

@@ -1,0 +1,88 @@
+"""Environment workers behind actors: the same verdicts and the same containment as beside the driver."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+
+import psutil
+import pytest
+from environment_samples import HOSTILE, trajectories, trajectory
+
+from gdpo_nemo.cluster.env_nodes import EnvironmentNodes, divide
+from gdpo_nemo.cluster.placement import here
+from gdpo_nemo.cluster.session import session
+from gdpo_nemo.config.schema import Config
+from gdpo_nemo.data.records import Outcome
+from gdpo_nemo.errors import ConfigError, RunError
+
+
+@pytest.fixture(scope="module")
+def nodes():
+    """Two nodes, which here are two actors of this machine; ``one`` has a worker of its own, on the second."""
+    config = Config(env={"env": {"plugin": f"{HOSTILE}:Hostile"}, "one": {"plugin": f"{HOSTILE}:Hostile", "num_workers": 1}})
+    config.rollout.env_workers, config.rollout.env_timeout_s = 3, 0.7
+    with session(config.cluster):
+        config.cluster.env_nodes = 2
+        nodes = EnvironmentNodes(config, here(config))
+        yield nodes
+        nodes.close()
+
+
+def lengths(verdicts):
+    return [verdict.rewards.get("length") for verdict in verdicts]
+
+
+def hosts() -> list[psutil.Process]:
+    return [p for p in psutil.Process().children(recursive=True) if p.name().startswith("ray::EnvironmentHo")]
+
+
+def test_verdicts_keep_their_order_over_nodes_and_every_node_works(nodes):
+    mixed = [trajectory("x" * i, "one" if i % 3 == 0 else "env", f"p{i // 4}", i % 4) for i in range(40)]
+    assert lengths(nodes.verify(mixed)) == [float(i) for i in range(40)]
+    assert [sum(child.is_running() for child in host.children()) > 0 for host in hosts()] == [True, True]
+    assert sorted(nodes.places()) == [0, 1] and nodes.verify([]) == []
+
+
+def test_hangs_crashes_and_mistakes_are_what_they_are_beside_the_driver(nodes):
+    texts = ["a", "bb", "hang", "dddd", "crash", "ffffff"]
+    verdicts = nodes.verify(trajectories(texts, group=1))
+    assert [v.outcome is Outcome.ENV_FAILED for v in verdicts] == [False, False, True, False, True, False]
+    assert "exceeded 0.7 s" in verdicts[2].detail and "died (exit code 7)" in verdicts[4].detail
+    with pytest.raises(RunError, match="Hostile.verify raised ValueError: this sample"):
+        nodes.verify(trajectories(["a", "raise"], group=1))
+    with pytest.raises(RunError, match="wants the environment 'unknown'"):
+        nodes.verify([trajectory("x", "unknown")])
+    assert lengths(nodes.verify(trajectories(["still", "works"]))) == [5.0, 5.0]
+
+
+def test_an_actor_that_is_killed_is_replaced_and_asked_again_and_its_workers_go_with_it(nodes):
+    before = hosts()
+    orphans = [child for host in before for child in host.children()]
+    answers: list = []
+    thread = threading.Thread(target=lambda: answers.append(nodes.verify(trajectories(["hang", "bb", "ccc"], group=1))))
+    thread.start()
+    time.sleep(0.2)
+    for host in before:
+        os.kill(host.pid, signal.SIGKILL)
+    thread.join(60)
+    assert lengths(answers[0]) == [None, 2.0, 3.0]
+    assert not {host.pid for host in before} & {host.pid for host in hosts()}
+    assert not psutil.wait_procs(orphans, timeout=10)[1]
+
+
+def test_parts_follow_the_shares_and_hold_whole_groups():
+    for shares in ([1, 1], [3, 1, 2], [0, 1], [2, 0, 1]):
+        parts = divide(range(120), shares, lambda index: index // 4)
+        assert [len(part) for part in parts] == [120 * share // sum(shares) for share in shares]
+        assert sorted(sum(parts, [])) == list(range(120))
+        assert all(len({index // 4 for index in part}) == len(part) // 4 for part in parts)
+
+
+def test_clients_of_servers_alone_need_no_node():
+    config = Config(env={"judge": {"plugin": "nemo_gym"}})
+    config.cluster.env_nodes = 1
+    with pytest.raises(ConfigError, match="cluster.env_nodes: has no effect"):
+        EnvironmentNodes(config, here(config))
