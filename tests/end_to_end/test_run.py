@@ -164,7 +164,6 @@ def test_adapters_kl_penalty_dynamic_sampling_and_several_updates_train_together
         tmp_path / "run",
         digit_model,
         "policy.lora={rank: 8, alpha: 32}",
-        "policy.megatron_cfg.optimizer.lr=0.003",
         "gdpo.rewards={correctness: 0.0, format: 1.0, length: 0.0}",
         "gdpo.dynamic_sampling={enabled: true, max_rounds: 6}",
         "loss_fn={reference_policy_kl_penalty: 0.01, entropy_bonus: 0.001, off_policy: {mode: truncate}}",
