@@ -21,7 +21,8 @@ from gdpo_nemo.rollouts.context import RolloutContext
 from gdpo_nemo.rollouts.stream import sample_seed
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-LONGEST = 1536
+LONGEST = 5120
+"""Tokens: the prompts of example_multi_step have 4,050."""
 TEMPERATURE = 0.5
 """Low enough for a model of seconds to spell a call."""
 
