@@ -57,10 +57,10 @@ def agents(endpoint, tmp_path_factory):
     process.wait()
 
 
-def prompts_of(environment, server: str, count: int) -> list[Prompt]:
+def prompts_of(environment, server: str, count: int, agent: str = "agent") -> list[Prompt]:
     [packages] = installed().parent.parent.glob("lib/python3.*/site-packages")
     lines = (packages / "resources_servers" / server / "data" / "example.jsonl").read_text().splitlines()[:count]
-    rows = [{**json.loads(line), "agent_ref": {"type": "responses_api_agents", "name": f"{server}_agent"}} for line in lines]
+    rows = [{**json.loads(line), "agent_ref": {"type": "responses_api_agents", "name": f"{server}_{agent}"}} for line in lines]
     fields = [environment.read_row(row) for row in rows]
     return [Prompt(f"{server}/{i}", np.zeros(1, np.int32), "", "agents", f, f["messages"]) for i, f in enumerate(fields)]
 
@@ -103,6 +103,28 @@ def check_multi_step(stage, trajectories) -> None:
     assert {t.rewards["reward"] for t in played} == {0.0, 1.0}
     heard = [stage.tokenizer.decode(t.completion_ids[~t.loss_mask]) for t in played]
     assert any('{"synonym_value":407}' in text for text in heard) and any('{"success":true}' in text for text in heard)
+
+
+def test_agents_whose_model_server_is_the_endpoint_itself_play_the_same_episodes(stage, endpoint, agents):
+    """/v1/responses against NeMo Gym's own model server before /v1/chat/completions: the same tokens, masks and rewards."""
+    environment, kinds = NemoGymAgent({"agents": agents, "retries": 0}), ("agent", "direct_agent")
+    context = stage.context(None, samples=8, max_turns=2, max_tokens=400, endpoint=endpoint, sampling=SAMPLING)
+    endpoint.service.budgets = Budgets(2, 400, stage.config.policy.max_total_sequence_length)  # which cuts some
+    played = []
+    for kind in kinds:
+        prompts = [prompt for server in SERVERS for prompt in prompts_of(environment, server, 1, kind)]
+        groups = checked(play_with_agents(environment, prompts, context), prompts, context, kind)
+        assert endpoint.service.counts["edited"] == 0 and endpoint.service.counts["spliced"] > 0
+        played.append([sorted(map(outline, group)) for group in groups])
+    assert played[0] == played[1]
+    endings = {(turns, finish) for group in played[1] for *_, turns, finish, _ in group}
+    assert {(1, "stop"), (2, "stop"), (2, "length")} <= endings
+
+
+def outline(t) -> tuple:
+    """What was trained of a trajectory, without log-probs, which another batch of the engines rounds otherwise."""
+    rewards = tuple(sorted(t.rewards.items()))
+    return t.completion_ids.tolist(), t.loss_mask.tolist(), rewards, t.turns, t.finish_reason, t.outcome.value
 
 
 def test_a_prompt_without_room_is_masked_and_other_agents_go_on(stage, endpoint, agents):
