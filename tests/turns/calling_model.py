@@ -26,6 +26,8 @@ CALLS = (
 )
 """The first is of the server example_session_state_mgmt, the others of example_multi_step, whose example rows all expect
 711 and 407."""
+WORDS = ("done", "SCORE: 7")
+"""What ends an episode; the second is also what a judge is asked for."""
 WHOLE = (
     *("The term '", "' has a synonym '", "'.\n"),
     *(OPEN, GET, 'Warm"}}</tool_call>', EXTRACT, '"synonym_values": [', "711", "407", "]}}</tool_call>"),
@@ -34,7 +36,7 @@ WHOLE = (
 
 
 def rows(tokenizer) -> Iterator[tuple[list[int], list[int]]]:
-    """Chats of one to five random messages, and what the model answers: a call in three of five, else a word."""
+    """Chats of one to five random messages, and what the model answers: a call in three of five, else words."""
     rng = random.Random(0)
 
     def words() -> str:
@@ -44,7 +46,7 @@ def rows(tokenizer) -> Iterator[tuple[list[int], list[int]]]:
     while True:
         chat = [{"role": rng.choice(("user", "tool", "system")), "content": words()} for _ in range(rng.randint(1, 5))]
         prompt = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-        answer = rng.choice(CALLS) if rng.random() < 0.6 else "done"
+        answer = rng.choice(CALLS if rng.random() < 0.6 else WORDS)
         ids = tokenizer.encode(answer, add_special_tokens=False)
         yield tokenizer.encode(prompt, add_special_tokens=False), [*ids, tokenizer.eos_token_id]
 
