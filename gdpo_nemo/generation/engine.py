@@ -7,13 +7,13 @@ import socket
 import tempfile
 import time
 from pathlib import Path
-from typing import Sequence
+from typing import Mapping, Sequence
 
 import numpy as np
 
 from gdpo_nemo.config.schema import VllmConfig
 from gdpo_nemo.errors import RunError
-from gdpo_nemo.generation.requests import Completion, CompletionBatch, SampleRequest, Sampling
+from gdpo_nemo.generation.requests import Completion, CompletionBatch, Drawn, SampleRequest, Sampling
 from gdpo_nemo.weights.manifest import Manifest
 
 CPU_ENVIRONMENT = {
@@ -32,6 +32,8 @@ ENVIRONMENT = {
 
 _BATCHED_TOKENS = 8192
 """Tokens that one forward pass of a CPU engine takes at most."""
+SLICE_S = 0.05
+"""Seconds that ``advance`` works at most before it looks for further requests."""
 
 
 class Engine:
@@ -82,6 +84,8 @@ class Engine:
         self._llm.init_weight_transfer_engine({"init_info": {}})
         self._expected = _checkpoint_names(Path(model))
         self.version = -1
+        self._drawn: list[Drawn] = []
+        """Completions of ``advance`` that nobody has fetched yet."""
 
     def whereabouts(self) -> tuple[str, int]:
         """(host, process) of this engine."""
@@ -93,37 +97,65 @@ class Engine:
         Raises:
             RunError: a prompt leaves no room for a completion.
         """
+        self._finish_drawing()
+        start = time.monotonic()
+        prompts = [{"prompt_token_ids": request.prompt_ids.tolist()} for request in requests]
+        params = [self._parameters(request, sampling) for request in requests]
+        outputs = self._llm.generate(prompts, params, use_tqdm=False) if prompts else []
+        return CompletionBatch([_completion(o.outputs[0]) for o in outputs], self.version, time.monotonic() - start)
+
+    def advance(self, new: Mapping[str, tuple[SampleRequest, Sampling]]) -> list[Drawn]:
+        """Take further requests, by name, to those that are being drawn, and work until one is done, but no longer than
+        ``SLICE_S``; what is done is returned once. A call with nothing new goes on with the work.
+
+        Whatever else the engine is asked to do comes after all requests that it took before, so that no completion is
+        begun by one version of the weights and ended by another.
+
+        Raises:
+            RunError: a prompt leaves no room for a completion.
+        """
+        engine, end = self._llm.llm_engine, time.monotonic() + SLICE_S
+        for name, (request, sampling) in new.items():
+            engine.add_request(name, {"prompt_token_ids": request.prompt_ids.tolist()}, self._parameters(request, sampling))
+        while not self._drawn and engine.has_unfinished_requests() and time.monotonic() < end:
+            self._step()
+        drawn, self._drawn = self._drawn, []
+        return drawn
+
+    def _step(self) -> None:
+        outputs = (output for output in self._llm.llm_engine.step() if output.finished)
+        self._drawn += [Drawn(output.request_id, _completion(output.outputs[0]), self.version) for output in outputs]
+
+    def _finish_drawing(self) -> None:
+        while self._llm.llm_engine.has_unfinished_requests():
+            self._step()
+
+    def _parameters(self, request: SampleRequest, sampling: Sampling):
+        """What vLLM is told about a request. Raises RunError where its prompt leaves no room."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        start = time.monotonic()
-        prompts, params = [], []
-        for request in requests:
-            room = self._max_model_len - len(request.prompt_ids)
-            if room < 1:
-                raise RunError(f"a prompt of {len(request.prompt_ids)} tokens fills the context of {self._max_model_len}")
-            prompts.append({"prompt_token_ids": request.prompt_ids.tolist()})
-            params.append(
-                SamplingParams(
-                    temperature=sampling.temperature,
-                    top_p=sampling.top_p,
-                    top_k=sampling.top_k,
-                    max_tokens=min(sampling.max_new_tokens, room, request.max_tokens or room),
-                    seed=request.seed,
-                    stop=list(sampling.stop_strings) or None,
-                    include_stop_str_in_output=True,
-                    detokenize=bool(sampling.stop_strings),
-                    logprobs=0,
-                    output_kind=RequestOutputKind.FINAL_ONLY,
-                )
-            )
-        outputs = self._llm.generate(prompts, params, use_tqdm=False) if prompts else []
-        return CompletionBatch([_completion(o.outputs[0]) for o in outputs], self.version, time.monotonic() - start)
+        room = self._max_model_len - len(request.prompt_ids)
+        if room < 1:
+            raise RunError(f"a prompt of {len(request.prompt_ids)} tokens fills the context of {self._max_model_len}")
+        return SamplingParams(
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            max_tokens=min(sampling.max_new_tokens, room, request.max_tokens or room),
+            seed=request.seed,
+            stop=list(sampling.stop_strings) or None,
+            include_stop_str_in_output=True,
+            detokenize=bool(sampling.stop_strings),
+            logprobs=0,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
 
     def score(self, token_ids: Sequence[int]) -> np.ndarray:
         """float32 [tokens - 1]: log-prob of each token after the first, at temperature 1. Serves as a probe of the weights."""
         from vllm import SamplingParams
 
+        self._finish_drawing()
         ids = [int(t) for t in token_ids]
         params = SamplingParams(temperature=1.0, max_tokens=1, prompt_logprobs=0, detokenize=False, seed=0)
         (output,) = self._llm.generate([{"prompt_token_ids": ids}], params, use_tqdm=False)
@@ -131,7 +163,11 @@ class Engine:
         return np.array([entry[token].logprob for entry, token in zip(found, ids[1:])], np.float32)
 
     def expect(self, manifest: Manifest) -> None:
-        """Check that an update fits before its bytes are sent. Raises RunError where a name is missing, unexpected or double."""
+        """Finish what is being drawn and check that an update fits, before its bytes are sent.
+
+        Raises RunError where a name is missing, unexpected or double.
+        """
+        self._finish_drawing()
         manifest.check_names(self._expected)
 
     def fetch(self, manifest: Manifest, source) -> int:
@@ -147,6 +183,7 @@ class Engine:
         from gdpo_nemo.weights import vllm_receiver
 
         manifest.check_names(self._expected)
+        self._finish_drawing()
         path = None
         if self._tensor_parallel > 1:
             path = _shared_file(buffer)
