@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
-from typing import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -14,7 +14,7 @@ from gdpo_nemo.cluster.transports import Transport
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.errors import RunError
 from gdpo_nemo.generation.engine import CPU_ENVIRONMENT, ENVIRONMENT, Engine
-from gdpo_nemo.generation.requests import CompletionBatch, SampleRequest, Sampling
+from gdpo_nemo.generation.requests import CompletionBatch, Drawn, SampleRequest, Sampling
 from gdpo_nemo.weights.buckets import PeerLost
 
 _START_S = 900.0
@@ -28,6 +28,17 @@ class Ticket:
 
     shares: list[tuple[int, list[SampleRequest], "ray.ObjectRef"]]
     sampling: Sampling
+
+
+@dataclass
+class Drawing:
+    """Requests that one engine draws side by side; others may join them at any time."""
+
+    engine: int
+    requests: dict[str, tuple[SampleRequest, Sampling]] = field(default_factory=dict)
+    """By name; names are never used twice."""
+    actor: "ray.ActorHandle | None" = None
+    """Who draws them."""
 
 
 class EngineFleet:
@@ -133,6 +144,31 @@ class EngineFleet:
             ]
         return Ticket(shares, sampling)
 
+    def advance(self, drawing: Drawing, new: Mapping[str, tuple[SampleRequest, Sampling]]) -> list[Drawn]:
+        """Let an engine take requests to those it draws, and work for a moment; what was done is no longer in ``drawing``.
+
+        An engine that has been started again is given all of them again, with their seeds.
+
+        Raises:
+            RunError: the deadline passed, or engines kept dying.
+        """
+        drawing.requests.update(new)
+        while True:
+            with self._lock:
+                actor = self._actors[drawing.engine]
+                asked = new if actor is drawing.actor else drawing.requests
+                drawing.actor = actor
+                ref = actor.advance.remote(dict(asked))
+            try:
+                (drawn,) = gather([ref], "sampling", self._timeout_s, f"engine {drawing.engine}")
+            except WorkerDied as error:
+                self._replace_dead(drawing.engine, actor, error)
+                continue
+            self._replaced = 0
+            for done in drawn:
+                drawing.requests.pop(done.name, None)
+            return drawn
+
     def collect(self, ticket: Ticket) -> CompletionBatch:
         """Wait for a submitted call.
 
@@ -156,14 +192,18 @@ class EngineFleet:
                 return batch
             except WorkerDied as error:
                 with self._lock:
-                    if self._asleep:  # its memory is the policy's now, and the policy may be training
-                        raise RunError(f"engine {index} was asked to sample while it slept, and is dead: {error}") from error
-                    # An update may have found the engine dead before and replaced it.
-                    if self._actors[index] is asked:
-                        self._replace(index, error)
-                        self._deliver_all([index])
+                    self._replace_dead(index, asked, error)
                     asked = self._actors[index]
                     ref = asked.generate.remote(requests, sampling)
+
+    def _replace_dead(self, index: int, dead, error: WorkerDied) -> None:
+        """Start another engine in the place of ``dead``, with the newest weights. Raises RunError while engines sleep."""
+        with self._lock:
+            if self._asleep:  # its memory is the policy's now, and the policy may be training
+                raise RunError(f"engine {index} was asked to sample while it slept, and is dead: {error}") from error
+            if self._actors[index] is dead:  # An update may have found it dead before and replaced it.
+                self._replace(index, error)
+                self._deliver_all([index])
 
     def _replace(self, index: int, error: WorkerDied) -> None:
         self._replaced += 1

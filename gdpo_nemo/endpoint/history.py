@@ -16,6 +16,7 @@ from typing import Any, Mapping, Sequence
 
 import numpy as np
 
+from gdpo_nemo.environments.nemo_gym.completions import split_thought
 from gdpo_nemo.generation.requests import Completion
 
 MAX_TURNS_KEPT = 65_536
@@ -111,11 +112,15 @@ class History:
 
 
 def fingerprint(messages: Messages) -> str:
-    """SHA-256 of what messages say: roles, text without white space at its ends, calls by name and arguments."""
+    """SHA-256 of what messages say: roles, text without white space at its ends, calls by name and arguments.
+
+    A thought at the beginning counts as such, however it is set apart: clients may hold it as an item of its own.
+    """
     digest = hashlib.sha256()
     for message in messages:
         calls = [call.get("function") or {} for call in message.get("tool_calls") or ()]
-        spoken = [message.get("role"), text_of(message).strip(), [[c.get("name"), arguments_of(c)] for c in calls]]
+        thought, text = split_thought(text_of(message))
+        spoken = [message.get("role"), thought, text.strip(), [[c.get("name"), arguments_of(c)] for c in calls]]
         digest.update(json.dumps(spoken, sort_keys=True, default=str).encode() + b"\n")
     return digest.hexdigest()
 

@@ -23,6 +23,8 @@ _NEUTRAL = {
     "min_tokens": (0,),
     "logit_bias": ({},),
     "response_format": ({"type": "text"},),
+    "tool_choice": ("auto",),
+    "chat_template_kwargs": ({},),
     "guided_json": (),
     "structured_outputs": (),
     "seed": (),
@@ -40,6 +42,13 @@ class Refused(Exception):
         self.status, self.message = status, message
 
 
+class NoRoom(Refused):
+    """The conversation has used up a budget or the context, status 400."""
+
+    def __init__(self, message: str):
+        super().__init__(400, message)
+
+
 @dataclass(frozen=True)
 class ChatRequest:
     """What of a request counts."""
@@ -53,12 +62,22 @@ class ChatRequest:
 
 def read_chat(body: bytes, sampling: Sampling, session: str) -> ChatRequest:
     """A request to /v1/chat/completions or /tokenize. Raises Refused, status 400."""
+    return read_request(read_object(body), sampling, session)
+
+
+def read_object(body: bytes) -> dict[str, Any]:
+    """The JSON object that a request is. Raises Refused, status 400."""
     try:
         request = parse_json(body, _MAX_DEPTH)
     except Failure as failure:
         raise Refused(400, f"the request is no JSON that can be read: {failure.detail}") from None
     if not isinstance(request, dict):
         raise Refused(400, "the request must be a JSON object")
+    return request
+
+
+def read_request(request: Mapping[str, Any], sampling: Sampling, session: str) -> ChatRequest:
+    """What of a chat request counts. Raises Refused, status 400."""
     _check_sampling(request, sampling)
     limits = [request.get(key) for key in ("max_tokens", "max_completion_tokens") if request.get(key) is not None]
     if any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in limits):

@@ -1,22 +1,26 @@
-"""Single requests on engines that work in batches: what arrives while an engine works goes into its next batch.
+"""Single requests on engines that draw many at once: what arrives joins what is being drawn, at the engine's next step.
 
-A conversation stays on one engine, whose prefix cache holds its earlier turns. An engine finishes a batch before it takes
-the next, so a request waits for the longest completion before it; requests are not slipped into a running batch.
+A conversation stays on one engine, whose prefix cache holds its earlier turns. What a request draws depends on its seed
+and its prompt, not on its company. New weights wait for the requests that an engine has taken.
 """
 
 from __future__ import annotations
 
+import itertools
 import queue
 import threading
+import time
+import uuid
 from concurrent.futures import Future
 from typing import NamedTuple
 
-from gdpo_nemo.cluster.fleet import EngineFleet
+from gdpo_nemo.cluster.fleet import Drawing, EngineFleet
 from gdpo_nemo.errors import GdpoError, RunError
 from gdpo_nemo.generation.requests import Completion, SampleRequest, Sampling
 
 
 class _Asked(NamedTuple):
+    name: str
     request: SampleRequest
     sampling: Sampling
     answer: Future
@@ -34,6 +38,8 @@ class EngineRouter:
         self._queues: list[queue.SimpleQueue] = [queue.SimpleQueue() for _ in range(engines)]
         self._load = [0] * engines
         self._lock = threading.Lock()
+        # Engines outlive routers, so a name says whose it is.
+        self._names = (f"{uuid.uuid4().hex}/{number}" for number in itertools.count())
         self.failure: GdpoError | None = None
         """Why sampling failed for good, once it did."""
         self.seconds = 0.0
@@ -51,44 +57,43 @@ class EngineRouter:
         answer: Future = Future()
         with self._lock:
             self._load[engine] += 1
-        self._queues[engine].put(_Asked(request, sampling, answer))
+            name = next(self._names)
+        self._queues[engine].put(_Asked(name, request, sampling, answer))
         return answer
 
     def close(self) -> None:
-        """End the threads when their batch is done."""
+        """End the threads. What is being drawn is dropped."""
         for waiting in self._queues:
             waiting.put(None)
 
     def _serve(self, engine: int) -> None:
-        while True:
-            batch = self._next_batch(engine)
-            if batch is None:
-                return
-            sampling = batch[0].sampling
-            now, later = ([a for a in batch if (a.sampling == sampling) is same] for same in (True, False))
-            for asked in later:
-                self._queues[engine].put(asked)
-            self._draw(engine, now, sampling)
+        drawing, waiting = Drawing(engine), {}
+        while (arrived := self._arrived(engine, wait=not waiting)) is not None:
+            waiting |= {asked.name: asked for asked in arrived}
+            start = time.monotonic()
+            try:
+                drawn = self._fleet.advance(drawing, {asked.name: (asked.request, asked.sampling) for asked in arrived})
+            except Exception as error:  # whatever it is, those who wait must hear of it
+                self.failure = error if isinstance(error, GdpoError) else RunError(f"sampling: {error}")
+                failed, waiting, drawing = waiting, {}, Drawing(engine)
+                self._count(engine, len(failed), time.monotonic() - start)
+                for asked in failed.values():
+                    asked.answer.set_exception(self.failure)
+                continue
+            # An engine may also return what a router before this one has asked for.
+            done = [(waiting.pop(name), completion, version) for name, completion, version in drawn if name in waiting]
+            self._count(engine, len(done), time.monotonic() - start)
+            for asked, completion, version in done:
+                asked.answer.set_result((completion, version))
 
-    def _next_batch(self, engine: int) -> list[_Asked] | None:
-        """What is waiting, at least one; None to end."""
-        batch = [self._queues[engine].get()]
+    def _arrived(self, engine: int, wait: bool) -> list[_Asked] | None:
+        """What has been asked of an engine since, at least one thing with ``wait``; None to end."""
+        arrived = [self._queues[engine].get()] if wait else []
         while not self._queues[engine].empty():
-            batch.append(self._queues[engine].get())
-        return None if None in batch else batch
+            arrived.append(self._queues[engine].get())
+        return None if None in arrived else arrived
 
-    def _draw(self, engine: int, batch: list[_Asked], sampling: Sampling) -> None:
-        try:
-            drawn = self._fleet.collect(self._fleet.submit([a.request for a in batch], sampling, engine))
-        except Exception as error:  # whatever it is, those who wait must hear of it
-            self.failure = error if isinstance(error, GdpoError) else RunError(f"sampling: {error}")
-            for asked in batch:
-                asked.answer.set_exception(self.failure)
-            return
-        finally:
-            with self._lock:
-                self._load[engine] -= len(batch)
+    def _count(self, engine: int, done: int, seconds: float) -> None:
         with self._lock:
-            self.seconds += drawn.seconds
-        for asked, completion in zip(batch, drawn.completions):
-            asked.answer.set_result((completion, drawn.version))
+            self._load[engine] -= done
+            self.seconds += seconds

@@ -67,6 +67,10 @@ def _app(service: Service) -> FastAPI:
     async def chat(request: Request) -> JSONResponse:
         return JSONResponse(await service.chat(await _body(request), _session(request)))
 
+    @app.post("/v1/responses")
+    async def responses(request: Request) -> JSONResponse:
+        return JSONResponse(await service.responses(await _body(request), _session(request)))
+
     @app.post("/tokenize")
     async def tokenize(request: Request) -> JSONResponse:
         return JSONResponse(await service.tokenize(await _body(request), _session(request)))

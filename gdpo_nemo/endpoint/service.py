@@ -14,7 +14,8 @@ import numpy as np
 
 from gdpo_nemo.data.conversation import Conversation
 from gdpo_nemo.endpoint.history import EditedHistory, History, Turn, UnknownTurn, arguments_of, fingerprint, text_of
-from gdpo_nemo.endpoint.requests import ChatRequest, Refused, read_chat
+from gdpo_nemo.endpoint.requests import ChatRequest, NoRoom, Refused, read_chat
+from gdpo_nemo.endpoint.responses import read_responses, response_of, response_without_room
 from gdpo_nemo.endpoint.router import EngineRouter
 from gdpo_nemo.environments.nemo_gym.completions import output_items
 from gdpo_nemo.errors import GdpoError, RunError
@@ -73,6 +74,21 @@ class Service:
         """The answer to /v1/chat/completions. Raises Refused."""
         sampling = self._current_sampling()
         request = read_chat(body, sampling, session)
+        return _answer(*await self._turn(request, sampling), request)
+
+    async def responses(self, body: bytes, session: str = "") -> dict[str, Any]:
+        """The answer to /v1/responses. Raises Refused."""
+        sampling = self._current_sampling()
+        request, given = read_responses(body, sampling, session)
+        try:
+            turn, message = await self._turn(request, sampling)
+        except NoRoom:
+            self.counts["refused"] += 1
+            return response_without_room(given)
+        return response_of(turn, message, given, f"{_number(turn):x}_{turn.turns}")
+
+    async def _turn(self, request: ChatRequest, sampling: Sampling) -> tuple[Turn, dict[str, Any]]:
+        """Sample the next turn of a conversation and remember it: the turn and the assistant's message. Raises Refused."""
         following = self._next(request)
         allowed = self._allowed(request, following, sampling)
         before = following.before
@@ -87,9 +103,11 @@ class Service:
         turns, written = (before.turns, before.written) if before else (0, 0)
         written += len(completion.token_ids)
         turn = Turn(following.token_ids, completion, version, engine, turns + 1, written, said)
+        for place, call in enumerate(message.get("tool_calls") or ()):
+            call["id"] = f"call_{_number(turn)}_{turn.turns}_{place}"
         self.history.keep(request.session, turn)
         self.counts["turns"] += 1
-        return _answer(turn, message, request, int(turn.said[:12], 16))
+        return turn, message
 
     async def tokenize(self, body: bytes, session: str = "") -> dict[str, Any]:
         """The answer to /tokenize: the prompt that the same messages would get. Raises Refused."""
@@ -130,16 +148,16 @@ class Service:
         return _Next(np.concatenate([turn.token_ids, new]).astype(np.int32), turn)
 
     def _allowed(self, request: ChatRequest, following: _Next, sampling: Sampling) -> int:
-        """Tokens that the next turn may have. Raises Refused, worded as agents expect it when a conversation is too long."""
+        """Tokens that the next turn may have. Raises NoRoom, worded as agents expect it when a conversation is too long."""
         budgets, before, length = self.budgets, following.before, len(following.token_ids)
         room = budgets.max_sequence - length
         left = budgets.max_tokens - (before.written if before else 0)
         if before and before.turns >= budgets.max_turns:
-            raise Refused(400, f"max_tokens: the policy has taken its {budgets.max_turns} turns")
+            raise NoRoom(f"max_tokens: the policy has taken its {budgets.max_turns} turns")
         if room < 1:
-            raise Refused(400, f"the prompt of {length} tokens exceeds the context length of {budgets.max_sequence} tokens")
+            raise NoRoom(f"the prompt of {length} tokens exceeds the context length of {budgets.max_sequence} tokens")
         if left < 1:
-            raise Refused(400, f"max_tokens: the policy has written its {budgets.max_tokens} tokens")
+            raise NoRoom(f"max_tokens: the policy has written its {budgets.max_tokens} tokens")
         return min(room, left, sampling.max_new_tokens, request.max_tokens or room)
 
     def _seed(self, token_ids: np.ndarray) -> int:
@@ -171,8 +189,10 @@ class Service:
 
 
 def _for_template(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message as chat templates want it: content as text, arguments as objects, nothing that is ours."""
+    """A message as chat templates want it: content as text, arguments as objects, roles they know, nothing that is ours."""
     plain = {key: message[key] for key in ("role", "name", "tool_call_id", "reasoning_content") if key in message}
+    if plain["role"] == "developer":
+        plain["role"] = "system"
     plain["content"] = text_of(message)
     if message.get("tool_calls"):
         plain["tool_calls"] = [
@@ -182,14 +202,16 @@ def _for_template(message: Mapping[str, Any]) -> dict[str, Any]:
     return plain
 
 
-def _answer(turn: Turn, message: dict[str, Any], request: ChatRequest, number: int) -> dict[str, Any]:
+def _number(turn: Turn) -> int:
+    """What tells a turn from others in the ids of its answer."""
+    return int(turn.said[:12], 16)
+
+
+def _answer(turn: Turn, message: dict[str, Any], request: ChatRequest) -> dict[str, Any]:
     """The reply. The three token fields on the message are what training goes by; NeMo Gym hands them on unchanged."""
     completion = turn.completion
     ids, logprobs = completion.token_ids.tolist(), completion.logprobs.tolist()
-    calls = message.get("tool_calls")
-    for place, call in enumerate(calls or ()):
-        call["id"] = f"call_{number}_{turn.turns}_{place}"
-    finish = "length" if completion.finish_reason == "length" else "tool_calls" if calls else "stop"
+    finish = "length" if completion.finish_reason == "length" else "tool_calls" if message.get("tool_calls") else "stop"
     choice: dict[str, Any] = {
         "index": 0,
         "finish_reason": finish,
@@ -206,7 +228,7 @@ def _answer(turn: Turn, message: dict[str, Any], request: ChatRequest, number: i
         choice["logprobs"] = {"content": content}
     usage = {"prompt_tokens": len(turn.prompt_ids), "completion_tokens": len(ids)}
     return {
-        "id": f"chatcmpl-{number:x}",
+        "id": f"chatcmpl-{_number(turn):x}",
         "object": "chat.completion",
         "created": 0,
         "model": MODEL,

@@ -13,7 +13,7 @@ from gdpo_nemo.environments.objects import find_file, is_reference
 from gdpo_nemo.environments.registry import BUILT_IN, ENTRY_POINT_GROUP, environment_names, load_environment, own_workers
 from gdpo_nemo.errors import ConfigError
 
-_INSTANT = ("digit_sort", "gsm8k", "math", "nemo_gym", "reasoning_gym", "tool_calling")
+_INSTANT = ("digit_sort", "digit_turns", "gsm8k", "math", "nemo_gym", "nemo_gym_agent", "reasoning_gym", "tool_calling")
 """Built-in environments that cost nothing to build."""
 
 

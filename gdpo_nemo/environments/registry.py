@@ -43,12 +43,16 @@ def load_environment(name: str, options: Mapping[str, Any] | None = None) -> Env
 
     The option ``plugin`` says what it is: a known name, ``file.py:Class`` or ``package.module.Class``; without it the
     environment's own name does. ``num_workers`` is the pool's business. Raises ConfigError for an unknown name, a class
-    that cannot be imported or built, and an object that is no environment.
+    that cannot be imported or built, an object that is no environment, and ``num_workers`` where no worker would be used.
     """
     make = environment_class(name, options)
     options = dict(options or {})
     plugin = options.pop("plugin", name)
-    own_workers(name, options)
+    if own_workers(name, options) and not _verified_by_workers(make):
+        raise ConfigError(
+            f"env.{name}.num_workers: has no effect, {plugin} does its work on servers and needs no worker processes; "
+            "concurrency limits its requests"
+        )
     options.pop("num_workers", None)
     try:
         environment = make(options)
@@ -58,6 +62,11 @@ def load_environment(name: str, options: Mapping[str, Any] | None = None) -> Env
         raise ConfigError(f"env.{name}: {plugin} could not be built: {first_line(error)}") from error
     _check(name, plugin, environment)
     return environment
+
+
+def _verified_by_workers(make: Any) -> bool:
+    """Whether the pool's worker processes verify for environments of this class; servers of their own do for others."""
+    return not (getattr(make, "remote", False) or getattr(make, "plays_with_endpoint", False))
 
 
 def environment_class(name: str, options: Mapping[str, Any] | None = None) -> Any:

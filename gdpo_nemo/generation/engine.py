@@ -6,13 +6,13 @@ import os
 import socket
 import tempfile
 import time
-from typing import Sequence
+from typing import Mapping, Sequence
 
 import numpy as np
 
 from gdpo_nemo.config.schema import VllmConfig
 from gdpo_nemo.errors import RunError
-from gdpo_nemo.generation.requests import Completion, CompletionBatch, SampleRequest, Sampling
+from gdpo_nemo.generation.requests import Completion, CompletionBatch, Drawn, SampleRequest, Sampling
 from gdpo_nemo.weights.adapters import modules_of, peft_name
 from gdpo_nemo.weights.manifest import Manifest
 from gdpo_nemo.weights.model_folder import weight_names
@@ -33,6 +33,8 @@ ENVIRONMENT = {
 
 _BATCHED_TOKENS = 8192
 """Tokens that one forward pass of a CPU engine takes at most."""
+SLICE_S = 0.05
+"""Seconds that ``advance`` works at most before it looks for further requests."""
 
 
 class Engine:
@@ -101,6 +103,8 @@ class Engine:
         self._targets = tuple(targets)
         self.version = -1
         self._asleep = self._torn = False
+        self._drawn: list[Drawn] = []
+        """Completions of ``advance`` that nobody has fetched yet."""
 
     def whereabouts(self) -> tuple[str, int]:
         """(host, process) of this engine."""
@@ -112,52 +116,86 @@ class Engine:
         Raises:
             RunError: a prompt leaves no room for a completion, or the engine sleeps.
         """
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
-
-        self._check_fit()
+        self._prepare()
         start = time.monotonic()
-        prompts, params = [], []
-        for request in requests:
-            room = self._max_model_len - len(request.prompt_ids)
-            if room < 1:
-                raise RunError(f"a prompt of {len(request.prompt_ids)} tokens fills the context of {self._max_model_len}")
-            prompts.append({"prompt_token_ids": request.prompt_ids.tolist()})
-            params.append(
-                SamplingParams(
-                    temperature=sampling.temperature,
-                    top_p=sampling.top_p,
-                    top_k=sampling.top_k,
-                    max_tokens=min(sampling.max_new_tokens, room, request.max_tokens or room),
-                    seed=request.seed,
-                    stop=list(sampling.stop_strings) or None,
-                    include_stop_str_in_output=True,
-                    detokenize=bool(sampling.stop_strings),
-                    logprobs=0,
-                    output_kind=RequestOutputKind.FINAL_ONLY,
-                )
-            )
+        prompts = [{"prompt_token_ids": request.prompt_ids.tolist()} for request in requests]
+        params = [self._parameters(request, sampling) for request in requests]
         outputs = self._llm.generate(prompts, params, use_tqdm=False) if prompts else []
         return CompletionBatch([_completion(o.outputs[0]) for o in outputs], self.version, time.monotonic() - start)
 
-    def score(self, token_ids: Sequence[int]) -> np.ndarray:
-        """float32 [tokens - 1]: log-prob of each token after the first, at temperature 1. Serves as a probe of the weights."""
-        from vllm import SamplingParams
+    def advance(self, new: Mapping[str, tuple[SampleRequest, Sampling]]) -> list[Drawn]:
+        """Take further requests, by name, to those that are being drawn, and work until one is done, but no longer than
+        ``SLICE_S``; what is done is returned once. A call with nothing new goes on with the work.
 
+        Whatever else the engine is asked to do comes after all requests that it took before, so that no completion is
+        begun by one version of the weights and ended by another.
+
+        Raises:
+            RunError: a prompt leaves no room for a completion, or the engine sleeps.
+        """
+        if new:
+            self._check_fit()
+        engine, end = self._llm.llm_engine, time.monotonic() + SLICE_S
+        for name, (request, sampling) in new.items():
+            engine.add_request(name, {"prompt_token_ids": request.prompt_ids.tolist()}, self._parameters(request, sampling))
+        while not self._drawn and engine.has_unfinished_requests() and time.monotonic() < end:
+            self._step()
+        drawn, self._drawn = self._drawn, []
+        return drawn
+
+    def _step(self) -> None:
+        outputs = (output for output in self._llm.llm_engine.step() if output.finished)
+        self._drawn += [Drawn(output.request_id, _completion(output.outputs[0]), self.version) for output in outputs]
+
+    def _finish_drawing(self) -> None:
+        while self._llm.llm_engine.has_unfinished_requests():
+            self._step()
+
+    def _prepare(self) -> None:
+        """Before other work than ``advance``: may this engine sample, and has it done what it took?"""
         self._check_fit()
-        ids = [int(t) for t in token_ids]
-        params = SamplingParams(temperature=1.0, max_tokens=1, prompt_logprobs=0, detokenize=False, seed=0)
-        (output,) = self._llm.generate([{"prompt_token_ids": ids}], params, use_tqdm=False)
-        found = output.prompt_logprobs[1:]
-        return np.array([entry[token].logprob for entry, token in zip(found, ids[1:])], np.float32)
+        self._finish_drawing()
 
     def _check_fit(self) -> None:
         if self._asleep or self._torn:
             state = "sleeps" if self._asleep else "holds part of an update"
             raise RunError(f"an engine was asked to sample while it {state}")
 
+    def _parameters(self, request: SampleRequest, sampling: Sampling):
+        """What vLLM is told about a request. Raises RunError where its prompt leaves no room."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        room = self._max_model_len - len(request.prompt_ids)
+        if room < 1:
+            raise RunError(f"a prompt of {len(request.prompt_ids)} tokens fills the context of {self._max_model_len}")
+        return SamplingParams(
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            max_tokens=min(sampling.max_new_tokens, room, request.max_tokens or room),
+            seed=request.seed,
+            stop=list(sampling.stop_strings) or None,
+            include_stop_str_in_output=True,
+            detokenize=bool(sampling.stop_strings),
+            logprobs=0,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+
+    def score(self, token_ids: Sequence[int]) -> np.ndarray:
+        """float32 [tokens - 1]: log-prob of each token after the first, at temperature 1. Serves as a probe of the weights."""
+        from vllm import SamplingParams
+
+        self._prepare()
+        ids = [int(t) for t in token_ids]
+        params = SamplingParams(temperature=1.0, max_tokens=1, prompt_logprobs=0, detokenize=False, seed=0)
+        (output,) = self._llm.generate([{"prompt_token_ids": ids}], params, use_tqdm=False)
+        found = output.prompt_logprobs[1:]
+        return np.array([entry[token].logprob for entry, token in zip(found, ids[1:])], np.float32)
+
     def sleep(self) -> None:
         """Give weights and KV cache back (vLLM's level 2: the next update brings the weights); cached prefixes are forgotten."""
+        self._finish_drawing()
         self._llm.sleep(level=2)
         self._asleep = True
 
@@ -166,7 +204,11 @@ class Engine:
         self._asleep = not self._llm.wake_up(tags=[what])
 
     def expect(self, manifest: Manifest) -> None:
-        """Check that an update fits before its bytes are sent. Raises RunError where a name is missing, unexpected or double."""
+        """Finish what is being drawn and check that an update fits, before its bytes are sent.
+
+        Raises RunError where a name is missing, unexpected or double.
+        """
+        self._finish_drawing()
         names: list[str] = self._weights
         if manifest.adapters is not None:
             modules = modules_of(self._weights, self._targets)

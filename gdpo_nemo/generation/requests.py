@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -48,3 +49,13 @@ class CompletionBatch:
     completions: list[Completion]
     version: int
     seconds: float
+
+
+class Drawn(NamedTuple):
+    """A completion of a request that was drawn beside others."""
+
+    name: str
+    """Of the request."""
+    completion: Completion
+    version: int
+    """Of the weights that drew it."""

@@ -14,6 +14,8 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gdpo_nemo"
 PACKAGES = ("nemo-gym==0.4.0", "reasoning-gym==0.1.25", "tiktoken==0.12.0")
 INSTALL_S, START_S = 120, 90
+PLUGIN = REPOSITORY / "examples" / "nemo_gym_plugin"
+"""A folder with resources servers of ours, beside NeMo Gym's."""
 
 
 def installed() -> Path:
@@ -42,8 +44,7 @@ class RealGym:
         [packages] = python.parent.parent.glob("lib/python3.*/site-packages")
         self._data = packages / "resources_servers"
         command = [str(python), str(REPOSITORY / "examples" / "serve_nemo_gym.py"), *(f"{name}=0" for name in servers)]
-        environment = {**os.environ, "PYTHONWARNINGS": "ignore"}
-        environment.pop("PYTHONPATH", None)
+        environment = {**os.environ, "PYTHONWARNINGS": "ignore", "PYTHONPATH": str(PLUGIN)}
         with open(log, "w") as errors:
             self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment)
         line = self._process.stdout.readline()

@@ -23,6 +23,8 @@ from gdpo_nemo.environments.nemo_gym.rewards import read_rules, rewards_of
 from gdpo_nemo.environments.nemo_gym.routing import routes_of
 from gdpo_nemo.environments.nemo_gym.rows import ROW, read_row, request_body
 from gdpo_nemo.environments.nemo_gym.settings import api_key, read_settings
+from gdpo_nemo.environments.preview import announced_components
+from gdpo_nemo.environments.registry import load_environment
 from gdpo_nemo.errors import ConfigError
 from gdpo_nemo.rollouts.learning import rollout_metrics
 from gdpo_nemo.data.records import Outcome
@@ -186,6 +188,7 @@ def test_the_head_servers_configuration_names_servers_and_agents():
         ({**SERVERS, "deadline": 3}, "unknown option 'deadline'; did you mean 'deadline_s'"),
         ({**SERVERS, "deadline_s": 0}, "deadline_s: must be a number of at least"),
         ({**SERVERS, "min_valid": 0.5}, "min_valid: must be"),
+        ({**SERVERS, "straggler_grace_s": 2}, "straggler_grace_s: has no effect without min_valid"),
         ({**SERVERS, "tool_parser": "xml"}, "tool_parser: 'xml' is not one of"),
         ({**SERVERS, "api_key_env": 3}, "api_key_env: must be the name"),
         ({**SERVERS, "rewards": []}, "rewards: must be a list"),
@@ -201,6 +204,17 @@ def test_options_that_cannot_work_are_refused_in_one_line(options, message):
     with pytest.raises(ConfigError, match=re.escape(message)) as error:
         NemoGym(options)
     assert "\n" not in str(error.value) and "pass@" not in str(error.value)
+
+
+def test_an_option_of_remote_environments_that_nobody_would_read_is_refused_by_dry_run_too():
+    agent = {"agents": {"one": "http://h:1"}}
+    for name, options in (("nemo_gym", SERVERS), ("nemo_gym_agent", agent)):
+        for read in (load_environment, announced_components):
+            with pytest.raises(ConfigError, match=f"env.{name}.num_workers: has no effect, {name} does its work on servers"):
+                read(name, {**options, "num_workers": 2})
+    with pytest.raises(ConfigError, match="rewards.x.servers: agents has no 'on'; did you mean 'one'"):
+        announced_components("nemo_gym_agent", {**agent, "rewards": [{"name": "x", "servers": ["on"]}]})
+    assert announced_components("nemo_gym_agent", {**agent, "rewards": [{"name": "x", "servers": ["one"]}]}) == ("x",)
 
 
 def test_the_key_is_read_from_the_environment_and_never_from_the_config(monkeypatch):

@@ -6,10 +6,12 @@ import pytest
 
 from environment_samples import trajectory
 from gdpo_nemo.algorithms import compute_advantages
+from gdpo_nemo.config.load import load_config
 from gdpo_nemo.data.records import Outcome
 from gdpo_nemo.environments.nemo_gym.environment import NemoGym
 from gdpo_nemo.environments.nemo_gym.rows import ROW
 from gdpo_nemo.errors import ConfigError
+from real_nemo_gym import REPOSITORY
 
 TOOLS = "example_tool_call_multireward"
 RULES = [{"name": "correctness"}, {"name": "schema_valid"}, {"name": "format"}]
@@ -124,3 +126,21 @@ def test_preflight_names_the_field_that_a_row_lacks(real_gym, gym_of):
     row = {name: value for name, value in real_gym.rows("reasoning_gym")[0].items() if name != "question"}
     with pytest.raises(ConfigError, match="row of prompt p: rejected: HTTP 422: question: Field required$"):
         gym_of("reasoning_gym").preflight([sample(row, "x").prompt])
+
+
+def test_a_server_of_ones_own_runs_under_nemo_gym_and_its_config_takes_its_three_rewards(gym_of):
+    """examples/nemo_gym_plugin, with the rows and the rewards of configs/gdpo_nemo_gym_plugin.yaml."""
+    config = load_config(REPOSITORY / "configs" / "gdpo_nemo_gym_plugin.yaml", [])
+    row = json.loads((REPOSITORY / config.data.train.path).read_text().splitlines()[0])
+    right = row["expected_answer"]
+    answers = {
+        f"<think>so</think>\n<answer>{right}</answer>": (1, 1, 1),
+        f"<think>so</think>\n<answer>{right + 1}</answer>": (0, 1, 1),
+        f"<answer>{right}</answer>": (1, 1, 0),
+        f"<think>so</think>\n<answer>{right}.5</answer>": (0, 0, 1),
+        "": (0, 0, 0),
+    }
+    gym = gym_of("tagged_sum", rewards=config.env["sums"]["rewards"])
+    verdicts = gym.verify([sample(row, text, index=i) for i, text in enumerate(answers)])
+    assert [tuple(verdict.rewards.values()) for verdict in verdicts] == list(answers.values())
+    assert tuple(verdicts[0].rewards) == ("correctness", "whole_number", "tags") == tuple(config.gdpo.rewards)

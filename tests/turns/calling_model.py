@@ -2,7 +2,7 @@
 
     python calling_model.py FOLDER
 
-It makes NeMo Gym's agents go on to further turns; what the calls are good for does not matter here.
+It makes NeMo Gym's agents go on to further turns. Which call it writes is chance: it reads nothing of the prompt.
 """
 
 from __future__ import annotations
@@ -17,11 +17,26 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 import make_tiny_model as tiny  # noqa: E402
 
 STEPS = 150
-CALL = '<tool_call>{"name": "get_counter_value"}</tool_call>'
+POSITIONS = 8192
+OPEN, GET, EXTRACT = '<tool_call>{"name": "', 'get_synonym_value", "arguments": {"synonym": "', 'extract_synonym_values", "arguments": {'
+CALLS = (
+    f'{OPEN}get_counter_value"}}</tool_call>',
+    f'{OPEN}{GET}Warm"}}}}</tool_call>',
+    f'{OPEN}{EXTRACT}"synonym_values": [711, 407]}}}}</tool_call>',
+)
+"""The first is of the server example_session_state_mgmt, the others of example_multi_step, whose example rows all expect
+711 and 407."""
+WORDS = ("done", "SCORE: 7")
+"""What ends an episode; the second is also what a judge is asked for."""
+WHOLE = (
+    *("The term '", "' has a synonym '", "'.\n"),
+    *(OPEN, GET, 'Warm"}}</tool_call>', EXTRACT, '"synonym_values": [', "711", "407", "]}}</tool_call>"),
+)
+"""Text that is one token: prompts of example_multi_step are 9,000 bytes, behind which so small a model spells no long call."""
 
 
 def rows(tokenizer) -> Iterator[tuple[list[int], list[int]]]:
-    """Chats of one to five random messages, and what the model answers: a call in three of five, else a word."""
+    """Chats of one to five random messages, and what the model answers: a call in three of five, else words."""
     rng = random.Random(0)
 
     def words() -> str:
@@ -31,15 +46,16 @@ def rows(tokenizer) -> Iterator[tuple[list[int], list[int]]]:
     while True:
         chat = [{"role": rng.choice(("user", "tool", "system")), "content": words()} for _ in range(rng.randint(1, 5))]
         prompt = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-        answer = CALL if rng.random() < 0.6 else "done"
+        answer = rng.choice(CALLS if rng.random() < 0.6 else WORDS)
         ids = tokenizer.encode(answer, add_special_tokens=False)
         yield tokenizer.encode(prompt, add_special_tokens=False), [*ids, tokenizer.eos_token_id]
 
 
 def main(folder: str) -> None:
     tokenizer = tiny.byte_tokenizer()
+    tokenizer.add_tokens(list(WHOLE))
     with tempfile.TemporaryDirectory() as scratch:
-        tiny._write_random(scratch, tokenizer, 0, **tiny.BYTE_SHAPE)
+        tiny._write_random(scratch, tokenizer, 0, **{**tiny.BYTE_SHAPE, "max_position_embeddings": POSITIONS})
         tiny._warm_up(scratch, Path(folder), 0, STEPS, rows(tokenizer), rows_per_step=16)
 
 

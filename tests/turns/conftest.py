@@ -16,14 +16,19 @@ from gdpo_nemo.cluster.session import session
 from gdpo_nemo.cluster.weight_sync import WeightSync
 from gdpo_nemo.config.load import load_config
 from gdpo_nemo.data.conversation import Conversation
+from gdpo_nemo.endpoint.router import EngineRouter
+from gdpo_nemo.endpoint.server import Endpoint
+from gdpo_nemo.endpoint.service import Budgets, Service
 from gdpo_nemo.generation.requests import Sampling
 from gdpo_nemo.rollouts.context import RolloutContext
 from gdpo_nemo.rollouts.stream import sample_seed
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-LONGEST = 1536
+LONGEST = 5120
+"""Tokens: the prompts of example_multi_step have 4,050."""
 TEMPERATURE = 0.5
 """Low enough for a model of seconds to spell a call."""
+SHORT = Sampling(TEMPERATURE, 1.0, -1, 24)
 
 
 class Stage:
@@ -84,3 +89,26 @@ def stage(byte_model):
         yield made
         made.fleet.close()
         made.policy.close()
+
+
+@pytest.fixture(scope="session")
+def router(stage):
+    made = EngineRouter(stage.fleet, 2)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def resting_endpoint(stage, router):
+    """An endpoint between two batches, whose conversations have four turns and 80 tokens in a context of 400."""
+    made = Endpoint(Service(router, stage.conversation, Budgets(4, 80, 400)), "127.0.0.1", 0)
+    yield made
+    made._server.should_exit = made._server.force_exit = True
+    made._thread.join(10)
+
+
+@pytest.fixture
+def endpoint(resting_endpoint):
+    """The endpoint during a batch, with turns of at most 24 tokens."""
+    with resting_endpoint.service.phase(SHORT, 5):
+        yield resting_endpoint

@@ -1,4 +1,5 @@
-"""Real NeMo Gym with agents: for every resources server named, it, a simple_agent, and one model server before our endpoint.
+"""Real NeMo Gym with agents: for every resources server named, it, a simple_agent whose model is a model server before our
+endpoint, and a simple_agent whose model is our endpoint itself (``/v1/responses``).
 
     python serve_agents.py ENDPOINT_URL SERVER...
 
@@ -14,6 +15,7 @@ import json
 import logging
 import socket
 import sys
+from urllib.parse import urlsplit
 
 import uvicorn
 from nemo_gym import global_config
@@ -22,6 +24,8 @@ from nemo_gym.server_utils import ServerClient
 from omegaconf import OmegaConf
 
 HOST, STEPS = "127.0.0.1", 8
+ENDPOINT = "endpoint"
+"""The model server that is ours: in the configuration, where agents look it up, but not started here."""
 
 
 def sections(endpoint: str, servers: list[str]) -> dict[str, tuple[str, str, dict]]:
@@ -33,37 +37,45 @@ def sections(endpoint: str, servers: list[str]) -> dict[str, tuple[str, str, dic
         return_token_id_information=True,
         uses_reasoning_parser=False,
     )
-    made = {"policy_model": ("responses_api_models", "vllm_model", model)}
+    place = urlsplit(endpoint)
+    made = {
+        "policy_model": ("responses_api_models", "vllm_model", model),
+        ENDPOINT: ("responses_api_models", "vllm_model", {**model, "host": place.hostname, "port": place.port}),
+    }
     for name in servers:
         made[name] = ("resources_servers", name, {"domain": "agent"})
-        agent = dict(
-            max_steps=STEPS,
-            resources_server={"type": "resources_servers", "name": name},
-            model_server={"type": "responses_api_models", "name": "policy_model"},
-        )
-        made[f"{name}_agent"] = ("responses_api_agents", "simple_agent", agent)
+        for suffix, model_server in (("agent", "policy_model"), ("direct_agent", ENDPOINT)):
+            agent = dict(
+                max_steps=STEPS,
+                resources_server={"type": "resources_servers", "name": name},
+                model_server={"type": "responses_api_models", "name": model_server},
+            )
+            made[f"{name}_{suffix}"] = ("responses_api_agents", "simple_agent", agent)
     return made
 
 
 def main() -> None:
     endpoint, *servers = sys.argv[1:]
     wanted = sections(endpoint, servers)
-    listeners = {name: socket.create_server((HOST, 0), backlog=512) for name in wanted}
+    listeners = {name: socket.create_server((HOST, 0), backlog=512) for name in wanted if name != ENDPOINT}
     config = {}
     for name, (kind, implementation, settings) in wanted.items():
-        place = dict(entrypoint="app.py", host=HOST, port=listeners[name].getsockname()[1])
+        place = dict(entrypoint="app.py", host=HOST)
+        if name in listeners:
+            place["port"] = listeners[name].getsockname()[1]
         config[name] = {kind: {implementation: {**place, **settings}}}
     global_config._GLOBAL_CONFIG_DICT = OmegaConf.create(config)
     client = ServerClient(
         head_server_config=BaseServerConfig(host=HOST, port=1), global_config_dict=global_config._GLOBAL_CONFIG_DICT
     )
     apps = {}
-    for name, (kind, implementation, _) in wanted.items():
+    for name in listeners:
+        kind, implementation, _ = wanted[name]
         server = server_class(f"{kind}.{implementation}.app")
         settings = server.model_fields["config"].annotation(name=name, **config[name][kind][implementation])
         apps[name] = server(config=settings, server_client=client).setup_webserver()
-    agents = {f"{name}_agent": f"http://{HOST}:{listeners[f'{name}_agent'].getsockname()[1]}" for name in servers}
-    asyncio.run(serve([(apps[name], listeners[name]) for name in wanted], agents))
+    agents = {name: f"http://{HOST}:{listeners[name].getsockname()[1]}" for name in listeners if name.endswith("_agent")}
+    asyncio.run(serve([(apps[name], listeners[name]) for name in listeners], agents))
 
 
 def server_class(module: str) -> type:

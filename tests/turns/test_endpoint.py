@@ -14,14 +14,12 @@ from gdpo_nemo.data.conversation import Conversation
 from gdpo_nemo.data.packing import TrainSequence
 from gdpo_nemo.data.records import NOT_CONTIGUOUS, Prompt
 from gdpo_nemo.endpoint import server
-from gdpo_nemo.endpoint.router import EngineRouter
 from gdpo_nemo.endpoint.server import Endpoint
 from gdpo_nemo.endpoint.service import Budgets, Service
 from gdpo_nemo.generation.requests import Sampling
 from gdpo_nemo.rollouts.agents import BrokenEpisode, follow
 from gdpo_nemo.rollouts.context import Transcript
 
-SAMPLING = Sampling(0.5, 1.0, -1, 24)
 FIELDS = ("prompt_token_ids", "generation_token_ids", "generation_log_probs")
 # Shows an assistant's message in full only while it is the last one: what templates do that drop old reasoning.
 FORGETFUL = (
@@ -30,23 +28,6 @@ FORGETFUL = (
     "{{ message.content }}{% else %}{{ '...' }}{% endif %}{{ '<|end|>\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|start|>assistant\\n' }}{% endif %}"
 )
-
-
-@pytest.fixture(scope="module")
-def router(stage):
-    made = EngineRouter(stage.fleet, 2)
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def endpoint(stage, router):
-    made = Endpoint(Service(router, stage.conversation, Budgets(4, 80, 400)), "127.0.0.1", 0)
-    made.service.router = router
-    with made.service.phase(SAMPLING, 5):
-        yield made
-    made._server.should_exit = made._server.force_exit = True
-    made._thread.join(10)
 
 
 def post(endpoint, messages, path="/v1/chat/completions", headers=None, **keys):
@@ -128,7 +109,7 @@ def test_a_template_that_rewrites_history_would_drift_and_does_not(stage, router
             return asyncio.run(service.chat(json.dumps({"messages": messages}).encode()))["choices"][0]["message"]
 
     messages, seen = [{"role": "user", "content": "begin"}], []
-    with service.phase(SAMPLING, 5):
+    with service.phase(Sampling(0.5, 1.0, -1, 24), 5):
         for turn in range(3):
             answer = Direct().say(messages)
             assert answer["prompt_token_ids"][: len(seen)] == seen
@@ -181,6 +162,8 @@ def test_tokens_that_were_not_sampled_here_are_refused_and_never_read_as_a_turn(
         ({"logit_bias": {"3": 9}}, "logit_bias"),
         ({"presence_penalty": 0.5}, "presence_penalty"),
         ({"seed": 3}, "seed"),
+        ({"tool_choice": "none"}, "tool_choice none"),
+        ({"chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"tools": "?"}, "tools"),
         ({"messages": []}, "messages"),

@@ -25,6 +25,8 @@ from real_nemo_gym import installed
 
 SERVERS = ("example_session_state_mgmt", "example_multi_step")
 SAMPLING = Sampling(0.5, 1.0, -1, 80)
+EXPECTED = '{"name": "extract_synonym_values", "arguments": {"synonym_values": [711, 407]}}</tool_call>'
+"""What the example rows of example_multi_step want to be called, and calling_model.py writes now and then."""
 REWARDS = [
     {"name": "reward", "path": "reward"},
     {"name": "overlap", "path": "set_overlap", "missing": "mask", "servers": ["example_multi_step_agent"]},
@@ -33,7 +35,7 @@ REWARDS = [
 
 @pytest.fixture(scope="module")
 def endpoint(stage):
-    service = Service(EngineRouter(stage.fleet, 2), stage.conversation, Budgets(5, 400, 12_000))
+    service = Service(EngineRouter(stage.fleet, 2), stage.conversation, Budgets(5, 400, stage.config.policy.max_total_sequence_length))
     made = Endpoint(service, "127.0.0.1", 0)
     yield made
     made.close()
@@ -55,38 +57,78 @@ def agents(endpoint, tmp_path_factory):
     process.wait()
 
 
-def prompts_of(environment, server: str, count: int) -> list[Prompt]:
+def prompts_of(environment, server: str, count: int, agent: str = "agent") -> list[Prompt]:
     [packages] = installed().parent.parent.glob("lib/python3.*/site-packages")
     lines = (packages / "resources_servers" / server / "data" / "example.jsonl").read_text().splitlines()[:count]
-    rows = [{**json.loads(line), "agent_ref": {"type": "responses_api_agents", "name": f"{server}_agent"}} for line in lines]
+    rows = [{**json.loads(line), "agent_ref": {"type": "responses_api_agents", "name": f"{server}_{agent}"}} for line in lines]
     fields = [environment.read_row(row) for row in rows]
     return [Prompt(f"{server}/{i}", np.zeros(1, np.int32), "", "agents", f, f["messages"]) for i, f in enumerate(fields)]
 
 
 def test_turns_of_real_agents_are_the_sampled_tokens_masked_and_rewarded_by_name(stage, endpoint, agents):
+    """One batch of both servers; only example_multi_step has the component ``overlap``."""
     environment = NemoGymAgent({"agents": agents, "rewards": REWARDS})
-    prompts = [*prompts_of(environment, SERVERS[0], 2)]
+    prompts = [*prompts_of(environment, SERVERS[0], 2), *prompts_of(environment, SERVERS[1], 2)]
     environment.preflight(prompts)
     context = stage.context(None, samples=8, max_turns=5, max_tokens=400, endpoint=endpoint, sampling=SAMPLING)
     groups = checked(play_with_agents(environment, prompts, context), prompts, context, "agents")
-    trajectories = [t for group in groups for t in group]
-    played = [t for t in trajectories if t.trains]
-    assert len(played) == len(trajectories) == 16, [t.detail for t in trajectories]
-    assert max(t.turns for t in played) >= 3 and endpoint.service.counts["spliced"] == sum(t.turns - 1 for t in played)
+    counter, multi_step = ([t for group in pair for t in group] for pair in (groups[:2], groups[2:]))
+    assert len(counter) == 16 and all(t.trains for t in counter), [t.detail for t in counter]
+    assert all(t.rewards["overlap"] is None and t.rewards["reward"] in (0.0, 1.0) for t in counter)
+    check_multi_step(stage, multi_step)
     assert endpoint.service.counts["edited"] == 0
+    played = [t for t in counter + multi_step if t.trains]
+    for several in (counter, multi_step):
+        assert max(t.turns for t in several) >= 3
     for t in played:
-        assert t.rewards["overlap"] is None and t.rewards["reward"] in (0.0, 1.0)
         parts = np.split(t.completion_ids, np.flatnonzero(np.diff(t.loss_mask.astype(int))) + 1)
         assert len(parts) == 2 * t.turns - 1
         for heard in parts[1::2]:  # what a tool answered, in the template's words
             assert "<|start|>tool\n" in stage.tokenizer.decode(heard)
     sequences = [TrainSequence(t.prompt.token_ids, t.completion_ids, t.logprobs, loss_mask=t.loss_mask) for t in played]
     for sequence, found in zip(sequences, stage.policy.logprobs(sequences)):
+        assert np.array_equal(np.isnan(found), ~sequence.loss_mask)
         assert np.abs(found - sequence.sampler_logprobs)[sequence.loss_mask].max() < 1e-4
 
 
+def check_multi_step(stage, trajectories) -> None:
+    """Rewards follow from what the policy wrote, tools have answered it, and a call that cannot be read is no reward."""
+    for t in trajectories:
+        assert t.trains or not t.rewards and t.detail.startswith("server_error"), t.detail  # its verifier reads any arguments
+    played = [t for t in trajectories if t.trains]
+    assert len(played) >= len(trajectories) / 2
+    for t in played:
+        right = EXPECTED in stage.tokenizer.decode(t.completion_ids[t.loss_mask])
+        assert t.rewards == {"reward": float(right), "overlap": float(right)}
+    assert {t.rewards["reward"] for t in played} == {0.0, 1.0}
+    heard = [stage.tokenizer.decode(t.completion_ids[~t.loss_mask]) for t in played]
+    assert any('{"synonym_value":407}' in text for text in heard) and any('{"success":true}' in text for text in heard)
+
+
+def test_agents_whose_model_server_is_the_endpoint_itself_play_the_same_episodes(stage, endpoint, agents):
+    """/v1/responses against NeMo Gym's own model server before /v1/chat/completions: the same tokens, masks and rewards."""
+    environment, kinds = NemoGymAgent({"agents": agents, "retries": 0}), ("agent", "direct_agent")
+    context = stage.context(None, samples=8, max_turns=2, max_tokens=400, endpoint=endpoint, sampling=SAMPLING)
+    endpoint.service.budgets = Budgets(2, 400, stage.config.policy.max_total_sequence_length)  # which cuts some
+    played = []
+    for kind in kinds:
+        prompts = [prompt for server in SERVERS for prompt in prompts_of(environment, server, 1, kind)]
+        groups = checked(play_with_agents(environment, prompts, context), prompts, context, kind)
+        assert endpoint.service.counts["edited"] == 0 and endpoint.service.counts["spliced"] > 0
+        played.append([sorted(map(outline, group)) for group in groups])
+    assert played[0] == played[1]
+    endings = {(turns, finish) for group in played[1] for *_, turns, finish, _ in group}
+    assert {(1, "stop"), (2, "stop"), (2, "length")} <= endings
+
+
+def outline(t) -> tuple:
+    """What was trained of a trajectory, without log-probs, which another batch of the engines rounds otherwise."""
+    rewards = tuple(sorted(t.rewards.items()))
+    return t.completion_ids.tolist(), t.loss_mask.tolist(), rewards, t.turns, t.finish_reason, t.outcome.value
+
+
 def test_a_prompt_without_room_is_masked_and_other_agents_go_on(stage, endpoint, agents):
-    """Rows of example_multi_step are thousands of bytes, more than these engines' context."""
+    """Rows of example_multi_step are longer than this budget."""
     environment = NemoGymAgent({"agents": agents, "retries": 0})
     prompts = [*prompts_of(environment, SERVERS[1], 1), *prompts_of(environment, SERVERS[0], 1)]
     endpoint.service.budgets = Budgets(5, 400, 1400)

@@ -64,6 +64,9 @@ class NemoGymAgent:
             raise ConfigError("agents: name at least one, {name: url}")
         self.agents = {name: base_url(f"agents.{name}", url) for name, url in self._options.agents.items()}
         self.rules = read_rules(self._options.rewards)
+        for rule in self.rules:
+            for agent in (rule.servers or frozenset()) - self.agents.keys():
+                raise ConfigError(f"rewards.{rule.name}.servers: agents has no {agent!r}{nearest(agent, self.agents)}")
         self.open_rewards = not self.rules
         self.reward_names: tuple[str, ...] = tuple(rule.name for rule in self.rules) or ("reward",)
         for name in ("concurrency", "deadline_s", "max_reply_bytes", "max_json_depth"):

@@ -21,10 +21,9 @@ def output_items(text: str, tool_parser: str = "none", split_reasoning: bool = F
         split_reasoning: take ``<think>...</think>`` at the beginning out of the message.
     """
     items = []
-    thought = _THINK.match(text) if split_reasoning else None
-    if thought:
-        items.append({"id": "rs_0", "type": "reasoning", "summary": [{"type": "summary_text", "text": thought[1].strip()}]})
-        text = text[thought.end() :]
+    if split_reasoning and _THINK.match(text):
+        thought, text = split_thought(text)
+        items.append({"id": "rs_0", "type": "reasoning", "summary": [{"type": "summary_text", "text": thought}]})
     calls = []
     if tool_parser == "hermes":
         text, calls = _split_calls(text)
@@ -35,6 +34,12 @@ def output_items(text: str, tool_parser: str = "none", split_reasoning: bool = F
         ids = {"id": f"fc_{number}", "call_id": f"call_{number}"}
         items.append({**ids, "type": "function_call", "status": "completed", "name": name, "arguments": arguments})
     return items
+
+
+def split_thought(text: str) -> tuple[str, str]:
+    """What stands in ``<think>...</think>`` at the beginning, if anything, and the rest."""
+    thought = _THINK.match(text)
+    return (thought[1].strip(), text[thought.end() :]) if thought else ("", text)
 
 
 def _split_calls(text: str) -> tuple[str, list[tuple[str, str]]]:

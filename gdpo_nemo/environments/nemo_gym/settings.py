@@ -12,6 +12,7 @@ from gdpo_nemo.environments.options import read_options
 from gdpo_nemo.errors import ConfigError
 
 TOOL_PARSERS = ("hermes", "none")
+STRAGGLER_GRACE_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ def read_settings(options: Mapping[str, Any] | None) -> Settings:
         max_reply_bytes=8 * 2**20,
         max_json_depth=100,
         min_valid=None,
-        straggler_grace_s=5.0,
+        straggler_grace_s=STRAGGLER_GRACE_S,
         group_deadline_s=None,
     )
     if bool(chosen.servers) == (chosen.head_server is not None):
@@ -142,4 +143,6 @@ def _limits(chosen: Any) -> Limits:
             raise ConfigError(f"{name}: must be a number of at least {least}, not {value!r}")
     if values["min_valid"] is not None and not isinstance(values["min_valid"], int):
         raise ConfigError(f"min_valid: must be a whole number of samples, not {values['min_valid']!r}")
+    if values["min_valid"] is None and values["straggler_grace_s"] != STRAGGLER_GRACE_S:
+        raise ConfigError("straggler_grace_s: has no effect without min_valid, so no group is closed early")
     return Limits(**values)
