@@ -3,13 +3,15 @@
 The driver starts this file as a small process of its own and holds the other end of its standard input. However the
 driver ends, kill -9 included, that end closes; then every process that carries the run's mark in its environment
 (Ray's servers and agents, actors, verifiers: all inherit it) gets a moment to end by itself and is killed after that.
-Last it removes the folder of their temporary files.
+Last it removes the folder of their temporary files, and the shared memory that they had by name.
 It uses the standard library only and reads /proc, so it starts in milliseconds.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import select
 import shutil
 import signal
@@ -17,10 +19,15 @@ import subprocess
 import sys
 import time
 import uuid
+from collections.abc import Iterable
 
 MARK = "GDPO_NEMO_RUN"
 _GRACE_S = 3.0
 _LOOK_S = 1.0
+_LOOKS_AT_MEMORY = 10
+"""Looks at the processes between two at their memory."""
+_SHARED = re.compile(rb"(/dev/shm/(?:sem\.mp-|psm_|vllm_dist_|gdpo_nemo_)\S+)$", re.MULTILINE)
+"""What multiprocessing, vLLM and we name there; a process that is killed leaves it."""
 
 
 class Reaper:
@@ -98,12 +105,46 @@ def _ends_with_its_users(pid: int) -> bool:
         return False
 
 
+def _shared_memory(pids: Iterable[int]) -> set[tuple[str, int]]:
+    """(path, inode) of the named shared memory that these processes have mapped."""
+    found = set()
+    for pid in pids:
+        try:
+            with open(f"/proc/{pid}/maps", "rb") as file:
+                paths = {path.decode() for path in _SHARED.findall(file.read())}
+        except OSError:
+            continue  # it ended meanwhile
+        found |= {(path, inode) for path in paths if (inode := _inode(path))}
+    return found
+
+
+def _inode(path: str) -> int | None:
+    try:
+        return os.stat(path).st_ino
+    except FileNotFoundError:
+        return None
+
+
+def _remove(shared: set[tuple[str, int]]) -> None:
+    for path, inode in shared:
+        if _inode(path) == inode:  # not tidied up by its users, and no other by that name
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
+
+
 def _watch(mark: str) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     known: dict[int, int] = {}
+    shared: set[tuple[str, int]] = set()
+    looks = 0
     while not select.select([sys.stdin], [], [], _LOOK_S)[0]:
         known.update(family(mark))
+        looks += 1
+        if looks % _LOOKS_AT_MEMORY == 0:
+            shared |= _shared_memory(known)
+    known.update(family(mark))
+    shared |= _shared_memory(known)
 
     def left() -> list[int]:
         known.update(family(mark))
@@ -119,6 +160,7 @@ def _watch(mark: str) -> None:
             except ProcessLookupError:
                 continue
         time.sleep(0.1)
+    _remove(shared)
 
 
 if __name__ == "__main__":
