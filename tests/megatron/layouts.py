@@ -56,3 +56,8 @@ def optimizer() -> OptimizerConfig:
     gradients.
     """
     return OptimizerConfig(lr=1e-2, weight_decay=0.1, adam_beta2=0.999, adam_eps=1e-3, clip_grad=1.0)
+
+
+def in_turn(layouts: list[str], models: list[str], each: int) -> list[tuple[str, str]]:
+    """Every layout with ``each`` of the models, all of which get their turn."""
+    return [(layout, models[(each * i + j) % len(models)]) for i, layout in enumerate(layouts) for j in range(each)]

@@ -1,25 +1,40 @@
-"""Every layout computes what one process of transformers and torch computes, in float32."""
+"""Every layout computes what one process of transformers and torch computes, in float32.
+
+Every family on one rank and on two, every other layout with some of the families in turn; with ``--layout-table`` all with all.
+"""
 
 from __future__ import annotations
+
+from itertools import product
 
 import numpy as np
 import pytest
 import rank_cases
 import tiny_models
 from hf_reference import relative_error
+from layouts import in_turn
 
 LAYOUTS = ["TP1", "TP2", "TP2+SP", "DP2", "DP2+DIST", "PP2", "CP2"]
 MODELS = ["llama", "mistral", "qwen2", "qwen2-tied", "qwen3"]
+MIXTURE_LAYOUTS = ["TP1", "TP2+SP", "TP2xEP2xETP1+SP", "DP2xEP2", "DP2xEP2+DIST", "PP2", "CP2xEP2+DIST"]
+MIXTURES = ["mixtral", "qwen3-moe", "qwen3-moe-mixed"]
 
 
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("layout", LAYOUTS)
+def pytest_generate_tests(metafunc):
+    whole = metafunc.config.getoption("layout_table")
+    if metafunc.function is test_updates_equal_transformers_and_torch:
+        some = [(layout, model) for layout in ("TP1", "TP2+SP") for model in MODELS]
+        some += in_turn([layout for layout in LAYOUTS if layout not in ("TP1", "TP2+SP")], MODELS, 2)
+        metafunc.parametrize("layout, model", product(LAYOUTS, MODELS) if whole else some)
+    if metafunc.function is test_mixtures_equal_transformers_and_torch:
+        some = [("TP1", model) for model in MIXTURES] + in_turn(MIXTURE_LAYOUTS[1:], MIXTURES, 1)
+        metafunc.parametrize("layout, model", product(MIXTURE_LAYOUTS, MIXTURES) if whole else some)
+
+
 def test_updates_equal_transformers_and_torch(packed_and_alone, reference, layout, model):
     assert weight_error(packed_and_alone(layout, model), reference(model).weights) < 1e-6
 
 
-@pytest.mark.parametrize("model", ["mixtral", "qwen3-moe", "qwen3-moe-mixed"])
-@pytest.mark.parametrize("layout", ["TP1", "TP2+SP", "TP2xEP2xETP1+SP", "DP2xEP2", "DP2xEP2+DIST", "PP2", "CP2xEP2+DIST"])
 def test_mixtures_equal_transformers_and_torch(packed_and_alone, layout, model):
     packed_and_alone(layout, model)
 

@@ -1,4 +1,7 @@
-"""Products of layouts on four ranks, and bfloat16."""
+"""Products of layouts on four ranks, and bfloat16.
+
+Every product with one of the families in turn; with ``--layout-table`` all with all.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import numpy as np
 import pytest
 import rank_cases
 import tiny_models
-from hf_reference import relative_error
+from layouts import in_turn
 
 DENSE = [
     "TP2xPP2+SP+DIST",
@@ -20,11 +23,19 @@ DENSE = [
     "PP2xVPP2",
 ]
 MIXTURE = ["DP4xEP2+DIST", "DP4xEP4+DIST", "PP2xDP2xEP2+DIST", "TP2xDP2xEP2+SP+DIST", "TP2xDP2xEP4xETP1+SP+DIST"]
-CASES = [(layout, model) for model in ("qwen2-tied", "qwen3") for layout in DENSE]
-CASES += [(layout, model) for model in ("mixtral", "qwen3-moe") for layout in [*MIXTURE, "PP2xVPP2"]]
+DENSE_MODELS = ["qwen2-tied", "qwen3", "qwen2", "llama", "mistral"]
+MIXTURE_MODELS = ["mixtral", "qwen3-moe", "qwen3-moe-mixed"]
 
 
-@pytest.mark.parametrize("layout, model", CASES)
+def pytest_generate_tests(metafunc):
+    if metafunc.function is not test_updates_equal_transformers_and_torch:
+        return
+    whole = metafunc.config.getoption("layout_table")
+    cases = in_turn(DENSE, DENSE_MODELS, len(DENSE_MODELS) if whole else 1)
+    cases += in_turn([*MIXTURE, "PP2xVPP2"], MIXTURE_MODELS, len(MIXTURE_MODELS) if whole else 1)
+    metafunc.parametrize("layout, model", cases)
+
+
 def test_updates_equal_transformers_and_torch(packed_and_alone, layout, model):
     packed_and_alone(layout, model)
 
