@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -84,11 +85,22 @@ def stage(byte_model):
         ],
     )
     config.policy.megatron_cfg.data_parallel_size = 1
-    with session(config.cluster):
-        made = Stage(config, byte_model)
-        yield made
-        made.fleet.close()
-        made.policy.close()
+    _standing.enter_context(session(config.cluster))
+    made = Stage(config, byte_model)
+    _standing.callback(made.policy.close)
+    _standing.callback(made.fleet.close)
+    return made
+
+
+_standing = contextlib.ExitStack()
+"""What stands until the last test of this folder."""
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item, nextitem):
+    """A process has one Ray session at a time, and the next folder's tests may want another."""
+    if nextitem is None or nextitem.path.parent != item.path.parent:
+        _standing.close()
 
 
 @pytest.fixture(scope="session")
