@@ -26,7 +26,6 @@ def pytest_addoption(parser):
 _LONGEST_FIRST = (
     "end_to_end/test_run.py",
     "megatron",
-    "megatron/layouts",
     "cluster/test_engines_and_weights.py",
     "turns",
     "environments",
@@ -39,8 +38,6 @@ _LONGEST_FIRST = (
 def _scope(nodeid: str) -> str:
     """The file of a test, in these folders; elsewhere its folder, whose tests share engines, ranks or servers."""
     _, folder, *file = nodeid.partition("::")[0].split("/")
-    if folder == "megatron" and "test_layout_" in file[-1]:
-        return "megatron/layouts"
     return "/".join([folder, *file]) if folder in ("end_to_end", "cluster") else folder
 
 
