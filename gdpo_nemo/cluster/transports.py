@@ -23,7 +23,7 @@ class Transport(Protocol):
     """Takes the policy's weights with ``load``, gives them to engines with ``ship``, as often as needed."""
 
     manifest: Any
-    """Reference to the manifest of what was loaded."""
+    """The manifest of what was loaded, or a reference to it in Ray's object store."""
 
     def load(self, version: int) -> None:
         """Take the current weights of the policy as ``version``."""

@@ -9,8 +9,8 @@ import difflib
 import math
 
 from gdpo_nemo.config.choices import LORA_TARGETS
-from gdpo_nemo.config.env_workers import place_workers
 from gdpo_nemo.config.effects import SWITCHED_OFF, keys_without_effect, value_of
+from gdpo_nemo.config.env_workers import place_workers
 from gdpo_nemo.config.files import check_files
 from gdpo_nemo.config.layout import Layout, resolve_layout, updates_per_step
 from gdpo_nemo.config.learning import check_learning

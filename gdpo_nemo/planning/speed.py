@@ -6,7 +6,7 @@ network contention, stragglers, the environments' own work unless it was measure
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 
 from gdpo_nemo.config.layout import Layout, resolve_layout, samples_per_step, updates_per_step
@@ -129,8 +129,10 @@ def _gradients(config: Config, shape: Shape, device: Device, layout: Layout) -> 
 
 
 def refit_bytes(config: Config, shape: Shape) -> int:
-    """Bytes that one publication of the weights sends to each engine."""
-    return shape.parameters * BYTES[config.policy.precision]
+    """Bytes that one publication of the weights sends to each engine: under LoRA the adapters alone."""
+    lora, undivided = config.policy.lora, replace(resolve_layout(config), tensor=1, pipeline=1)
+    sent = shape.adapters(undivided, 0, lora.rank, lora.target_modules) if lora.rank else shape.parameters
+    return sent * BYTES[config.policy.precision]
 
 
 def sync_work(config: Config, shape: Shape, device: Device) -> Work:

@@ -55,7 +55,9 @@ def measure(policy, fleet, folder: Path, rounds: int) -> dict[str, tuple[int, fl
             start = time.perf_counter()
             fleet.update(transport)
             shipped.append(time.perf_counter() - start)
-        found[name] = ray.get(transport.manifest).nbytes, statistics.median(taken), statistics.median(shipped)
+        manifest = transport.manifest
+        manifest = ray.get(manifest) if isinstance(manifest, ray.ObjectRef) else manifest
+        found[name] = manifest.nbytes, statistics.median(taken), statistics.median(shipped)
         transport.close()
     return found
 

@@ -51,14 +51,19 @@ def reference(model_folder):
 
 @pytest.fixture(scope="session")
 def table(request):
-    """``table[model, layout] = (packed, alone)``: largest relative errors; written where ``--layout-table`` says."""
+    """``table[model, layout] = (packed, alone)``: largest relative errors; put where ``--layout-table`` says."""
     found: dict[tuple[str, str], tuple[float, float]] = {}
     yield found
     path = request.config.getoption("--layout-table")
     if path:
-        lines = ["| model | layout | packed | each sequence alone |", "|---|---|---|---|"]
-        lines += [f"| {model} | {layout} | {packed:.1e} | {alone:.1e} |" for (model, layout), (packed, alone) in sorted(found.items())]
-        Path(path).write_text("\n".join(lines) + "\n")
+        lines = [f"| {model} | {layout} | {packed:.1e} | {alone:.1e} |" for (model, layout), (packed, alone) in sorted(found.items())]
+        write_table(Path(path), "| model | layout | packed | each sequence alone |", lines)
+
+
+def write_table(path: Path, header: str, lines: list[str]) -> None:
+    """Put a table in place of the one with the same header; what the file says above it stays."""
+    above = path.read_text().partition(header)[0] if path.is_file() else ""
+    path.write_text(above + "\n".join([header, "|---" * (header.count("|") - 1) + "|", *lines]) + "\n")
 
 
 @pytest.fixture(scope="session")

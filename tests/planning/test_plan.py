@@ -18,7 +18,7 @@ from gdpo_nemo.planning.hardware import Phase, Rates, device, load_rates, save_r
 from gdpo_nemo.planning.memory import engine_memory, policy_memory, resting_memory
 from gdpo_nemo.planning.report import brief, full, worked_batch
 from gdpo_nemo.planning.shape import KNOWN, model_shape, shape_from
-from gdpo_nemo.planning.speed import Work, step_time
+from gdpo_nemo.planning.speed import Work, refit_bytes, step_time
 from gdpo_nemo.planning.sweep import best_per_count, gpu_counts, sweep
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -84,6 +84,13 @@ def test_memory_shrinks_with_what_shards_it():
     assert engine.bytes_per_token == 2 * 28 * 4 * 128 * 2 and engine.sequences(1536) == engine.kv_cache // (
         1536 * engine.bytes_per_token
     )
+
+
+def test_under_lora_only_the_adapters_travel():
+    shape, tensor = model_shape(config_of()), "policy.megatron_cfg.tensor_model_parallel_size=2"
+    assert refit_bytes(config_of(tensor), shape) == 2 * shape.parameters
+    # What PEFT counts as trainable in Qwen2.5-1.5B with rank 16 on all linear layers.
+    assert refit_bytes(config_of(tensor, "policy.lora.rank=16"), shape) == 2 * 18_464_768
 
 
 def test_the_smallest_change_makes_it_fit_and_less_would_not():
