@@ -114,6 +114,22 @@ def report(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def evaluate(arguments: argparse.Namespace) -> int:
+    """Scores a run's weights or a model on the held-out prompts; a table, or JSON."""
+    import json
+    from dataclasses import asdict
+
+    from gdpo_nemo.evaluation import evaluate as scores_of
+    from gdpo_nemo.evaluation import table
+
+    found = scores_of(arguments.source, arguments.config, arguments.step, arguments.overrides, arguments.out)
+    if arguments.json:
+        print(json.dumps(asdict(found), indent=1))
+    else:
+        _terminal().print(table(found))
+    return 0
+
+
 def parity(arguments: argparse.Namespace) -> int:
     """Compares a layout and vLLM with one rank; exit status 1 where they differ by more than the threshold."""
     import json
@@ -200,21 +216,39 @@ class _Parser(argparse.ArgumentParser):
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="gdpo-nemo", description="Reinforcement learning with several rewards.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=_Parser)
+    _add_run_commands(commands)
+    _add_config_commands(commands)
+    _add_record_commands(commands)
+    _add_model_commands(commands)
+    add_env_commands(commands, _Parser)
+    return parser
+
+
+def _add_run_commands(commands) -> None:
+    """Before a run, the run, and a look at it while it lives."""
     command = commands.add_parser("train", help="train, or resume the run of the same folder")
-    command.add_argument("--config", default=str(DEFAULT_CONFIG), metavar="FILE", help="default: %(default)s")
+    _config_arguments(command)
     command.add_argument("--dry-run", action="store_true", help="validate, print the resolved config and the plan, exit")
-    command.add_argument("overrides", nargs="*", metavar="section.key=value", help="changes to the config")
     command.set_defaults(command=train)
     command = commands.add_parser("plan", help="memory, batches, time and the best layout of a config, before it is run")
-    command.add_argument("--config", default=str(DEFAULT_CONFIG), metavar="FILE", help="default: %(default)s")
+    _config_arguments(command)
     command.add_argument("--gpu", default="h100", metavar="NAME", help="a100, h100, h200 or b200 (default: %(default)s)")
     command.add_argument("--link", type=float, metavar="GB/S", help="network of one GPU to other nodes, one direction")
     command.add_argument("--calibration", metavar="FILE", help="speeds that --calibrate measured, in place of assumed ones")
     command.add_argument("--calibrate", nargs="+", metavar="RUN", help="measure speeds on finished runs and write them to --out")
     command.add_argument("--sweep", type=int, metavar="N", help="rank layouts for up to N GPUs and draw them to --out")
     command.add_argument("--out", metavar="FILE", help="default: plan.png, calibration.json")
-    command.add_argument("overrides", nargs="*", metavar="section.key=value", help="changes to the config")
     command.set_defaults(command=plan)
+    command = commands.add_parser("doctor", help="who blocks a live run: stacks, waits and logs of all its processes in one folder")
+    command.add_argument("run_dir", nargs="?", metavar="RUN_DIR", help="the folder of the run, or where runs will be")
+    command.add_argument("--environment", action="store_true", help="check this machine and installation instead")
+    command.set_defaults(command=doctor)
+
+
+def _add_config_commands(commands) -> None:
+    command = commands.add_parser("explain", help="what a config key does")
+    command.add_argument("key", nargs="?", default="", metavar="KEY", help="a section or a dotted key; none: all sections")
+    command.set_defaults(command=explain)
     configs = commands.add_parser("config", help="translate configs").add_subparsers(
         required=True, metavar="WHAT", parser_class=_Parser
     )
@@ -222,14 +256,15 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("recipe", metavar="RECIPE", help="its YAML; parents named under defaults: must be there too")
     command.add_argument("--out", metavar="FILE", help="write the config there and print the account only")
     command.set_defaults(command=from_nemo_rl)
-    command = commands.add_parser("explain", help="what a config key does")
-    command.add_argument("key", nargs="?", default="", metavar="KEY", help="a section or a dotted key; none: all sections")
-    command.set_defaults(command=explain)
+
+
+def _add_record_commands(commands) -> None:
+    """What a run wrote down."""
     command = commands.add_parser("explain-advantages", help="what a recorded step's rewards did to its advantages")
     command.add_argument("file", metavar="FILE", help="for instance results/tiny/rollouts/step_0007.jsonl")
     command.add_argument("--config", metavar="FILE", help="default: config.yaml of the run")
     command.add_argument("--groups", type=int, default=3, metavar="N", help="groups to show in full (%(default)s)")
-    command.add_argument("overrides", nargs="*", metavar="section.key=value", help="changes to the config: what if")
+    _overrides(command, "changes to the config: what if")
     command.set_defaults(command=explain_advantages)
     command = commands.add_parser("health", help="hold the metrics of a run against thresholds")
     command.add_argument("run_dir", metavar="RUN_DIR", help="the folder of the run, for instance results/tiny")
@@ -238,10 +273,18 @@ def _parser() -> argparse.ArgumentParser:
     command = commands.add_parser("report", help="write report.html for a run, finished or not")
     command.add_argument("run_dir", metavar="RUN_DIR", help="the folder of the run")
     command.set_defaults(command=report)
-    command = commands.add_parser("doctor", help="who blocks a live run: stacks, waits and logs of all its processes in one folder")
-    command.add_argument("run_dir", nargs="?", metavar="RUN_DIR", help="the folder of the run, or where runs will be")
-    command.add_argument("--environment", action="store_true", help="check this machine and installation instead")
-    command.set_defaults(command=doctor)
+
+
+def _add_model_commands(commands) -> None:
+    """What the weights are worth, whether they compute the same elsewhere, and their way to other formats."""
+    command = commands.add_parser("eval", help="score a run's weights, or any model, on the held-out prompts")
+    command.add_argument("source", metavar="SOURCE", help="the folder of a run, one of its checkpoints, or a Hugging Face folder")
+    command.add_argument("--config", metavar="FILE", help="default: config.yaml of the run that SOURCE lies in")
+    command.add_argument("--step", type=int, metavar="N", help="the run's checkpoint of that step; default: its newest weights")
+    command.add_argument("--out", metavar="DIR", help="new folder for eval.json and samples.jsonl")
+    command.add_argument("--json", action="store_true", help="print JSON")
+    _overrides(command)
+    command.set_defaults(command=evaluate)
     command = commands.add_parser("parity", help="the same tokens through one rank, a layout, and vLLM")
     command.add_argument("--model", required=True, metavar="DIR", help="Hugging Face folder")
     command.add_argument("--record", metavar="FILE", help="rollouts/step_N.jsonl to replay; default: fixed random sequences")
@@ -257,8 +300,15 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--model", metavar="DIR", help="with --to hf: the model the run started from; default: the run's")
     _layout_arguments(command)
     command.set_defaults(command=convert)
-    add_env_commands(commands, _Parser)
-    return parser
+
+
+def _config_arguments(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--config", default=str(DEFAULT_CONFIG), metavar="FILE", help="default: %(default)s")
+    _overrides(command)
+
+
+def _overrides(command: argparse.ArgumentParser, what: str = "changes to the config") -> None:
+    command.add_argument("overrides", nargs="*", metavar="section.key=value", help=what)
 
 
 def _layout_arguments(command: argparse.ArgumentParser) -> None:

@@ -24,6 +24,7 @@ from gdpo_nemo.rollouts.learning import (
     rollout_metrics,
     update_metrics,
     updates_of,
+    validation_metrics,
 )
 from gdpo_nemo.rollouts.stream import Rollout
 
@@ -178,15 +179,7 @@ class Trainer:
     def validate(self) -> None:
         """Measure every component on the held-out prompts with the engines' current weights."""
         groups = self.stream.evaluate(self.validation_prompts)
-        trajectories = [t for group in groups for t in group.trajectories]
-        names = dict.fromkeys(name for t in trajectories for name in t.rewards)
-        row: dict = {"step": self.state.step}
-        for name in names:
-            values = [t.rewards[name] for t in trajectories if t.rewards.get(name) is not None]
-            if values:
-                row[f"validation/{name}"] = float(np.mean(values))
-        row["validation/mean_length"] = float(np.mean([t.written for t in trajectories]))
-        row["validation/env_failed"] = float(np.mean([not t.trains for t in trajectories]))
+        row = {"step": self.state.step, **validation_metrics(groups)}
         self.log.validation(row)
         self.state.metrics = {name: value for name, value in row.items() if name != "step"}
 

@@ -17,6 +17,8 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_DEDUP_LOGS", "0")
 # Ray gives its workers the last place in the queue for a core (15), behind the run's own verifiers.
 os.environ.setdefault("RAY_worker_niceness", "0")
+# Every actor of ours has an environment of its own, so workers that Ray starts ahead, one a core, would never be used.
+os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
 
 import ray  # noqa: E402
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError, RayTaskError  # noqa: E402

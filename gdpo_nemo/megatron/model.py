@@ -284,6 +284,7 @@ def build(
     if lora:
         attach(chunks, hf, lora, seed)
     wrapped = wrap(config, chunks, layout)
+    # ``config.grad_scale_func`` stays empty: float32 and bfloat16 losses are not scaled, and with it model and optimizer would hold
+    # each other, groups and all, through autograd nodes that Python's collector cannot see.
     optimizer, scheduler = build_optimizer(layout, dtype, wrapped, total_updates)
-    config.grad_scale_func = optimizer.scale_loss
     return BuiltModel(hf, config, chunks, wrapped, optimizer, scheduler)

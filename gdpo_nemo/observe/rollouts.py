@@ -9,7 +9,7 @@ import json
 import math
 import os
 from pathlib import Path
-from typing import Any, Iterator, Sequence
+from typing import Any, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -30,7 +30,7 @@ def write_rollouts(
     advantages: np.ndarray | None = None,
     trainer_logprobs: Sequence[np.ndarray] | None = None,
 ) -> Path:
-    """Writes the trajectories of ``groups``, group after group; the file appears whole or not at all.
+    """Writes the trajectories of ``groups`` as the samples of a step.
 
     Args:
         advantages: [trajectories], in the order of the groups.
@@ -43,17 +43,24 @@ def write_rollouts(
     for name, column in (("advantages", advantages), ("trainer_logprobs", trainer_logprobs)):
         if column is not None and len(column) != len(trajectories):
             raise ValueError(f"{name}: {len(column)} entries for {len(trajectories)} trajectories")
+    more = [{} for _ in trajectories]
+    for index, record in enumerate(more):
+        if advantages is not None:
+            record["advantage"] = _number(advantages[index])
+        if trainer_logprobs is not None:
+            record["trainer_logprobs"] = _list(trainer_logprobs[index])
     path = rollout_path(run_dir, step)
     path.parent.mkdir(parents=True, exist_ok=True)
+    return write_samples(path, groups, more)
+
+
+def write_samples(path: Path, groups: Sequence[Group], more: Sequence[Mapping[str, Any]] = ()) -> Path:
+    """Writes one object per trajectory of ``groups``, with what ``more`` adds to each; the file appears whole or not at all."""
+    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     partial = path.with_name(path.name + ".partial")
     with open(partial, "w", encoding="utf-8") as file:
-        for index, trajectory in enumerate(trajectories):
-            record = _record(trajectory)
-            if advantages is not None:
-                record["advantage"] = _number(advantages[index])
-            if trainer_logprobs is not None:
-                record["trainer_logprobs"] = _list(trainer_logprobs[index])
-            file.write(json.dumps(record) + "\n")
+        for trajectory, added in zip(trajectories, more or [{}] * len(trajectories)):
+            file.write(json.dumps({**_record(trajectory), **added}) + "\n")
     os.replace(partial, path)
     return path
 

@@ -208,6 +208,19 @@ def check_failures(trajectories: Sequence[Trajectory], limit: float) -> None:
         )
 
 
+def validation_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    """The keys ``validation/...``: every component's mean over the samples that have it, their length, and what failed."""
+    trajectories = [t for group in groups for t in group.trajectories]
+    row = {}
+    for name in dict.fromkeys(name for t in trajectories for name in t.rewards):
+        values = [t.rewards[name] for t in trajectories if t.rewards.get(name) is not None]
+        if values:
+            row[f"validation/{name}"] = float(np.mean(values))
+    row["validation/mean_length"] = float(np.mean([t.written for t in trajectories]))
+    row["validation/env_failed"] = float(np.mean([not t.trains for t in trajectories]))
+    return row
+
+
 def update_metrics(results: Sequence[UpdateResult], on_policy: bool) -> dict[str, float]:
     """Metrics of a step's optimizer updates (``UpdateResult``), averaged over their tokens.
 

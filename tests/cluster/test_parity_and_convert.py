@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+from gdpo_nemo.cli import main
+
+@pytest.fixture
+def gdpo_nemo(capfd):
+    """``gdpo_nemo(*arguments)``: exit status, stdout and stderr of the command line."""
+
+    def call(*arguments: object) -> tuple[int, str, str]:
+        capfd.readouterr()
+        status = main([str(argument) for argument in arguments])
+        return status, *capfd.readouterr()
+
+    return call
 
 
-def gdpo_nemo(*arguments: object) -> tuple[int, str, str]:
-    """Exit status, stdout and stderr of the command line."""
-    code = "import sys; from gdpo_nemo.cli import main; sys.exit(main(sys.argv[1:]))"
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code, *map(str, arguments)], capture_output=True, text=True, cwd=REPOSITORY
-    )
-    return done.returncode, done.stdout, done.stderr
-
-
-def test_a_model_comes_back_bit_for_bit_through_checkpoints_of_other_layouts(digit_model, tmp_path):
+def test_a_model_comes_back_bit_for_bit_through_checkpoints_of_other_layouts(gdpo_nemo, digit_model, tmp_path):
     status, out, err = gdpo_nemo("convert", "--to", "checkpoint", digit_model, tmp_path / "c", "--layout", "tensor=2")
     assert status == 0, (out, err)
     checkpoint = tmp_path / "c" / "step_0"
@@ -50,7 +50,7 @@ def record(digit_model, tmp_path_factory) -> Path:
     return file
 
 
-def test_parity_holds_between_one_rank_a_layout_and_vllm_and_a_false_record_is_caught(digit_model, record):
+def test_parity_holds_between_one_rank_a_layout_and_vllm_and_a_false_record_is_caught(gdpo_nemo, digit_model, record):
     status, out, err = gdpo_nemo(
         "parity", "--model", digit_model, "--layout", "tensor=2,sequence", "--engine", "--record", record, "--json"
     )
@@ -73,6 +73,6 @@ def test_parity_holds_between_one_rank_a_layout_and_vllm_and_a_false_record_is_c
         (["--record", "nowhere.jsonl"], "nowhere.jsonl does not exist"),
     ],
 )
-def test_what_cannot_be_compared_is_refused_in_one_line(digit_model, arguments, message):
+def test_what_cannot_be_compared_is_refused_in_one_line(gdpo_nemo, digit_model, arguments, message):
     status, out, err = gdpo_nemo("parity", "--model", digit_model, *arguments)
     assert status == 2 and message in err and err.count("\n") == 1

@@ -13,6 +13,9 @@ import pytest
 from launch import START_S, STEPS, Launch, rows, timeless
 
 
+QUICK = ("logger.plot=false", "logger.tensorboard.enabled=false")
+
+
 def test_run_ends_with_status_0_and_leaves_nothing_beside_its_folder(undisturbed):
     launch, status, out, err = undisturbed
     assert status == 0, (out, err)
@@ -87,9 +90,12 @@ def test_exported_model_is_what_the_last_checkpoint_holds_and_transformers_loads
 
 def test_killed_and_terminated_run_resumes_bit_for_bit(undisturbed, tmp_path, digit_model):
     """The policy dies in the middle of saving step 4, the driver after step 3 (kill -9), SIGTERM comes after step 4, a byte of
-    the last checkpoint turns on the disk; then on to the end. Checkpoints are written beside training."""
-    options = ("gdpo.val_at_start=true", "checkpointing.async_save=true")
-    torn = Launch(tmp_path / "run", digit_model, *options)
+    the last checkpoint turns on the disk; then on to the end. Checkpoints are written beside training.
+
+    The first of these runs is colocated: its engines sleep while the policy trains, and nothing else is different.
+    """
+    options = ("gdpo.val_at_start=true", "checkpointing.async_save=true", *QUICK)
+    torn = Launch(tmp_path / "run", digit_model, "cluster.placement=colocated", *options)
     torn.wait_for_step(3)
     writing = tmp_path / "run" / "checkpoints" / ".writing_step_4"
     while not writing.exists():
@@ -100,6 +106,11 @@ def test_killed_and_terminated_run_resumes_bit_for_bit(undisturbed, tmp_path, di
     assert "checkpoint of step 4 could not be written" in err and "step 2 is the last good one" in err, err
     assert "Traceback" not in err and torn.left_behind() == []
     assert [p.name for p in writing.parent.iterdir()] == ["step_2"]
+    straight = undisturbed[0].run_dir
+    colocated = [row for row in rows(tmp_path / "run") if "loss" in row]
+    assert len(colocated) >= 3 and all("time/sleep" in row and "time/wake" in row for row in colocated)
+    assert not any("time/sleep" in row for row in rows(straight))
+    assert [timeless(row) for row in rows(tmp_path / "run")] == [timeless(row) for row in rows(straight)][: len(rows(tmp_path / "run"))]
 
     killed = Launch(tmp_path / "run", digit_model, *options)
     killed.wait_until(lambda done: done == 2, "what came after the checkpoint was not taken back")
@@ -123,23 +134,26 @@ def test_killed_and_terminated_run_resumes_bit_for_bit(undisturbed, tmp_path, di
     status, out, err = resumed.finish()
     assert status == 0, (out, err)
     assert re.search(rf"{newest.name}.*passed over", out) and f"resuming from {before} " in out, out
-    straight = undisturbed[0].run_dir
     assert [timeless(r) for r in rows(tmp_path / "run")] == [timeless(r) for r in rows(straight)]
     weights = [d / "model" / "model.safetensors" for d in (straight, tmp_path / "run")]
     assert weights[0].read_bytes() == weights[1].read_bytes()
 
 
-def test_a_colocated_run_equals_the_separate_one_bit_for_bit(undisturbed, tmp_path, digit_model):
-    """Engines asleep while the policy trains, on the same weights and seeds."""
-    separate, *_ = undisturbed
-    short = ("gdpo.max_num_steps=2", "gdpo.val_at_start=false", "gdpo.val_period=0", "checkpointing.enabled=false")
-    launch = Launch(tmp_path / "colocated", digit_model, "cluster.placement=colocated", *short)
-    status, out, err = launch.finish()
-    assert status == 0, err
-    mine, theirs = ([timeless(row) for row in rows(run.run_dir) if "loss" in row] for run in (launch, separate))
-    assert len(mine) == 2 and mine == theirs[:2]
-    slept = ["time/sleep" in row and "time/wake" in row for run in (launch, separate) for row in rows(run.run_dir) if "loss" in row]
-    assert slept == [True] * 2 + [False] * STEPS
+def test_eval_of_a_checkpoint_gives_what_the_run_itself_measured_after_that_step(undisturbed, tmp_path, capsys):
+    """Through a Hugging Face folder and another engine, bit for bit."""
+    from gdpo_nemo.cli import main
+
+    run_dir, out = undisturbed[0].run_dir, tmp_path / "eval"
+    assert main(["eval", str(run_dir), "--step", str(STEPS), "--out", str(out)]) == 0
+    shown, found = capsys.readouterr().out, json.loads((out / "eval.json").read_text())
+    measured = next(row for row in rows(run_dir) if row["step"] == STEPS and "loss" not in row)
+    assert {f"validation/{name}": score["mean"] for name, score in found["scores"].items()} == {
+        name: value for name, value in measured.items() if name.removeprefix("validation/") in found["scores"]
+    }
+    assert {"correctness", "format", "length"} <= found["scores"].keys() and all(name in shown for name in found["scores"])
+    assert (found["step"], found["prompts"], found["mean_length"]) == (STEPS, 8, measured["validation/mean_length"])
+    samples = [json.loads(line) for line in (out / "samples.jsonl").read_text().splitlines()]
+    assert found["scores"]["format"]["mean"] == sum(s["rewards"]["format"] for s in samples) / len(samples)
 
 
 def test_data_parallel_ranks_make_the_same_first_update_and_train_one_step_stale(undisturbed, tmp_path, digit_model):
@@ -151,6 +165,7 @@ def test_data_parallel_ranks_make_the_same_first_update_and_train_one_step_stale
         "loss_fn.old_logprobs=trainer",
         "gdpo.max_num_steps=3",
         "weights.transport=gloo",
+        *QUICK,
     )
     status, out, err = launch.finish()
     assert status == 0, (out, err)
@@ -173,6 +188,7 @@ def test_adapters_kl_penalty_dynamic_sampling_and_several_updates_train_together
         "gdpo.max_num_steps=2",
         "gdpo.val_period=0",
         "checkpointing.metric_name=null",
+        *QUICK,
     )
     status, out, err = launch.finish()
     assert status == 0, (out, err)
@@ -202,6 +218,7 @@ def on_a_small_disk(tmp_path_factory, digit_model) -> tuple[Launch, int, str, li
         "gdpo.shaping=[{component: kl, kl: {coefficient: 0.1}}]",
         "gdpo.rewards={correctness: 1.0, format: 1.0, length: 1.0, kl: 0.5}",
         "checkpointing.save_period=1",
+        *QUICK,
         before=["unshare", "--mount", "sh", "-c", mount + '"$@"' + listing, "sh"],
     )
     status, _, err = launch.finish()
@@ -255,6 +272,7 @@ def test_tensor_parallel_ranks_make_the_same_first_update_and_who_blocks_them_is
         "checkpointing.save_period=100000",
         "rollout={env_timeout_s: 60, train_timeout_s: 15}",
         "policy.megatron_cfg.tensor_model_parallel_size=2",
+        *QUICK,
     )
     launch.wait_for_step(1)
     _same_first_update(rows(undisturbed[0].run_dir), rows(launch.run_dir))

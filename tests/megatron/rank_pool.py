@@ -10,7 +10,6 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import multiprocessing.connection
-import os
 import tempfile
 import time
 import traceback
@@ -22,7 +21,6 @@ from typing import Any, Callable
 _GRACE_S = 2.0
 DIED = "the process died"
 _GROUP_TIMEOUT_S = 60.0
-_THREADS = 500
 # Importing Megatron takes 10 s, several times that on a busy machine.
 _START_S = 240.0
 
@@ -73,14 +71,7 @@ class RankPool:
         group = (ranks, f"file://{self.folder}/group_{self.groups}")
         for _, pipe in self.processes[:ranks]:
             pipe.send((group, layout, seed, function, arguments))
-        results = self._collect(range(ranks), deadline_s)
-        self._renew_if_crowded()
-        return results
-
-    def _renew_if_crowded(self) -> None:
-        """Distributed optimizers keep their gloo groups, and each group a polling thread: enough of them slow everybody."""
-        if any(len(os.listdir(f"/proc/{process.pid}/task")) > _THREADS for process, _ in self.processes):
-            self.close()
+        return self._collect(range(ranks), deadline_s)
 
     def close(self) -> None:
         """End all ranks."""
@@ -137,6 +128,9 @@ def _serve(rank: int, pipe) -> None:
     before = torch_names()
     here = runtime.prepare()
     joined = None
+    import gdpo_nemo.megatron.policy  # noqa: F401 - with what it imports
+
+    gc.freeze()  # Collections between cases need not look at a million objects of imported modules.
     pipe.send((True, "ready"))
     while True:
         try:
@@ -145,9 +139,8 @@ def _serve(rank: int, pipe) -> None:
             return
         try:
             if group != joined:
-                # All groups of the last layout go: each gloo group keeps threads that would pile up over the cases.
                 joined = None
-                gc.collect()
+                _let_go()
                 runtime.tear_down()
                 runtime.initialize(here, rank, group[0], group[1], timeout_s=_GROUP_TIMEOUT_S)
                 runtime.lay_out(layout, seed)
@@ -157,3 +150,16 @@ def _serve(rank: int, pipe) -> None:
         except BaseException:
             pipe.send((False, traceback.format_exc()))
 
+
+def _let_go() -> None:
+    """Free the models of earlier cases with their groups, each of which keeps a thread that polls.
+
+    A mixture's dispatcher keeps tensors whose autograd nodes hold the wrapper's hooks, and the wrapper holds the dispatcher: a
+    circle that Python's collector cannot see through.
+    """
+    from megatron.core.distributed import DistributedDataParallel
+
+    for thing in gc.get_objects():
+        if type(thing) is DistributedDataParallel:
+            vars(thing).clear()
+    gc.collect()

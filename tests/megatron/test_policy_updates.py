@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 import pytest
@@ -59,13 +60,25 @@ def off_policy_batch():
     return batch
 
 
-@pytest.mark.parametrize("layout", ["DP2", "PP2", "CP2"])
-def test_every_loss_is_the_same_in_every_layout(on_ranks, model_folder, layout):
+@pytest.fixture(scope="module")
+def losses(on_ranks, model_folder):
+    """``losses(layout)``: by name, the steps of two updates with each loss."""
     batch, folder = off_policy_batch(), model_folder("qwen2")
-    for name, settings in SETTINGS.items():
-        expected = on_ranks("TP1", rank_cases.updates, folder, batch, 2, 80, settings)[0].steps
-        got = on_ranks(layout, rank_cases.updates, folder, batch, 2, 80, settings)[0].steps
-        assert relative_error(got, expected) < 1e-5, name
+
+    @cache
+    def steps(layout: str) -> dict[str, np.ndarray]:
+        return {
+            name: on_ranks(layout, rank_cases.updates, folder, batch, 2, 80, settings)[0].steps
+            for name, settings in SETTINGS.items()
+        }
+
+    return steps
+
+
+@pytest.mark.parametrize("layout", ["DP2", "PP2", "CP2"])
+def test_every_loss_is_the_same_in_every_layout(losses, layout):
+    for name, steps in losses(layout).items():
+        assert relative_error(steps, losses("TP1")[name]) < 1e-5, name
 
 
 @pytest.mark.parametrize("layout", ["TP2+SP", "DP2+OVERLAP", "PP2"])

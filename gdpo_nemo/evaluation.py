@@ -1,0 +1,245 @@
+"""``gdpo-nemo eval``: a run's weights, or any Hugging Face folder, on the held-out prompts, by the engines that training uses.
+
+The prompts, samples, seeds and verdicts are those of a run's own validation, so equal weights and an equal config give equal scores.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Iterator, Sequence
+
+import numpy as np
+
+from gdpo_nemo.checkpoints import Checkpoints, read_state
+from gdpo_nemo.config.load import load_config
+from gdpo_nemo.config.schema import Config
+from gdpo_nemo.config.validate import validate
+from gdpo_nemo.data.records import Group, Outcome
+from gdpo_nemo.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Score:
+    """One reward component over the held-out prompts."""
+
+    mean: float
+    error: float | None
+    """Standard error of the mean, from the spread between prompts; None with fewer than two."""
+    best: float
+    """Mean over the prompts of the best of their samples; for a reward of 0 or 1 this is pass@samples."""
+    judged: int
+    """Samples that have this component."""
+
+
+@dataclass
+class Evaluation:
+    """What ``evaluate`` found."""
+
+    model: str
+    step: int | None
+    """Steps trained; None where the folder does not tell."""
+    prompts: int
+    samples: int
+    """Per prompt."""
+    temperature: float
+    scores: dict[str, Score]
+    mean_length: float
+    """Tokens."""
+    truncated: float
+    env_failed: float
+    """Shares of the samples."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is evaluated: a Hugging Face folder, or a checkpoint to be made into one."""
+
+    config: Path
+    model: Path | None = None
+    checkpoint: Path | None = None
+    step: int | None = None
+
+
+def evaluate(
+    source: str | Path,
+    config_file: str | Path | None = None,
+    step: int | None = None,
+    overrides: Sequence[str] = (),
+    out: str | Path | None = None,
+) -> Evaluation:
+    """Sample and verify the held-out prompts of a config.
+
+    Args:
+        source: the folder of a run (its newest weights), one of its checkpoints, or a Hugging Face folder.
+        config_file: for a folder outside a run, where there is no ``config.yaml`` to go by.
+        step: of the run's checkpoint.
+        out: a new folder for ``eval.json`` and ``samples.jsonl``.
+
+    Raises:
+        ConfigError: something named does not exist, or the config has no held-out prompts. RunError: engines, ranks or
+            environments failed; a share of failed verdicts above ``rollout.max_env_failure_share`` is a failure, too.
+    """
+    subject = find_subject(Path(source), config_file, step)
+    config = load_config(subject.config, overrides)
+    if config.data.validation is None:
+        raise ConfigError("data.validation: eval needs held-out prompts; name them, for instance data.validation.path=FILE")
+    if out is not None and Path(out).exists():
+        raise ConfigError(f"--out: {out} exists")
+    if subject.model is not None:
+        config.policy.model_name = str(subject.model)
+    validate(config)
+    with _as_model(subject) as model:
+        config.policy.model_name = str(model)
+        groups = _sampled(config)
+    found = scored(groups, config, str(subject.checkpoint or subject.model), subject.step)
+    if out is not None:
+        _write(Path(out), found, groups)
+    return found
+
+
+def find_subject(source: Path, config_file: str | Path | None = None, step: int | None = None) -> Subject:
+    """What ``source`` names. Raises ConfigError."""
+    if (source / "config.json").is_file():
+        config = Path(config_file) if config_file else source.resolve().parent / "config.yaml"
+        if step is not None:
+            raise ConfigError(f"--step: {source} is a model; name the folder of the run")
+        if not config.is_file():
+            raise ConfigError(f"--config: must say on what to evaluate {source}, which lies in no run folder")
+        return Subject(config, model=source)
+    if (source / "files.json").is_file():
+        return Subject(_of_run(source.resolve().parent.parent, config_file), checkpoint=source, step=read_state(source).step)
+    config = _of_run(source, config_file)
+    checkpoints = Checkpoints(source / "checkpoints", 0, 0, None)
+    known = checkpoints.steps()
+    if step is not None and step not in known:
+        raise ConfigError(f"--step: {source} has no checkpoint of step {step}; there are {', '.join(map(str, known)) or 'none'}")
+    newest = checkpoints.path(known[-1]) if known else None
+    exported = source / "model"
+    if step is None and _newer(exported / "config.json", newest):
+        return Subject(config, model=exported, step=known[-1] if known else None)
+    if newest is None:
+        raise ConfigError(f"{source}: no checkpoint and no exported model yet")
+    path = newest if step is None else checkpoints.path(step)
+    return Subject(config, checkpoint=path, step=read_state(path).step)
+
+
+def _of_run(run_dir: Path, config_file: str | Path | None) -> Path:
+    config = Path(config_file) if config_file else run_dir / "config.yaml"
+    if not config.is_file():
+        raise ConfigError(f"{run_dir}: neither a run, a checkpoint nor a model folder (no {config.name})")
+    return config
+
+
+def _newer(exported: Path, checkpoint: Path | None) -> bool:
+    """Whether the model was exported after that checkpoint, as the end of a run does it."""
+    if not exported.is_file():
+        return False
+    return checkpoint is None or exported.stat().st_mtime >= (checkpoint / "state.json").stat().st_mtime
+
+
+@contextlib.contextmanager
+def _as_model(subject: Subject) -> Iterator[Path]:
+    if subject.checkpoint is None:
+        yield subject.model
+        return
+    from gdpo_nemo.convert import to_huggingface
+
+    with tempfile.TemporaryDirectory(prefix="gdpo_nemo_eval_") as folder:
+        print(f"reading {subject.checkpoint}", file=sys.stderr, flush=True)
+        yield to_huggingface(subject.checkpoint, Path(folder) / "model")
+
+
+def _sampled(config: Config) -> list[Group]:
+    """The judged samples of the held-out prompts. The engines get the machine, or Ray's GPUs, to themselves."""
+    from gdpo_nemo.cluster.fleet import EngineFleet
+    from gdpo_nemo.cluster.placement import Placement
+    from gdpo_nemo.cluster.session import session
+    from gdpo_nemo.config.placement import Places
+    from gdpo_nemo.environments.pools import EnvironmentPools
+    from gdpo_nemo.inputs import read_inputs
+    from gdpo_nemo.rollouts.learning import check_failures
+    from gdpo_nemo.rollouts.stream import RolloutStream
+
+    inputs = read_inputs(config, ("validation",))
+    for line in inputs.refused:
+        print(line, file=sys.stderr)
+    asked = f"{len(inputs.held_out)} held-out prompts x {config.gdpo.val_generations_per_prompt}"
+    print(f"evaluating {inputs.folder} on {asked}", file=sys.stderr, flush=True)
+    with session(config.cluster), contextlib.ExitStack() as stack:
+        pool = EnvironmentPools(config.env, config.rollout.env_workers, config.rollout.env_timeout_s, config.run.seed)
+        stack.callback(pool.close)
+        # Without the policy's ranks: Ray finds the engines' devices, on whatever nodes it has.
+        places = Places((), (0,) * config.policy.generation.engines)
+        fleet = EngineFleet(config, str(inputs.folder.absolute()), Placement(places))
+        fleet.ready()
+        stream = RolloutStream(config, inputs.sources["validation"], fleet, pool, inputs.tokenizer, 0, 0)
+        stack.callback(stream.close)
+        groups = stream.evaluate(inputs.held_out)
+    check_failures([t for group in groups for t in group.trajectories], config.rollout.max_env_failure_share)
+    return groups
+
+
+def scored(groups: Sequence[Group], config: Config, model: str, step: int | None) -> Evaluation:
+    """The figures of judged samples."""
+    trajectories = [t for group in groups for t in group.trajectories]
+    outcomes = [t.outcome for t in trajectories]
+    names = dict.fromkeys(name for t in trajectories for name in t.rewards)
+    columns = {name: [[t.rewards.get(name) for t in group.trajectories] for group in groups] for name in names}
+    return Evaluation(
+        model=model,
+        step=step,
+        prompts=len(groups),
+        samples=config.gdpo.val_generations_per_prompt,
+        temperature=config.gdpo.val_temperature,
+        scores={name: score for name, rows in columns.items() if (score := _score(rows))},
+        mean_length=float(np.mean([t.written for t in trajectories])),
+        truncated=outcomes.count(Outcome.TRUNCATED) / len(outcomes),
+        env_failed=float(np.mean([not t.trains for t in trajectories])),
+    )
+
+
+def _score(rows: Sequence[Sequence[float | None]]) -> Score | None:
+    """The score of a component from its values [prompts][samples]; None where no sample has it."""
+    present = [values for row in rows if (values := [v for v in row if v is not None])]
+    if not present:
+        return None
+    means = np.array([np.mean(values) for values in present])
+    return Score(
+        mean=float(np.mean(np.concatenate(present))),
+        error=float(means.std(ddof=1) / np.sqrt(len(means))) if len(means) > 1 else None,
+        best=float(np.mean([max(values) for values in present])),
+        judged=sum(map(len, present)),
+    )
+
+
+def _write(out: Path, found: Evaluation, groups: Sequence[Group]) -> None:
+    from gdpo_nemo.observe.rollouts import write_samples
+
+    out.mkdir(parents=True)
+    write_samples(out / "samples.jsonl", groups)
+    (out / "eval.json").write_text(json.dumps(asdict(found), indent=1) + "\n")
+
+
+def table(found: Evaluation):
+    """The scores as a table for the terminal."""
+    from rich import box
+    from rich.table import Table
+
+    of_step = "" if found.step is None else f", step {found.step}"
+    how = f"{found.prompts} prompts x {found.samples}, temperature {found.temperature:g}"
+    grid = Table(title=f"{found.model}{of_step}: {how}", title_justify="left", box=box.SIMPLE_HEAD)
+    several = found.samples > 1
+    for name in ("component", "mean", "± error", *([f"best of {found.samples}"] if several else []), "judged"):
+        grid.add_column(name, justify="left" if name == "component" else "right")
+    for name, score in found.scores.items():
+        error = "-" if score.error is None else f"{score.error:.3f}"
+        best = [f"{score.best:.3f}"] if several else []
+        grid.add_row(name, f"{score.mean:.3f}", error, *best, str(score.judged))
+    grid.caption = f"{found.mean_length:.1f} tokens a sample, {found.truncated:.1%} truncated, {found.env_failed:.1%} failed"
+    grid.caption_justify = "left"
+    return grid

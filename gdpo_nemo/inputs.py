@@ -1,0 +1,150 @@
+"""What a run reads before it starts any process: prompts, environments, tokenizer, model. What can be wrong with it is found here."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Mapping, Sequence
+
+from gdpo_nemo.config.files import find_function
+from gdpo_nemo.config.learning import check_components
+from gdpo_nemo.config.schema import Config
+from gdpo_nemo.data.prompts import PromptSource
+from gdpo_nemo.data.records import Prompt
+from gdpo_nemo.environments.registry import load_environments
+from gdpo_nemo.errors import ConfigError, GdpoError, RunError
+from gdpo_nemo.rollouts.functions import check_one_kind, rollout_functions
+from gdpo_nemo.rollouts.learning import check_own_estimator
+
+
+@dataclass
+class Inputs:
+    """Checked and ready."""
+
+    sources: dict[str, PromptSource]
+    """By split: train, and validation where there is one."""
+    held_out: list[Prompt]
+    """What a validation asks."""
+    tokenizer: Any
+    folder: Path
+    """The model's Hugging Face folder."""
+    refused: list[str]
+    """A line per split on prompts that were left out."""
+
+    @property
+    def prompts(self) -> PromptSource:
+        """The training prompts."""
+        return self.sources["train"]
+
+
+def read_inputs(config: Config, splits: Sequence[str] = ("train", "validation")) -> Inputs:
+    """Read and check what ``splits`` of the data, the environments and the model are.
+
+    Raises:
+        ConfigError: something is missing or does not fit. RunError: the model's factory, or an environment's server, failed.
+    """
+    environments = load_environments(config.env)
+    _check_rewards(config, environments)
+    folder = _model_folder(config)
+    tokenizer = _tokenizer(config, folder)
+    check_own_estimator(config)
+    functions = rollout_functions(config)
+    room = config.policy.max_total_sequence_length - 1
+    sources = {
+        split: PromptSource(
+            getattr(config.data, split), environments, tokenizer, split=split, seed=config.run.seed, max_prompt_tokens=room
+        )
+        for split in splits
+    }
+    for split, source in sources.items():
+        check_one_kind(functions, {prompt.environment for prompt in source.head()}, split)
+    _preflight(environments, sources)
+    _check_rewards(config, environments)
+    refused = [
+        f"data.{split}: {len(source.refused)} prompts are longer than {room} tokens and are left out, "
+        f"the first of them {source.refused[0].id} with {source.refused[0].tokens}"
+        for split, source in sources.items()
+        if source.refused
+    ]
+    held_out = sources["validation"].head(config.gdpo.val_prompts) if "validation" in sources else []
+    return Inputs(sources, held_out, tokenizer, folder, refused)
+
+
+def wanted_splits(config: Config) -> tuple[str, ...]:
+    """The splits that a training run reads."""
+    validates = config.data.validation and (config.gdpo.val_period or config.gdpo.val_at_start)
+    return ("train", "validation") if validates else ("train",)
+
+
+def _check_rewards(config: Config, environments: Mapping[str, Any]) -> None:
+    """Refuse weights of components that nothing gives, as soon as every environment knows what it gives."""
+    if not any(getattr(environment, "open_rewards", False) for environment in environments.values()):
+        check_components(config, [name for environment in environments.values() for name in environment.reward_names])
+
+
+def _preflight(environments: Mapping[str, Any], sources: Mapping[str, PromptSource]) -> None:
+    """Let environments with servers find out whether these are there and take the run's rows. Raises GdpoError."""
+    for name, environment in environments.items():
+        if not hasattr(environment, "preflight"):
+            continue
+        try:
+            environment.preflight([p for s in sources.values() for p in s.head() if p.environment == name])
+        except GdpoError as error:
+            raise type(error)(f"env.{name}: {error}") from None
+        finally:
+            environment.close()
+
+
+def _model_folder(config: Config) -> Path:
+    """The model's folder, made by the factory when it is absent."""
+    name = config.policy.model_name
+    if not Path(name).is_dir() and config.policy.model_factory:
+        _make_model(config)
+    if Path(name).is_dir():
+        return Path(name)
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]))
+    except Exception as error:  # noqa: BLE001 - the hub client raises many kinds; all mean the model is not there
+        raise ConfigError(f"policy.model_name: {name} is neither a folder nor reachable on the hub ({type(error).__name__})")
+
+
+def _make_model(config: Config) -> None:
+    """Run ``policy.model_factory`` in a process of its own: making a model may train it, with imports the driver must not have."""
+    name = config.policy.model_name
+    path, function = find_function("policy.model_factory", config.policy.model_factory)
+    print(f"{name} does not exist: making it with {path.name}:{function}", flush=True)
+    code = (
+        "import importlib.util, sys; path, function, folder, seed = sys.argv[1:]; "
+        "spec = importlib.util.spec_from_file_location('model_factory', path); "
+        "module = importlib.util.module_from_spec(spec); sys.modules['model_factory'] = module; "
+        "spec.loader.exec_module(module); getattr(module, function)(folder, int(seed))"
+    )
+    threads = str(config.cluster.cpus_per_node or len(os.sched_getaffinity(0)))
+    environment = {**os.environ, "OMP_NUM_THREADS": threads, "OMP_WAIT_POLICY": "PASSIVE"}
+    command = [sys.executable, "-W", "ignore", "-c", code, str(path), function, name, str(config.run.seed)]
+    process = subprocess.Popen(command, env=environment)
+    try:
+        status = process.wait()
+    except BaseException:
+        process.terminate()
+        process.wait()
+        raise
+    if status:
+        raise RunError(f"policy.model_factory: {path.name}:{function} ended with status {status}")
+
+
+def _tokenizer(config: Config, folder: Path):
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    from transformers import AutoTokenizer
+
+    name = config.policy.tokenizer_name or folder
+    try:
+        return AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"policy.tokenizer_name: no tokenizer in {name} ({str(error).splitlines()[0]})") from None

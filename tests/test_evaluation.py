@@ -1,0 +1,124 @@
+"""What ``gdpo-nemo eval`` looks at, and what it makes of verdicts; the command as a whole is in tests/end_to_end."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gdpo_nemo.checkpoints import Checkpoints, RunState
+from gdpo_nemo.config.schema import Config
+from gdpo_nemo.data.records import Group, Outcome, Prompt, Trajectory
+from gdpo_nemo.errors import ConfigError
+from gdpo_nemo.evaluation import evaluate, find_subject, scored
+
+
+@pytest.fixture
+def run_dir(tmp_path):
+    """A run with checkpoints of steps 2 and 4, and a model that was exported between them."""
+    folder = tmp_path / "run"
+    checkpoints = Checkpoints(folder / "checkpoints", 9, 0, None)
+    for step, time in ((2, 100), (4, 300)):
+        checkpoints.save(RunState(step=step), lambda path: None)
+        os.utime(checkpoints.path(step) / "state.json", (time, time))
+    (folder / "model").mkdir()
+    (folder / "model" / "config.json").write_text("{}")
+    os.utime(folder / "model" / "config.json", (200, 200))
+    (folder / "config.yaml").write_text("")
+    return folder
+
+
+def test_a_run_means_its_newest_weights(run_dir):
+    newest = find_subject(run_dir)
+    assert (newest.checkpoint, newest.model, newest.step) == (run_dir / "checkpoints" / "step_4", None, 4)
+    assert newest.config == run_dir / "config.yaml"
+    os.utime(run_dir / "model" / "config.json", (400, 400))  # as the end of a run writes it
+    exported = find_subject(run_dir)
+    assert (exported.checkpoint, exported.model, exported.step) == (None, run_dir / "model", 4)
+
+
+def test_a_step_a_checkpoint_and_a_model_mean_themselves(run_dir, tmp_path):
+    older = run_dir / "checkpoints" / "step_2"
+    assert find_subject(run_dir, step=2) == find_subject(older)
+    assert find_subject(older).checkpoint == older and find_subject(older).config == run_dir / "config.yaml"
+    assert find_subject(run_dir / "model").model == run_dir / "model"
+    assert find_subject(run_dir / "model", tmp_path / "run" / "config.yaml").config == tmp_path / "run" / "config.yaml"
+
+
+@pytest.mark.parametrize(
+    "source, step, message",
+    [
+        ("run", 3, "--step: .* has no checkpoint of step 3; there are 2, 4"),
+        ("run/model", 2, "--step: .* is a model"),
+        ("elsewhere", None, "--config: must say on what to evaluate"),
+        ("empty", None, "no checkpoint and no exported model yet"),
+        ("nowhere", None, "neither a run, a checkpoint nor a model folder"),
+    ],
+)
+def test_what_is_no_subject_is_refused(run_dir, tmp_path, source, step, message):
+    for folder, file in (("elsewhere", "config.json"), ("empty", "config.yaml")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / file).write_text("")
+    with pytest.raises(ConfigError, match=message):
+        find_subject(tmp_path / source, None, step)
+
+
+@pytest.mark.parametrize(
+    "overrides, out, message",
+    [
+        (["data.validation=null"], None, "data.validation: eval needs held-out prompts"),
+        (["gdpo.val_promts=3"], None, "gdpo.val_promts"),
+        ([], ".", "--out: .* exists"),
+    ],
+)
+def test_an_evaluation_that_cannot_be_is_refused_before_anything_starts(run_dir, overrides, out, message):
+    tiny = Path(__file__).resolve().parents[1] / "configs" / "gdpo_tiny_cpu.yaml"
+    with pytest.raises(ConfigError, match=message):
+        evaluate(run_dir, tiny, None, overrides, out)
+
+
+def judged(rows: list[list[float | None]]) -> list[Group]:
+    """Groups whose samples have one component, or None."""
+    groups = []
+    for number, row in enumerate(rows):
+        prompt = Prompt(str(number), np.array([1], np.int32), "", "e", {}, None)
+        made = [Trajectory(prompt, j, np.array([1, 2], np.int32), np.zeros(2, np.float32), 0, "", "stop") for j in range(len(row))]
+        for trajectory, value in zip(made, row):
+            trajectory.rewards, trajectory.outcome = {"it": value}, Outcome.OK
+        groups.append(Group(prompt, made))
+    return groups
+
+
+values = st.one_of(st.none(), st.floats(-10, 10))
+
+
+@given(st.integers(1, 5).flatmap(lambda n: st.lists(st.lists(values, min_size=n, max_size=n), min_size=1, max_size=6)))
+def test_scores_are_plain_statistics_of_the_values_that_are_there(rows):
+    found = scored(judged(rows), Config(), "m", 3)
+    present = [[v for v in row if v is not None] for row in rows if any(v is not None for v in row)]
+    if not present:
+        assert found.scores == {}
+        return
+    score = found.scores["it"]
+    every = [v for row in present for v in row]
+    assert score.judged == len(every) and score.mean == pytest.approx(sum(every) / len(every), abs=1e-9)
+    assert score.best == pytest.approx(np.mean([max(row) for row in present]), abs=1e-9)
+    means = [sum(row) / len(row) for row in present]
+    if len(means) < 2:
+        assert score.error is None
+    else:
+        centre = sum(means) / len(means)
+        variance = sum((m - centre) ** 2 for m in means) / (len(means) - 1)
+        assert score.error == pytest.approx((variance / len(means)) ** 0.5, abs=1e-9)
+
+
+def test_truncated_and_failed_samples_are_counted():
+    groups = judged([[1.0, 0.0], [None, 1.0]])
+    samples = [t for group in groups for t in group.trajectories]
+    samples[1].outcome, samples[2].outcome = Outcome.TRUNCATED, Outcome.ENV_FAILED
+    found = scored(groups, Config(), "m", None)
+    assert (found.truncated, found.env_failed, found.mean_length, found.prompts) == (0.25, 0.25, 2.0, 2)
