@@ -146,6 +146,11 @@ def _check_environments(config: Config) -> None:
     for name, options in config.env.items():
         if options is not None and not isinstance(options, dict):
             raise ConfigError(f"env.{name}: expected options as keys and values, got {options!r}")
+        enough, group = (options or {}).get("min_valid"), config.gdpo.num_generations_per_prompt
+        if isinstance(enough, int) and enough > group:
+            raise ConfigError(
+                f"env.{name}.min_valid: {enough} verdicts never come, a group has {group} samples (gdpo.num_generations_per_prompt)"
+            )
     _check_environment("data.train", config.data.train, config)
     if config.data.validation:
         _check_environment("data.validation", config.data.validation, config)

@@ -33,11 +33,19 @@ def read_responses(body: bytes, sampling: Sampling, session: str) -> tuple[ChatR
     for key, neutral in _NEUTRAL.items():
         if request.get(key) is not None and request[key] not in neutral:
             raise Refused(400, f"{key} {str(request[key])[:40]} is not supported: input must hold the whole conversation")
+    _check_metadata(request.get("metadata"))
     chat = {key: value for key, value in request.items() if key not in ("messages", "input", "instructions", "logprobs")}
     chat["messages"] = [*_instructions(request.get("instructions")), *_messages(request.get("input"))]
     chat["max_tokens"] = request.get("max_output_tokens")
     chat["tools"] = [_chat_tool(place, tool) for place, tool in enumerate(_list("tools", request.get("tools") or []))]
     return read_request(chat, sampling, session), request
+
+
+def _check_metadata(metadata: Any) -> None:
+    """NeMo Gym's agents hide settings of the chat template in it, as JSON, which the engines' prompts would not follow."""
+    if isinstance(metadata, Mapping) and metadata.get("chat_template_kwargs") not in (None, "", "{}", {}):
+        what = str(metadata["chat_template_kwargs"])[:40]
+        raise Refused(400, f"metadata.chat_template_kwargs {what} is not supported: every prompt is rendered as in training")
 
 
 def response_of(turn: Turn, message: Mapping[str, Any], request: Mapping[str, Any], number: str) -> dict[str, Any]:

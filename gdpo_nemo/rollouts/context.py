@@ -12,17 +12,18 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Callable, Protocol, Sequence
+from typing import TYPE_CHECKING, Callable, Protocol, Sequence
 
 import numpy as np
 
 from gdpo_nemo.data.conversation import Conversation
-from gdpo_nemo.endpoint.server import Endpoint
 from gdpo_nemo.data.records import Outcome, Prompt, Trajectory
 from gdpo_nemo.environments.pool import EnvironmentPool
 from gdpo_nemo.errors import RunError
 from gdpo_nemo.generation.requests import Completion, CompletionBatch, SampleRequest, Sampling
 
+if TYPE_CHECKING:
+    from gdpo_nemo.endpoint.server import Endpoint
 
 _ROUNDING = 1e-4
 

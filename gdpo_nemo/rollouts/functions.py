@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Callable, Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Callable, Collection, Mapping, Sequence
 
 from gdpo_nemo.cluster.fleet import EngineFleet
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.data.conversation import Conversation
 from gdpo_nemo.data.records import Prompt, Trajectory
 from gdpo_nemo.data.wording import first_line
-from gdpo_nemo.endpoint.router import EngineRouter
-from gdpo_nemo.endpoint.server import Endpoint
-from gdpo_nemo.endpoint.service import Budgets, Service
 from gdpo_nemo.environments.episodes import has_turns
 from gdpo_nemo.environments.objects import load_object
 from gdpo_nemo.environments.pool import EnvironmentPool
@@ -24,6 +21,9 @@ from gdpo_nemo.rollouts.agents import play_with_agents
 from gdpo_nemo.rollouts.context import RolloutContext, RolloutFunction, checked
 from gdpo_nemo.rollouts.learning import longest_completion
 from gdpo_nemo.rollouts.turns import play
+
+if TYPE_CHECKING:
+    from gdpo_nemo.endpoint.server import Endpoint
 
 
 @dataclass(frozen=True)
@@ -47,13 +47,19 @@ class Player:
         self._functions = rollout_functions(config)
         chat, has_template = config.data.train.chat, bool(getattr(tokenizer, "chat_template", None))
         self._conversation = Conversation(tokenizer, has_template if chat is None else chat)
-        section = config.rollout.endpoint
-        self.endpoint = None
-        if section.enabled:
-            router = EngineRouter(fleet, config.policy.generation.engines)
-            turns, sequence = config.rollout.turns.max_turns, config.policy.max_total_sequence_length
-            service = Service(router, self._conversation, Budgets(turns, longest_completion(config), sequence))
-            self.endpoint = Endpoint(service, section.host, section.port)
+        self.endpoint = self._listening() if config.rollout.endpoint.enabled else None
+
+    def _listening(self) -> Endpoint:
+        # FastAPI is not imported by runs that have no agents.
+        from gdpo_nemo.endpoint.router import EngineRouter
+        from gdpo_nemo.endpoint.server import Endpoint
+        from gdpo_nemo.endpoint.service import Budgets, Service
+
+        config = self._config
+        router = EngineRouter(self._fleet, config.policy.generation.engines)
+        turns, sequence = config.rollout.turns.max_turns, config.policy.max_total_sequence_length
+        service = Service(router, self._conversation, Budgets(turns, longest_completion(config), sequence))
+        return Endpoint(service, config.rollout.endpoint.host, config.rollout.endpoint.port)
 
     def plays(self, prompt: Prompt) -> bool:
         """Whether a rollout function makes the trajectories of this prompt."""

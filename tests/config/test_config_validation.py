@@ -48,6 +48,7 @@ def refused(path: Path, *overrides: str) -> str:
         (["data.train.environment=toi"], "data.train.environment: 'toi' is not under env, did you mean toy?"),
         (["env.other={}", "data.train.environment=null"], "data.train.environment: must be set"),
         (["env.toy=3"], "env.toy: expected options"),
+        (["env.toy={min_valid: 17}"], "env.toy.min_valid: 17 verdicts never come, a group has 8"),
         ([f"{MEGATRON}.sequence_parallel=true"], f"{MEGATRON}.sequence_parallel: needs"),
         ([f"{MEGATRON}.virtual_pipeline_model_parallel_size=2"], f"{MEGATRON}.virtual_pipeline_model_parallel_size: needs"),
         ([f"{MEGATRON}.transformer_engine=true"], f"{MEGATRON}.transformer_engine: needs GPUs"),

@@ -101,6 +101,7 @@ def test_a_client_that_drops_the_token_fields_goes_on_from_them_and_one_that_edi
         ({"truncation": "auto"}, "truncation auto"),
         ({"text": {"format": {"type": "json_object"}}}, "text {"),
         ({"tools": [{"type": "web_search"}]}, "tools[0] is no function"),
+        ({"metadata": {"chat_template_kwargs": '{"enable_thinking": false}'}}, "metadata.chat_template_kwargs {"),
         ({"tools": 3}, "tools must be a list"),
         ({"instructions": 3}, "must be text"),
         ({"input": []}, "messages must be"),
