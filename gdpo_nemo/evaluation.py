@@ -226,20 +226,22 @@ def _write(out: Path, found: Evaluation, groups: Sequence[Group]) -> None:
 
 
 def table(found: Evaluation):
-    """The scores as a table for the terminal."""
+    """The scores for the terminal, as something that rich prints."""
     from rich import box
+    from rich.console import Group as Lines
     from rich.table import Table
 
     of_step = "" if found.step is None else f", step {found.step}"
-    how = f"{found.prompts} prompts x {found.samples}, temperature {found.temperature:g}"
-    grid = Table(title=f"{found.model}{of_step}: {how}", title_justify="left", box=box.SIMPLE_HEAD)
     several = found.samples > 1
+    grid = Table(box=box.SIMPLE_HEAD)
     for name in ("component", "mean", "± error", *([f"best of {found.samples}"] if several else []), "judged"):
         grid.add_column(name, justify="left" if name == "component" else "right")
     for name, score in found.scores.items():
         error = "-" if score.error is None else f"{score.error:.3f}"
         best = [f"{score.best:.3f}"] if several else []
         grid.add_row(name, f"{score.mean:.3f}", error, *best, str(score.judged))
-    grid.caption = f"{found.mean_length:.1f} tokens a sample, {found.truncated:.1%} truncated, {found.env_failed:.1%} failed"
-    grid.caption_justify = "left"
-    return grid
+    return Lines(
+        f"{found.model}{of_step}: {found.prompts} prompts x {found.samples}, temperature {found.temperature:g}",
+        grid,
+        f"{found.mean_length:.1f} tokens a sample, {found.truncated:.1%} truncated, {found.env_failed:.1%} failed",
+    )
