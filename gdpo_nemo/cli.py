@@ -1,13 +1,14 @@
 """The command line: ``gdpo-nemo COMMAND``; ``gdpo-nemo --help`` lists the commands.
 
-Exit status 0: done as asked. 1: the run failed. 2: the command or the config is wrong. Wrong input costs one line on
-stderr, never a traceback. Heavy imports happen inside the commands that need them, so ``--dry-run`` stays instant.
+Exit status 0: done as asked. 1: the run failed. 2: the command or the config is wrong. 143, 130: SIGTERM, SIGINT. Wrong input costs
+one line on stderr, never a traceback. Heavy imports happen inside the commands that need them, so ``--dry-run`` stays instant.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import Sequence
@@ -25,6 +26,8 @@ DEFAULT_CONFIG = CONFIGS / "gdpo_tiny_cpu.yaml"
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns the exit status."""
     arguments = _parse(argv)
+    terminated = _Terminated()
+    before = signal.signal(signal.SIGTERM, terminated)
     try:
         return arguments.command(arguments)
     except ConfigError as error:
@@ -36,6 +39,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # The reader of our output has gone, as `head` does.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except SystemExit:
+        if terminated.status:  # Ray, waiting, makes every exit a 1.
+            return terminated.status
+        raise
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+class _Terminated:
+    """Signal handler: what a command has started and written beside is taken back on the way out. Training has its own."""
+
+    status = 0
+
+    def __call__(self, number: int, frame: object) -> None:
+        self.status = 128 + number
+        raise SystemExit(self.status)
 
 
 def train(arguments: argparse.Namespace) -> int:

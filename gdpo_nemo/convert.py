@@ -6,11 +6,18 @@ No rank holds the model in the other format: each writes or reads its shards, an
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
+from typing import TYPE_CHECKING, Iterator
 
 from gdpo_nemo.checkpoints import Checkpoints, RunState, model_fingerprint
+from gdpo_nemo.config.load import load_config
+from gdpo_nemo.config.schema import Config
 from gdpo_nemo.config.standalone import standalone_config
 from gdpo_nemo.errors import ConfigError
+
+if TYPE_CHECKING:
+    from gdpo_nemo.cluster.policy_group import PolicyGroup
 
 
 def to_huggingface(checkpoint: str | Path, out: str | Path, model: str | Path | None = None, layout: str = "") -> Path:
@@ -23,24 +30,35 @@ def to_huggingface(checkpoint: str | Path, out: str | Path, model: str | Path | 
     Raises:
         ConfigError: something named does not exist. RunError: the checkpoint cannot be read.
     """
+    from gdpo_nemo.cluster.session import session
+
     checkpoint, out = Path(checkpoint), Path(out)
     if not (checkpoint / "files.json").is_file():
         raise ConfigError(f"{checkpoint}: not a checkpoint (no files.json)")
     _must_be_new(out)
-    precision, lora = "float32", None
     run = _run_section(checkpoint)
-    if run is not None:
-        model = model or run.policy.model_name
-        precision, lora = run.policy.precision, run.policy.lora
+    model = model or (run and run.policy.model_name)
     if model is None:
         raise ConfigError(f"--model: must name the model folder; {checkpoint} lies in no run folder")
-    config = standalone_config(model, layout, precision)
-    if lora is not None:
-        config.policy.lora = lora
+    config = export_config(model, layout, run)
+    with session(config.cluster):
+        export(checkpoint, out, config, model)
+    return out
+
+
+def export_config(model: str | Path, layout: str = "", run: Config | None = None) -> Config:
+    """The config of a policy that reads checkpoints of ``run`` in ``layout``. Raises ConfigError."""
+    config = standalone_config(model, layout, run.policy.precision if run else "float32")
+    if run:
+        config.policy.lora = run.policy.lora
+    return config
+
+
+def export(checkpoint: Path, out: Path, config: Config, model: str | Path) -> None:
+    """Write the weights of ``checkpoint`` as a Hugging Face folder, by ranks in the Ray session that stands. Raises RunError."""
     with _policy(config, model) as policy:
         policy.load(checkpoint, weights_only=True)
         policy.export(out)
-    return out
 
 
 def to_checkpoint(model: str | Path, out: str | Path, layout: str = "", precision: str = "float32") -> Path:
@@ -49,9 +67,12 @@ def to_checkpoint(model: str | Path, out: str | Path, layout: str = "", precisio
     Raises:
         ConfigError: something named does not exist. RunError: it cannot be written.
     """
+    from gdpo_nemo.cluster.session import session
+
     out = Path(out)
     _must_be_new(out)
-    with _policy(standalone_config(model, layout, precision), model) as policy:
+    config = standalone_config(model, layout, precision)
+    with session(config.cluster), _policy(config, model) as policy:
         state = RunState(model=model_fingerprint(model))
         return Checkpoints(out, keep_last=1, keep_best=0, metric=None).save(state, policy.save)
 
@@ -61,26 +82,20 @@ def _must_be_new(out: Path) -> None:
         raise ConfigError(f"{out}: exists and is not empty")
 
 
-def _run_section(checkpoint: Path):
+def _run_section(checkpoint: Path) -> Config | None:
     """The config of the run a checkpoint lies in, or None."""
-    from gdpo_nemo.config.load import load_config
-
     file = checkpoint.resolve().parent.parent / "config.yaml"
     return load_config(file) if file.is_file() else None
 
 
-def _policy(config, model):
-    """A policy group in a Ray session of its own, as a context manager."""
-    import contextlib
-
+@contextlib.contextmanager
+def _policy(config: Config, model: str | Path) -> Iterator[PolicyGroup]:
+    """A policy that is gone afterwards."""
     from gdpo_nemo.cluster.policy_group import PolicyGroup
-    from gdpo_nemo.cluster.session import session
 
-    @contextlib.contextmanager
-    def standing():
-        with session(config.cluster):
-            policy = PolicyGroup(config, str(model), total_updates=1)
-            policy.ready()
-            yield policy
-
-    return standing()
+    policy = PolicyGroup(config, str(model), total_updates=1)
+    try:
+        policy.ready()
+        yield policy
+    finally:
+        policy.close()

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import sys
 import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Iterator, Sequence
+from typing import Sequence
 
 import numpy as np
 
@@ -93,9 +94,7 @@ def evaluate(
     if subject.model is not None:
         config.policy.model_name = str(subject.model)
     validate(config)
-    with _as_model(subject) as model:
-        config.policy.model_name = str(model)
-        groups = _sampled(config)
+    groups = _sampled(config, subject)
     found = scored(groups, config, str(subject.checkpoint or subject.model), subject.step)
     if out is not None:
         _write(Path(out), found, groups)
@@ -142,19 +141,7 @@ def _newer(exported: Path, checkpoint: Path | None) -> bool:
     return checkpoint is None or exported.stat().st_mtime >= (checkpoint / "state.json").stat().st_mtime
 
 
-@contextlib.contextmanager
-def _as_model(subject: Subject) -> Iterator[Path]:
-    if subject.checkpoint is None:
-        yield subject.model
-        return
-    from gdpo_nemo.convert import to_huggingface
-
-    with tempfile.TemporaryDirectory(prefix="gdpo_nemo_eval_") as folder:
-        print(f"reading {subject.checkpoint}", file=sys.stderr, flush=True)
-        yield to_huggingface(subject.checkpoint, Path(folder) / "model")
-
-
-def _sampled(config: Config) -> list[Group]:
+def _sampled(config: Config, subject: Subject) -> list[Group]:
     """The judged samples of the held-out prompts. The engines get the machine, or Ray's GPUs, to themselves."""
     from gdpo_nemo.cluster.fleet import EngineFleet
     from gdpo_nemo.cluster.placement import Placement
@@ -167,21 +154,35 @@ def _sampled(config: Config) -> list[Group]:
 
     inputs = read_inputs(config, ("validation",))
     for line in inputs.refused:
-        print(line, file=sys.stderr)
-    asked = f"{len(inputs.held_out)} held-out prompts x {config.gdpo.val_generations_per_prompt}"
-    print(f"evaluating {inputs.folder} on {asked}", file=sys.stderr, flush=True)
+        _say(line)
     with session(config.cluster), contextlib.ExitStack() as stack:
+        folder = inputs.folder if subject.checkpoint is None else _exported(subject.checkpoint, config, inputs.folder)
+        _say(f"sampling {len(inputs.held_out)} held-out prompts x {config.gdpo.val_generations_per_prompt}")
         pool = EnvironmentPools(config.env, config.rollout.env_workers, config.rollout.env_timeout_s, config.run.seed)
         stack.callback(pool.close)
         # Without the policy's ranks: Ray finds the engines' devices, on whatever nodes it has.
         places = Places((), (0,) * config.policy.generation.engines)
-        fleet = EngineFleet(config, str(inputs.folder.absolute()), Placement(places))
+        fleet = EngineFleet(config, str(folder.absolute()), Placement(places))
         fleet.ready()
         stream = RolloutStream(config, inputs.sources["validation"], fleet, pool, inputs.tokenizer, 0, 0)
         stack.callback(stream.close)
         groups = stream.evaluate(inputs.held_out)
     check_failures([t for group in groups for t in group.trajectories], config.rollout.max_env_failure_share)
     return groups
+
+
+def _exported(checkpoint: Path, config: Config, model: Path) -> Path:
+    """A checkpoint as a Hugging Face folder that goes with the Ray session, however that ends."""
+    from gdpo_nemo.convert import export, export_config
+
+    _say(f"reading {checkpoint}")
+    folder = Path(tempfile.mkdtemp(dir=os.environ["TMPDIR"]))
+    export(checkpoint, folder, export_config(model, run=config), model)
+    return folder
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 def scored(groups: Sequence[Group], config: Config, model: str, step: int | None) -> Evaluation:

@@ -116,9 +116,9 @@ def standing(config: Config) -> Iterator[Parts]:
                 error.args = (f"{error}; {diagnosis.sentence} (see {diagnosis.folder})",)
             log.alert(str(error))
             raise
-        except SystemExit:
+        except SystemExit as end:
             outcome[0] = "stopped"
-            raise
+            raise SystemExit(stop.status or end.code)  # Ray, waiting, makes every exit a 1.
 
 
 @contextlib.contextmanager
@@ -150,8 +150,6 @@ def _start_processes(parts: Parts, stack: contextlib.ExitStack, inputs: Inputs, 
     layout = resolve_layout(config)
     config.policy.megatron_cfg = replace(config.policy.megatron_cfg, data_parallel_size=layout.data)
     stack.enter_context(session(config.cluster))
-    for name in (signal.SIGTERM, signal.SIGINT):  # Ray has just installed its own.
-        signal.signal(name, parts.stop)
     lap("Ray")
     stack.push(lambda kind, error, trace: _point_to_logs(kind, error, keep_logs, parts.run_dir))
     folder = inputs.folder.absolute()

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import signal
 import tempfile
+import threading
 import time
 from pathlib import Path
 from typing import Any, Iterator, Sequence
@@ -66,7 +68,8 @@ def session(config: ClusterConfig) -> Iterator[None]:
             yield
         finally:
             _watched.clear()
-            ray.shutdown()
+            with _signals_kept():
+                ray.shutdown()
             reaper.close()
 
 
@@ -90,11 +93,28 @@ def _scratch() -> Iterator[str]:
 
 def _connect(where: dict[str, Any]) -> None:
     try:
-        ray.init(log_to_driver=False, logging_level="ERROR", **where)
+        with _signals_kept():
+            ray.init(log_to_driver=False, logging_level="ERROR", **where)
+    except SystemExit as end:
+        if end.code == signal.SIGTERM:  # Ray's handler ends with the bare number.
+            raise SystemExit(128 + signal.SIGTERM) from None
+        raise
     except (ConnectionError, RuntimeError, ValueError) as error:
         if where["address"] == "local":
             raise
         raise RunError(f"cluster.address: no Ray cluster to join at {where['address']} ({_first_line(error)})") from error
+
+
+@contextlib.contextmanager
+def _signals_kept() -> Iterator[None]:
+    """Ray takes SIGTERM for itself when it starts, and leaves it to the system when it ends; our caller's answer stays."""
+    names = (signal.SIGTERM, signal.SIGINT) if threading.current_thread() is threading.main_thread() else ()
+    before = [signal.getsignal(name) for name in names]
+    try:
+        yield
+    finally:
+        for name, handler in zip(names, before):
+            signal.signal(name, handler)
 
 
 _watched: dict[str, str] = {}
