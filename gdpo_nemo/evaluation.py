@@ -18,7 +18,7 @@ import numpy as np
 
 from gdpo_nemo.checkpoints import Checkpoints, read_state
 from gdpo_nemo.config.load import load_config
-from gdpo_nemo.config.schema import Config
+from gdpo_nemo.config.schema import Config, MegatronConfig
 from gdpo_nemo.config.validate import validate
 from gdpo_nemo.data.records import Group, Outcome
 from gdpo_nemo.errors import ConfigError
@@ -93,12 +93,28 @@ def evaluate(
         raise ConfigError(f"--out: {out} exists")
     if subject.model is not None:
         config.policy.model_name = str(subject.model)
+    without_policy(config)
     validate(config)
     groups = _sampled(config, subject)
     found = scored(groups, config, str(subject.checkpoint or subject.model), subject.step)
     if out is not None:
         _write(Path(out), found, groups)
     return found
+
+
+def without_policy(config: Config) -> None:
+    """Make it a config whose engines have all devices: the policy's layout, and how weights reach the engines, count no more.
+
+    Raises:
+        ConfigError: there are fewer devices than the engines need.
+    """
+    engines = config.policy.generation.engines * config.policy.generation.vllm_cfg.tensor_parallel_size
+    devices = config.cluster.num_nodes * config.cluster.gpus_per_node
+    if devices and devices < engines:
+        raise ConfigError(f"policy.generation.engines: the engines need {engines} GPUs, there are {devices}; set fewer")
+    config.policy.megatron_cfg = MegatronConfig(data_parallel_size=engines)
+    config.cluster.placement, config.cluster.env_nodes = "colocated", 0
+    config.rollout.max_staleness, config.weights.transport = 0, "auto"
 
 
 def find_subject(source: Path, config_file: str | Path | None = None, step: int | None = None) -> Subject:

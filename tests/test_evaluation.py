@@ -11,10 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gdpo_nemo.checkpoints import Checkpoints, RunState
+from gdpo_nemo.config.layout import resolve_layout
+from gdpo_nemo.config.load import load_config
 from gdpo_nemo.config.schema import Config
+from gdpo_nemo.config.validate import validate
 from gdpo_nemo.data.records import Group, Outcome, Prompt, Trajectory
 from gdpo_nemo.errors import ConfigError
-from gdpo_nemo.evaluation import evaluate, find_subject, scored
+from gdpo_nemo.evaluation import evaluate, find_subject, scored, without_policy
 
 
 @pytest.fixture
@@ -79,6 +82,23 @@ def test_an_evaluation_that_cannot_be_is_refused_before_anything_starts(run_dir,
     tiny = Path(__file__).resolve().parents[1] / "configs" / "gdpo_tiny_cpu.yaml"
     with pytest.raises(ConfigError, match=message):
         evaluate(run_dir, tiny, None, overrides, out)
+
+
+RECIPES = sorted((Path(__file__).resolve().parents[1] / "configs").glob("gdpo_*.yaml"))
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_a_machine_with_room_for_the_engines_alone_is_enough(recipe):
+    config = load_config(recipe)
+    if config.cluster.gpus_per_node:
+        config.cluster.num_nodes, config.cluster.gpus_per_node = 1, config.policy.generation.engines
+        config.policy.generation.vllm_cfg.tensor_parallel_size = 2
+        with pytest.raises(ConfigError, match=f"the engines need {2 * config.cluster.gpus_per_node} GPUs, there are"):
+            without_policy(config)
+        config.policy.generation.vllm_cfg.tensor_parallel_size = 1
+    without_policy(config)
+    validate(config)
+    assert resolve_layout(config).engines == config.policy.generation.engines
 
 
 def judged(rows: list[list[float | None]]) -> list[Group]:
