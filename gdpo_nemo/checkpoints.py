@@ -137,6 +137,13 @@ def read_state(folder: Path) -> RunState:
     return RunState(**json.loads((folder / _STATE).read_text()))
 
 
+def check_whole(folder: Path) -> None:
+    """Hold every file of a checkpoint against what was written. Raises RunError: one is missing, torn or changed."""
+    damage = _damage(folder)
+    if damage is not None:
+        raise RunError(f"checkpoint {folder} is damaged ({damage})")
+
+
 def _write_listing(folder: Path) -> None:
     listing = {}
     for file in sorted(p for p in folder.rglob("*") if p.is_file()):

@@ -10,7 +10,7 @@ import contextlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Iterator
 
-from gdpo_nemo.checkpoints import Checkpoints, RunState, model_fingerprint
+from gdpo_nemo.checkpoints import Checkpoints, RunState, check_whole, model_fingerprint
 from gdpo_nemo.config.load import load_config
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.config.standalone import standalone_config
@@ -28,7 +28,7 @@ def to_huggingface(checkpoint: str | Path, out: str | Path, model: str | Path | 
             LoRA); None takes it from ``config.yaml`` of the run that the checkpoint lies in.
 
     Raises:
-        ConfigError: something named does not exist. RunError: the checkpoint cannot be read.
+        ConfigError: something named does not exist. RunError: the checkpoint is damaged or cannot be read.
     """
     from gdpo_nemo.cluster.session import session
 
@@ -41,6 +41,7 @@ def to_huggingface(checkpoint: str | Path, out: str | Path, model: str | Path | 
     if model is None:
         raise ConfigError(f"--model: must name the model folder; {checkpoint} lies in no run folder")
     config = export_config(model, layout, run)
+    check_whole(checkpoint)
     with session(config.cluster):
         export(checkpoint, out, config, model)
     return out

@@ -16,7 +16,7 @@ from typing import Sequence
 
 import numpy as np
 
-from gdpo_nemo.checkpoints import Checkpoints, read_state
+from gdpo_nemo.checkpoints import Checkpoints, check_whole, read_state
 from gdpo_nemo.config.load import load_config
 from gdpo_nemo.config.schema import Config, MegatronConfig
 from gdpo_nemo.config.validate import validate
@@ -82,8 +82,8 @@ def evaluate(
         out: a new folder for ``eval.json`` and ``samples.jsonl``.
 
     Raises:
-        ConfigError: something named does not exist, or the config has no held-out prompts. RunError: engines, ranks or
-            environments failed; a share of failed verdicts above ``rollout.max_env_failure_share`` is a failure, too.
+        ConfigError: something named does not exist, or the config has no held-out prompts. RunError: the checkpoint is damaged,
+            engines, ranks or environments failed; too many failed verdicts (``rollout.max_env_failure_share``) are a failure, too.
     """
     subject = find_subject(Path(source), config_file, step)
     config = load_config(subject.config, overrides)
@@ -95,6 +95,8 @@ def evaluate(
         config.policy.model_name = str(subject.model)
     without_policy(config)
     validate(config)
+    if subject.checkpoint is not None:
+        check_whole(subject.checkpoint)
     groups = _sampled(config, subject)
     found = scored(groups, config, str(subject.checkpoint or subject.model), subject.step)
     if out is not None:

@@ -35,6 +35,13 @@ def test_a_model_comes_back_bit_for_bit_through_checkpoints_of_other_layouts(gdp
     assert (tmp_path / "hf" / "model.safetensors").read_bytes() == (digit_model / "model.safetensors").read_bytes()
     status, out, err = gdpo_nemo(*back, "--model", digit_model)
     assert status == 2 and "is not empty" in err
+    shard = max(checkpoint.glob("*.distcp"), key=lambda file: file.stat().st_size)
+    data = bytearray(shard.read_bytes())
+    data[len(data) // 2] ^= 1
+    shard.write_bytes(data)
+    status, out, err = gdpo_nemo(*back[:4], tmp_path / "damaged", "--model", digit_model)
+    assert (status, out) == (1, "") and f"{checkpoint} is damaged ({shard.name} has changed)" in err
+    assert not (tmp_path / "damaged").exists()
 
 
 @pytest.fixture(scope="module")
