@@ -40,7 +40,7 @@ class Inputs:
         return self.sources["train"]
 
 
-def read_inputs(config: Config, splits: Sequence[str] = ("train", "validation")) -> Inputs:
+def read_inputs(config: Config, splits: Sequence[str]) -> Inputs:
     """Read and check what ``splits`` of the data, the environments and the model are.
 
     Raises:

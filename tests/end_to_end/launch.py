@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -72,6 +73,8 @@ class Launch:
             self._look()
             time.sleep(0.5)
         out, err = self.process.communicate(timeout=60)
+        with contextlib.suppress(OSError):  # it is as empty as it should be, or ``left_behind`` will say what is in it
+            self.scratch.rmdir()
         return self.process.returncode, out, err
 
     def _look(self) -> None:
@@ -84,8 +87,8 @@ class Launch:
     def left_behind(self) -> list[str]:
         """Processes and temporary files that outlive the run."""
         survivors = self.survivors()
-        files = [str(path) for path in self.scratch.iterdir()]
-        shutil.rmtree(self.scratch)
+        files = [str(path) for path in self.scratch.glob("*")]
+        shutil.rmtree(self.scratch, ignore_errors=True)
         return survivors + files
 
     def survivors(self, patience_s: float = 30.0) -> list[str]:
