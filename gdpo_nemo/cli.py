@@ -299,7 +299,7 @@ def _add_model_commands(commands) -> None:
     command = commands.add_parser("eval", help="score a run's weights, or any model, on the held-out prompts")
     command.add_argument("source", metavar="SOURCE", help="the folder of a run, one of its checkpoints, or a Hugging Face folder")
     command.add_argument("--config", metavar="FILE", help="default: config.yaml of the run that SOURCE lies in")
-    command.add_argument("--step", type=int, metavar="N", help="the run's checkpoint of that step; default: its newest weights")
+    command.add_argument("--step", type=int, metavar="N", help="the run's checkpoint of that step; default: its newest")
     command.add_argument("--out", metavar="DIR", help="new folder for eval.json and samples.jsonl")
     command.add_argument("--json", action="store_true", help="print JSON")
     _overrides(command)

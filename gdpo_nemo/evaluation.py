@@ -76,7 +76,7 @@ def evaluate(
     """Sample and verify the held-out prompts of a config.
 
     Args:
-        source: the folder of a run (its newest weights), one of its checkpoints, or a Hugging Face folder.
+        source: the folder of a run (its newest checkpoint), one of its checkpoints, or a Hugging Face folder.
         config_file: for a folder outside a run, where there is no ``config.yaml`` to go by.
         step: of the run's checkpoint.
         out: a new folder for ``eval.json`` and ``samples.jsonl``.
@@ -135,14 +135,12 @@ def find_subject(source: Path, config_file: str | Path | None = None, step: int 
     known = checkpoints.steps()
     if step is not None and step not in known:
         raise ConfigError(f"--step: {source} has no checkpoint of step {step}; there are {', '.join(map(str, known)) or 'none'}")
-    newest = checkpoints.path(known[-1]) if known else None
-    exported = source / "model"
-    if step is None and _newer(exported / "config.json", newest):
-        return Subject(config, model=exported, step=known[-1] if known else None)
-    if newest is None:
-        raise ConfigError(f"{source}: no checkpoint and no exported model yet")
-    path = newest if step is None else checkpoints.path(step)
-    return Subject(config, checkpoint=path, step=read_state(path).step)
+    if known:
+        path = checkpoints.path(known[-1] if step is None else step)
+        return Subject(config, checkpoint=path, step=read_state(path).step)
+    if (source / "model" / "config.json").is_file():  # of a run without checkpoints
+        return Subject(config, model=source / "model")
+    raise ConfigError(f"{source}: no checkpoint and no exported model yet")
 
 
 def _of_run(run_dir: Path, config_file: str | Path | None) -> Path:
@@ -150,13 +148,6 @@ def _of_run(run_dir: Path, config_file: str | Path | None) -> Path:
     if not config.is_file():
         raise ConfigError(f"{run_dir}: neither a run, a checkpoint nor a model folder (no {config.name})")
     return config
-
-
-def _newer(exported: Path, checkpoint: Path | None) -> bool:
-    """Whether the model was exported after that checkpoint, as the end of a run does it."""
-    if not exported.is_file():
-        return False
-    return checkpoint is None or exported.stat().st_mtime >= (checkpoint / "state.json").stat().st_mtime
 
 
 def _sampled(config: Config, subject: Subject) -> list[Group]:

@@ -71,6 +71,7 @@ class Broadcasting:
         self._sent = False
 
     def ship(self, engines):
+        """One group of rank 0 and these engines for this delivery; a second one of the same version sends what was kept."""
         ranks, timeout = self._policy.ranks, self._policy.timeout_s
         each = self._policy.config.generation.vllm_cfg.tensor_parallel_size
         opened = [ranks[0].open_sender.remote(self._backend)]
@@ -101,6 +102,7 @@ class Lending:
         self.manifest = replace(self._outline, version=version)
 
     def ship(self, engines):
+        """Doors at the ranks beside these engines; all ranks gather, for those and for nobody else."""
         ranks, timeout = self._policy.ranks, self._policy.timeout_s
         beside = [rank for engine in engines for rank in self._policy.shared[engine]]
         opened = gather([ranks[rank].open_door.remote() for rank in beside], "opening handles", timeout, "policy")

@@ -10,6 +10,7 @@ import pytest
 
 from gdpo_nemo.cli import main
 
+
 @pytest.fixture
 def gdpo_nemo(capfd):
     """``gdpo_nemo(*arguments)``: exit status, stdout and stderr of the command line."""
