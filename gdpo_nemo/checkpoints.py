@@ -30,6 +30,8 @@ class RunState:
     """Steps done."""
     position: int = 0
     """Prompts dealt to those steps."""
+    updates: int | None = None
+    """Optimizer updates that those steps consist of, skipped ones included; None: written before this was recorded."""
     data: str = ""
     """Fingerprint of the training prompts."""
     model: str = ""

@@ -1,17 +1,24 @@
-"""Where a run goes on: the newest good checkpoint of its folder, if data and model are those it was made with."""
+"""Where a run goes on: the newest good checkpoint of its folder, if data, model and config are such that it can."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
 
 from gdpo_nemo.checkpoints import Checkpoints, RunState, model_fingerprint
-from gdpo_nemo.config.load import config_to_dict
+from gdpo_nemo.config.changes import Change, check_changes, find_changes
+from gdpo_nemo.config.layout import updates_per_step
+from gdpo_nemo.config.load import save_config, to_yaml
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.errors import ConfigError
 from gdpo_nemo.inputs import Inputs
+
+CONFIG = "config.yaml"
+_HISTORY = "config_history"
+_NUMBERED = re.compile(r"(\d+)_from_step_\d+\.yaml")
 
 
 @dataclass
@@ -24,41 +31,70 @@ class Start:
     """The checkpoint to load; None: from the model."""
     remarks: list[str]
     """What a person should know about it."""
+    changes: list[Change]
+    """What differs from the config that the checkpoint was written under."""
 
 
 def find_start(config: Config, run_dir: Path, inputs: Inputs) -> Start:
-    """The start of the run in ``run_dir``.
+    """The start of the run in ``run_dir``; writes nothing.
 
     Raises:
-        ConfigError: the folder holds a run on other data or of another model.
+        ConfigError: the folder holds a run on other data, of another model, or with a setting that cannot change.
     """
     section = config.checkpointing
     checkpoints = Checkpoints(run_dir / "checkpoints", section.keep_last, section.keep_best, section.metric_name)
     remarks: list[str] = []
     data, model = inputs.prompts.fingerprint, model_fingerprint(inputs.folder)
+    if not section.enabled and checkpoints.steps():
+        raise ConfigError(
+            f"checkpointing.enabled: {run_dir} holds checkpoints up to step {checkpoints.steps()[-1]}; a run without them starts "
+            f"at step 0 and discards its metrics; use another run.name"
+        )
     found = checkpoints.newest(remarks.append) if section.enabled else None
     if found is None:
-        return Start(checkpoints, RunState(data=data, model=model), None, remarks)
+        return Start(checkpoints, RunState(data=data, model=model, updates=0), None, remarks, [])
     path, state = found
     for what, then, now in (("training data", state.data, data), ("model", state.model, model)):
         if then != now:
             raise ConfigError(f"run.dir: {run_dir} was started with another {what}; use another run.name or the same {what}")
-    remarks += [*_changes(config, run_dir), f"resuming from {path} after step {state.step}"]
-    return Start(checkpoints, state, path, remarks)
+    changes = find_changes(_config_of(path, run_dir), config)
+    check_changes(changes, str(path))
+    if state.updates is None:  # written before checkpoints knew it
+        state.updates = state.step * updates_per_step(config)
+    remarks += [f"resuming from {path} after step {state.step}", *(change.sentence(state.step + 1) for change in changes)]
+    return Start(checkpoints, state, path, remarks, changes)
 
 
-def _changes(config: Config, run_dir: Path) -> list[str]:
-    """One line naming the keys that differ from the config this run folder was last started with."""
-    file = run_dir / "config.yaml"
-    if not file.is_file():
-        return []
-    before, now = _flat(yaml.safe_load(file.read_text())), _flat(config_to_dict(config))
-    changed = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
-    return [f"the config differs from the last start of this run in: {', '.join(changed)}"] if changed else []
+def total_updates(config: Config, state: RunState) -> int:
+    """Optimizer updates of the whole run: those of the steps done, and of those to come under this config.
+
+    The horizon of a decaying learning rate. Steps done count as they were planned, skipped updates included, so that a
+    run which was stopped has the horizon of one which was not.
+    """
+    return state.updates + max(0, config.gdpo.max_num_steps - state.step) * updates_per_step(config)
 
 
-def _flat(tree, prefix: str = "") -> dict:
-    """A tree of sections as dotted keys."""
-    if not isinstance(tree, dict):
-        return {prefix: tree}
-    return {key: value for name, branch in tree.items() for key, value in _flat(branch, f"{prefix}.{name}".strip(".")).items()}
+def record_config(config: Config, run_dir: Path, step: int) -> None:
+    """Write ``config.yaml``, and a numbered copy into ``config_history/`` where it differs from the one before.
+
+    Args:
+        step: steps done; the config applies to those after it.
+    """
+    file, history = run_dir / CONFIG, run_dir / _HISTORY
+    before = file.read_text(encoding="utf-8") if file.is_file() else None
+    numbers = [int(match[1]) for path in history.glob("*.yaml") if (match := _NUMBERED.fullmatch(path.name))]
+    if before is not None and not numbers:  # of a program that kept no history
+        history.mkdir(exist_ok=True)
+        (history / "0001_from_step_1.yaml").write_text(before, encoding="utf-8")
+        numbers = [1]
+    if before is None or before != to_yaml(config):
+        save_config(config, history / f"{max(numbers, default=0) + 1:04d}_from_step_{step + 1}.yaml")
+    save_config(config, file)
+
+
+def _config_of(checkpoint: Path, run_dir: Path) -> dict:
+    """The config that a checkpoint was written under; for one without it, that of the run's last start."""
+    for file in (checkpoint / CONFIG, run_dir / CONFIG):
+        if file.is_file():
+            return yaml.safe_load(file.read_text(encoding="utf-8")) or {}
+    return {}

@@ -13,8 +13,7 @@ import numpy as np
 import psutil
 
 from gdpo_nemo.checkpoints import Checkpoints, RunState
-from gdpo_nemo.config.layout import resolve_layout, updates_per_step
-from gdpo_nemo.config.load import save_config
+from gdpo_nemo.config.layout import resolve_layout
 from gdpo_nemo.config.placement import chosen_transport, joined
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.environments.pools import EnvironmentPools
@@ -23,7 +22,8 @@ from gdpo_nemo.inputs import Inputs, read_inputs, wanted_splits
 from gdpo_nemo.observe.doctor import examine
 from gdpo_nemo.observe.log import RunLog
 from gdpo_nemo.observe.status import StatusFile
-from gdpo_nemo.resume import find_start
+from gdpo_nemo.observe.metrics import read_metrics
+from gdpo_nemo.resume import find_start, record_config, total_updates
 from gdpo_nemo.waits import WaitExpired
 
 _PROBE_TOKENS = 48
@@ -95,7 +95,7 @@ def standing(config: Config) -> Iterator[Parts]:
     with _signals(stop), contextlib.ExitStack() as stack:
         inputs = read_inputs(config, wanted_splits(config))
         start = find_start(config, run_dir, inputs)
-        save_config(config, run_dir / "config.yaml")
+        record_config(config, run_dir, start.state.step)
         log = RunLog(config, run_dir, start.state.step)
         outcome = ["failed"]
         stack.callback(lambda: log.close(outcome[0]))
@@ -106,6 +106,8 @@ def standing(config: Config) -> Iterator[Parts]:
         stack.callback(lambda: status.close(outcome[0]))
         try:
             _start_processes(parts, stack, inputs, start.path)
+            if start.changes:
+                log.alert(_learning_rates(run_dir, start.state.step, parts.policy.next_learning_rate()))
             stop.patient = True
             yield parts
             outcome[0] = "stopped" if stop.requested else "complete"
@@ -144,11 +146,12 @@ def _start_processes(parts: Parts, stack: contextlib.ExitStack, inputs: Inputs, 
     from gdpo_nemo.cluster.weight_sync import WeightSync
     from gdpo_nemo.rollouts.stream import RolloutStream
 
-    config = parts.config
+    # The policy needs the number of its ranks; the run's own config keeps what the user wrote, which a resume is compared with.
+    layout = resolve_layout(parts.config)
+    megatron = replace(parts.config.policy.megatron_cfg, data_parallel_size=layout.data)
+    config = replace(parts.config, policy=replace(parts.config.policy, megatron_cfg=megatron))
     lap = parts.log.stopwatch("start", psutil.Process().create_time())
     lap("imports, config, data")
-    layout = resolve_layout(config)
-    config.policy.megatron_cfg = replace(config.policy.megatron_cfg, data_parallel_size=layout.data)
     stack.enter_context(session(config.cluster))
     lap("Ray")
     stack.push(lambda kind, error, trace: _point_to_logs(kind, error, keep_logs, parts.run_dir))
@@ -159,7 +162,7 @@ def _start_processes(parts: Parts, stack: contextlib.ExitStack, inputs: Inputs, 
     else:
         pool = EnvironmentPools(config.env, config.rollout.env_workers, config.rollout.env_timeout_s, config.run.seed)
     stack.callback(pool.close)
-    parts.policy = PolicyGroup(config, str(folder), config.gdpo.max_num_steps * updates_per_step(config), placement)
+    parts.policy = PolicyGroup(config, str(folder), total_updates(config, parts.state), placement)
     shared = bool(placement.places.shared)
     parts.fleet = fleet = EngineFleet(config, str(folder), placement, parts.policy.devices() if shared else None)
     if shared:
@@ -183,6 +186,13 @@ def _start_processes(parts: Parts, stack: contextlib.ExitStack, inputs: Inputs, 
     transport = make_transport(chosen_transport(config), parts.policy, parts.run_dir / "weights", bucket, keep)
     stack.callback(transport.close)
     parts.sync = WeightSync(parts.policy, fleet, probe, config.policy.generation.parity_limit, transport, shared)
+
+
+def _learning_rates(run_dir: Path, step: int, upcoming: float) -> str:
+    """The learning rate on both sides of a resume under a changed config."""
+    last = next((row["lr"] for row in reversed(read_metrics(run_dir)) if "lr" in row), None)
+    before = "" if last is None else f" (step {step}: {last:g})"
+    return f"step {step + 1} trains with learning rate {upcoming:g}{before}"
 
 
 def _probe(config: Config, inputs: Inputs) -> np.ndarray:

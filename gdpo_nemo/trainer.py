@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import re
 import time
+from pathlib import Path
 
 import numpy as np
 
 from gdpo_nemo.algorithms import LossSettings, target_po_coefficients
 from gdpo_nemo.checkpoints import RunState
 from gdpo_nemo.config.learning import kl_in_reward
+from gdpo_nemo.config.layout import updates_per_step
+from gdpo_nemo.config.load import save_config
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.data.packing import TrainSequence
 from gdpo_nemo.errors import RunError
+from gdpo_nemo.resume import CONFIG
 from gdpo_nemo.rollouts.learning import (
     advantages_of,
     check_failures,
@@ -75,6 +79,7 @@ class Trainer:
         trained = time.time()
         version, self.state.step = self.state.step, self.state.step + 1
         self.state.position = rollout.next_position
+        self.state.updates += updates_per_step(self.config)
         published = self.sync.publish(self.state.step)
         published["time/advantages"] = reckoned - reckoning
         self.record(rollout, advantages, results, version, published, (start, taken, trained, time.time()))
@@ -190,10 +195,14 @@ class Trainer:
             return
         start = time.time()
         self.settle_checkpoint()
-        self.checkpoints.begin(self.state, lambda folder: self.policy.begin_save(folder, section.async_save))
+        self.checkpoints.begin(self.state, self._write_checkpoint)
         if not section.async_save:
             self.settle_checkpoint()
         self.log.span("save", f"checkpoint {self.state.step}", start, time.time())
+
+    def _write_checkpoint(self, folder: Path) -> None:
+        save_config(self.config, folder / CONFIG)
+        self.policy.begin_save(folder, self.config.checkpointing.async_save)
 
     def settle_checkpoint(self, wait: bool = True) -> None:
         """Complete the checkpoint that is being written, if there is one; without ``wait`` only when its files are there."""

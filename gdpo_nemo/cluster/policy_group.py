@@ -134,6 +134,10 @@ class PolicyRank(StreamingRank):
 
         (load_weights if weights_only else load)(self.policy, folder)
 
+    def next_learning_rate(self) -> float:
+        """The learning rate of the next update."""
+        return self.policy.next_learning_rate()
+
     def export(self, folder: str) -> None:
         """Write the weights as a Hugging Face folder (rank 0), and LoRA's adapter as ``adapter`` beside it."""
         from gdpo_nemo.megatron.hf_files import write_model
@@ -312,6 +316,10 @@ class PolicyGroup:
     def load(self, folder: Path, weights_only: bool = False) -> None:
         """Read a checkpoint; ``weights_only`` leaves optimizer, schedule and random state as they are."""
         self._call("load", str(folder), weights_only, what=f"reading {folder}")
+
+    def next_learning_rate(self) -> float:
+        """The learning rate of the next update."""
+        return self._call("next_learning_rate", what="asking for the learning rate")[0]
 
     def export(self, folder: Path) -> None:
         """Write a Hugging Face folder."""

@@ -253,6 +253,7 @@ def _notes(config: Config, layout: Layout) -> list[str]:
     warmup, updates = config.policy.megatron_cfg.scheduler.lr_warmup_steps, config.gdpo.max_num_steps * updates_per_step(config)
     if warmup >= updates:
         notes.append(f"policy.megatron_cfg.scheduler.lr_warmup_steps: {warmup} outlast the {updates} updates of the run")
+    notes += _learning_rate_notes(config, updates)
     metric = config.checkpointing.metric_name or ""
     if metric.startswith("validation/") and not config.gdpo.val_period:
         notes.append(f"checkpointing.metric_name: {metric} needs gdpo.val_period; no checkpoint will count as best")
@@ -268,6 +269,17 @@ def _notes(config: Config, layout: Layout) -> list[str]:
     if unset:
         notes.append(f"gdpo.rewards: weight 0, measured but not trained: {', '.join(unset)}")
     return notes
+
+
+def _learning_rate_notes(config: Config, updates: int) -> list[str]:
+    optimizer, scheduler = config.policy.megatron_cfg.optimizer, config.policy.megatron_cfg.scheduler
+    decay = scheduler.lr_decay_steps
+    if scheduler.lr_decay_style == "constant" or decay is None or decay >= updates or optimizer.min_lr:
+        return []
+    return [
+        f"policy.megatron_cfg.scheduler.lr_decay_steps: the learning rate is 0 (min_lr) from update {decay + 1} of {updates} on; "
+        f"null decays over the whole run"
+    ]
 
 
 def _cluster_notes(config: Config, places: Places) -> list[str]:

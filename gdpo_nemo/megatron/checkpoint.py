@@ -27,7 +27,6 @@ from megatron.core.dist_checkpointing.mapping import (
     ShardedTensorFactory,
 )
 from megatron.core.dist_checkpointing.strategies import filesystem_async
-from megatron.core.optimizer.optimizer import param_group_identifier_keys
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -210,7 +209,10 @@ def _load(policy, folder: str | Path) -> None:
     optimizer = policy.built.optimizer
     parts = getattr(optimizer, "chained_optimizers", [optimizer])
     saved = dist_checkpointing.load_common_state_dict(str(folder))["optimizer"]
-    optimizer.load_state_dict(_fit(state["optimizer"], saved, parts))
+    fitted = _fit(state["optimizer"], saved, parts)
+    _keep_own_settings(fitted, parts)
+    optimizer.load_state_dict(fitted)
+    # Built to keep its own settings (see `model.build_optimizer`), it takes the number of updates alone.
     policy.built.scheduler.load_state_dict(state["scheduler"])
     if "random" in state:
         _set_random_state(state["random"])
@@ -303,6 +305,19 @@ def _fit(state: dict, saved: dict, parts: list) -> dict:
     return dict(enumerate(fitted)) if len(parts) > 1 else fitted[0]
 
 
+def _keep_own_settings(state: dict, parts: list) -> None:
+    """Give the parameter groups in ``state`` the settings of the optimizer that loads it; in place.
+
+    A run may be resumed with another learning rate, weight decay or Adam decay. Megatron tells groups apart by some of these
+    and takes the others from the checkpoint without a word; here the config's value wins, and the checkpoint has the step count.
+    """
+    for index, part in enumerate(parts):
+        piece = state[index] if len(parts) > 1 else state
+        own = {_identity(group): group for group in part.optimizer.param_groups}
+        for group in _groups(piece):
+            group.update({key: value for key, value in own[_identity(group)].items() if key not in ("params", "step")})
+
+
 def _groups(state: dict) -> list[dict]:
     return state["param_groups"] if "param_groups" in state else state.get("optimizer", {}).get("param_groups", [])
 
@@ -320,10 +335,13 @@ def _fit_part(piece: dict, part, found: dict[tuple, dict]) -> dict:
     return {**piece, "optimizer": {**piece["optimizer"], "param_groups": groups}}
 
 
+_STRUCTURE = ("wd_mult", "lr_mult", "is_decoupled_lr")
+"""What says which parameters a group holds. Megatron's own identity of a group also has the settings of its schedule (``max_lr``,
+``min_lr``, ...), which may change between starts, and whether it holds experts, whose numbers are those of the others."""
+
+
 def _identity(group: dict) -> tuple:
-    """What Megatron tells parameter groups apart by, but for experts, whose numbers are those of the others."""
-    keys = (key for key in param_group_identifier_keys if key != "is_expert_parallel")
-    return tuple(group.get(key, group.get(f"pre_{key}")) for key in keys)
+    return tuple(group.get(key, group.get(f"pre_{key}")) for key in _STRUCTURE)
 
 
 def _random_object() -> ShardedObject:

@@ -254,6 +254,9 @@ def build_optimizer(layout: MegatronConfig, dtype: torch.dtype, wrapped: list, t
         end_wd=o.weight_decay,
         wd_incr_steps=0,
         wd_incr_style="constant",
+        # On loading a checkpoint keep these values, which the config gives, and take the number of updates alone.
+        use_checkpoint_opt_param_scheduler=False,
+        override_opt_param_scheduler=True,
     )
     return optimizer, scheduler
 

@@ -114,6 +114,15 @@ class Policy:
         lr = self.built.optimizer.param_groups[0]["lr"]
         return UpdateResult(sums.pop("loss"), norm, float(lr), skipped, sums, maxima)
 
+    def next_learning_rate(self) -> float:
+        """The learning rate of the next update."""
+        scheduler = self.built.scheduler
+        scheduler.num_steps += 1
+        try:
+            return float(scheduler.get_lr(self.built.optimizer.param_groups[0]))
+        finally:
+            scheduler.num_steps -= 1
+
     def _gradient_norm(self) -> float:
         """Norm of the whole model's gradient before clipping; the same on every rank."""
         self.built.optimizer.prepare_grads()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -23,14 +23,21 @@ class Updates:
     """rank 0: all Hugging Face tensors afterwards"""
 
 
-def build_policy(place, folder, precision="float32", temperature=1.0, keep_reference=False, updates=100, lora=None):
-    """A Policy on this rank."""
+def build_policy(
+    place, folder, precision="float32", temperature=1.0, keep_reference=False, updates=100, lora=None, optimizer=None, scheduler=None
+):
+    """A Policy on this rank; ``optimizer`` and ``scheduler`` hold fields of the sections that differ from the layout's."""
     from gdpo_nemo.megatron.policy import Policy
 
+    layout = replace(
+        place.layout,
+        optimizer=replace(place.layout.optimizer, **(optimizer or {})),
+        scheduler=replace(place.layout.scheduler, **(scheduler or {})),
+    )
     config = PolicyConfig(
         model_name=str(folder),
         precision=precision,
-        megatron_cfg=place.layout,
+        megatron_cfg=layout,
         lora=lora or LoraConfig(),
         generation=GenerationConfig(temperature=temperature),
     )
@@ -267,6 +274,30 @@ def load_and_go_on(place, folder, batch, checkpoint, count=2, precision="float32
     policy = build_policy(place, folder, precision)
     load(policy, checkpoint)
     return train(policy, batch, spread(place, batch), count)
+
+
+def continuations(place, folder, batch, checkpoint, starts, precision="float32"):
+    """One update and a checkpoint; then for each of ``starts``, keywords of ``build_policy``, one update from there.
+
+    Returns:
+        the weights of the checkpoint, and by start (learning rate, announced learning rate, Adam's settings by group, weights).
+    """
+    from gdpo_nemo.algorithms.policy_loss import LossSettings
+    from gdpo_nemo.megatron.checkpoint import load, save
+
+    policy = build_policy(place, folder, precision)
+    assignment = spread(place, batch)
+    train(policy, batch, assignment, 1)
+    save(policy, checkpoint)
+    saved, out = exported(policy), []
+    for start in starts:
+        policy = build_policy(place, folder, precision, **start)
+        load(policy, checkpoint)
+        announced = policy.next_learning_rate()
+        result = policy.train(batch, assignment, LossSettings())
+        groups = [(group["betas"], group["eps"], group["step"]) for group in policy.built.optimizer.param_groups]
+        out.append((result.lr, announced, groups, exported(policy)))
+    return saved, out
 
 
 def random_streams(place, folder, checkpoint):

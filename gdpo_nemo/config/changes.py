@@ -1,0 +1,77 @@
+"""What differs between the config a checkpoint was written under and the one a run goes on with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Mapping
+
+from gdpo_nemo.config.load import config_to_dict
+from gdpo_nemo.config.schema import Config
+from gdpo_nemo.errors import ConfigError
+
+_ABSENT = object()
+
+_FIXED = {
+    "policy.lora.rank": "the checkpoint holds adapters of that rank, or the whole model where it is 0",
+    "policy.lora.alpha": "the adapters would count otherwise, and the policy would be another one",
+    "policy.lora.target_modules": "the checkpoint holds the adapters of those modules",
+}
+"""Keys that a run keeps, with the reason. Model and data are compared by their contents instead."""
+
+_CONSEQUENCES = {
+    "run.seed": "prompts are drawn in another order from there on: of this epoch some come again and some do not come",
+    "data.train.shuffle": "prompts are drawn in another order from there on: of this epoch some come again and some do not come",
+}
+
+
+@dataclass(frozen=True)
+class Change:
+    """One key whose value differs; ``before`` and ``now`` as a person would write them."""
+
+    key: str
+    before: str
+    now: str
+
+    def sentence(self, step: int) -> str:
+        """The change, the first step it applies to, and what follows from it where that is not plain."""
+        consequence = _CONSEQUENCES.get(self.key)
+        return f"{self.key}: {self.before} -> {self.now} from step {step} on" + (f"; {consequence}" if consequence else "")
+
+
+def find_changes(before: Mapping[str, Any], config: Config) -> list[Change]:
+    """The keys of ``config`` whose value differs from ``before``, a config file of the same run, in the schema's order.
+
+    A key that is not in ``before`` had its default: the file may have been written before the key was introduced.
+    """
+    then, now, defaults = _flat(before), _flat(config_to_dict(config)), _flat(config_to_dict(Config()))
+    found = []
+    for key in dict.fromkeys([*now, *then]):
+        old, new = then.get(key, defaults.get(key, _ABSENT)), now.get(key, _ABSENT)
+        if old != new:
+            found.append(Change(key, _text(old), _text(new)))
+    return found
+
+
+def check_changes(changes: list[Change], what: str) -> None:
+    """Refuse changes that ``what``, a checkpoint, cannot be continued with. Raises ConfigError."""
+    for change in changes:
+        if change.key in _FIXED:
+            raise ConfigError(
+                f"{change.key}: cannot change from {change.before} to {change.now} on resuming {what}: {_FIXED[change.key]}; "
+                f"keep it, or use another run.name"
+            )
+
+
+def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
+    """A tree of sections as dotted keys; an empty section has none."""
+    if not isinstance(tree, Mapping):
+        return {prefix: tree}
+    return {key: value for name, branch in tree.items() for key, value in _flat(branch, f"{prefix}.{name}".strip(".")).items()}
+
+
+def _text(value: Any) -> str:
+    if value is _ABSENT:
+        return "absent"
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) else str(value)
