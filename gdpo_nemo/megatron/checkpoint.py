@@ -298,7 +298,9 @@ def _fit(state: dict, saved: dict, parts: list) -> dict:
     sources = [saved[index] for index in (0, 1)] if 0 in saved else [saved]
     pieces = [state[index] for index in range(len(parts))] if len(parts) > 1 else [state]
     was_distributed = any("param_state_sharding_type" in source for source in sources)
-    if len(sources) == len(parts) and was_distributed == ("param_state" in pieces[0]):
+    was_float32 = "param_groups" in sources[0]  # a plain optimizer's; in bfloat16 it stands under main weights
+    same_kind = was_distributed == ("param_state" in pieces[0]) and was_float32 == ("state" in pieces[0])
+    if len(sources) == len(parts) and same_kind:
         return state
     found = {_identity(group): group for source in sources for group in _groups(source)}
     fitted = [_fit_part(piece, part, found) for piece, part in zip(pieces, parts)]
@@ -332,7 +334,8 @@ def _fit_part(piece: dict, part, found: dict[tuple, dict]) -> dict:
         return {"optimizer": {"param_groups": groups}, **kept}
     if "state" in piece:  # in float32 torch's own state stands on top
         return {"param_groups": groups, "state": piece["state"]}
-    return {**piece, "optimizer": {**piece["optimizer"], "param_groups": groups}}
+    rest = {key: value for key, value in piece.items() if key != "param_groups"}
+    return {**rest, "optimizer": {**piece["optimizer"], "param_groups": groups}}
 
 
 _STRUCTURE = ("wd_mult", "lr_mult", "is_decoupled_lr")

@@ -108,3 +108,12 @@ def test_experts_are_resharded(on_ranks, model_folder, saved_mixture, before, af
     arguments = (model_folder("qwen3-moe"), tiny_models.make_batch(), checkpoint)
     continued = on_ranks(after, rank_cases.load_and_go_on, *arguments)[0]
     assert relative_error(continued, undisturbed) < 1e-5
+
+
+@pytest.mark.parametrize("layout", ["TP2", "DP2+DIST"])
+@pytest.mark.parametrize("before, after", [("float32", "bfloat16"), ("bfloat16", "float32")])
+def test_a_checkpoint_continues_in_the_other_precision(on_ranks, model_folder, tmp_path, layout, before, after):
+    arguments = (model_folder("qwen3"), tiny_models.make_batch(), tmp_path / "checkpoint", 2)
+    undisturbed = on_ranks(layout, rank_cases.save_and_go_on, *arguments, before)[0]
+    continued = on_ranks(layout, rank_cases.load_and_go_on, *arguments, after)[0]
+    assert relative_error(continued, undisturbed) < 5e-2
