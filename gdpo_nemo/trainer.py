@@ -20,6 +20,7 @@ from gdpo_nemo.errors import RunError
 from gdpo_nemo.rollouts.learning import (
     advantages_of,
     check_failures,
+    log_ratios,
     old_logprobs_source,
     rollout_metrics,
     update_metrics,
@@ -77,18 +78,19 @@ class Trainer:
         self.state.position = rollout.next_position
         published = self.sync.publish(self.state.step)
         published["time/advantages"] = reckoned - reckoning
+        if divergence is not None and not np.isnan(divergence).all():
+            published["rollout/reference_kl"] = float(np.nanmean(divergence))
         self.record(rollout, advantages, results, version, published, (start, taken, trained, time.time()))
 
     def _kl(self, rollout: Rollout) -> np.ndarray | None:
-        """Summed log-ratio of sampler to starting model per trajectory, where a shaping rule makes it a reward."""
+        """``log_ratios`` of the rollout to the starting model, where ``gdpo.kl_in_reward`` is set."""
         if not kl_in_reward(self.config):
             return None
         sequences = [
             TrainSequence(t.prompt.token_ids, t.completion_ids, t.logprobs, loss_mask=t.loss_mask)
             for t in rollout.trajectories
         ]
-        reference = self.policy.logprobs(sequences, reference=True)
-        return np.array([np.nansum(s.sampler_logprobs - r, dtype=np.float64) for s, r in zip(sequences, reference)])
+        return log_ratios(sequences, self.policy.logprobs(sequences, reference=True))
 
     def train(self, rollout: Rollout, advantages: np.ndarray) -> list:
         """The optimizer updates of a step.

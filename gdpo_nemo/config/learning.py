@@ -51,8 +51,8 @@ def check_components(config: Config, known: Sequence[str]) -> None:
 
 
 def kl_in_reward(config: Config) -> bool:
-    """Whether a shaping rule needs the log-probs of the starting model."""
-    return any("kl" in rule for rule in config.gdpo.shaping)
+    """Whether the reward needs the log-probs of the starting model."""
+    return config.gdpo.kl_in_reward is not None
 
 
 def _instant_names(config: Config) -> set[str] | None:
@@ -72,10 +72,6 @@ def _check_shaping_alone(config: Config) -> None:
         check_shaping(rules, sorted(named))
     except (AttributeError, TypeError, ValueError) as error:
         raise ConfigError(f"gdpo.shaping: {error}") from None
-    if kl_in_reward(config) and config.gdpo.dynamic_sampling.enabled:
-        raise ConfigError(
-            "gdpo.dynamic_sampling.enabled: cannot go with a kl rule in gdpo.shaping; that component varies in every group"
-        )
 
 
 def check_estimator(config: Config, own: Callable | None = None) -> None:

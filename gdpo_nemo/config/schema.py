@@ -51,10 +51,14 @@ class GdpoConfig:
     where the environments list their rewards with weights (nemo_gym)."""
     shaping: List[Dict[str, Any]] = field(default_factory=list)
     """Ordered per-component transformations applied before the advantages: clip, scale, linear, condition, length,
-    overlong, truncated, kl. For instance `{component: length, condition: {on: correctness, ge: 1.0}}`."""
+    overlong, truncated. For instance `{component: length, condition: {on: correctness, ge: 1.0}}`."""
     batch_norm: Optional[bool] = None
     """Standardise the advantages over the sequences of the batch. Null: as published, on for gdpo, gd2po, sa_mrpo and
     dara, off for the others."""
+    kl_in_reward: Optional[float] = None
+    """Coefficient beta of the KL to the starting model in the reward: A - beta (KL - mean of its group), KL being the summed
+    log-ratio of a trajectory, before the batch norm and never normalised itself; estimators of the summed reward have it in
+    the sum. Null: off. loss_fn.reference_policy_kl_penalty is the KL in the loss."""
     epsilon: float = 1.0e-6
     """Added to every standard deviation. A preset brings its own, which only a value unlike 1e-6 replaces."""
     num_prompts_per_step: int = 16

@@ -40,7 +40,7 @@ _NOT_NEGATIVE = (
     "rollout.max_staleness", "rollout.max_env_failure_share", "cluster.gpus_per_node", "cluster.env_nodes", "checkpointing.keep_best",
 )  # fmt: skip
 _POSITIVE = (
-    "gdpo.epsilon", "policy.lora.alpha", "loss_fn.target_temperature", "loss_fn.off_policy.ratio_max", "policy.generation.temperature",
+    "gdpo.epsilon", "gdpo.kl_in_reward", "policy.lora.alpha", "loss_fn.target_temperature", "loss_fn.off_policy.ratio_max", "policy.generation.temperature",
     "policy.generation.parity_limit", "policy.megatron_cfg.optimizer.adam_eps", "rollout.env_timeout_s",
     "rollout.generation_timeout_s", "rollout.train_timeout_s",
 )  # fmt: skip
@@ -262,7 +262,7 @@ def _notes(config: Config, layout: Layout) -> list[str]:
     if loss.reference_policy_kl_penalty and loss.reference_policy_kl_type == "k1":
         notes.append(
             "loss_fn.reference_policy_kl_type: k1 in the loss has an expected gradient of 0 and does not hold the policy; "
-            "k2 and k3 do, and so does a kl rule in gdpo.shaping"
+            "k2 and k3 do, and so does gdpo.kl_in_reward"
         )
     unset = [name for name, weight in config.gdpo.rewards.items() if weight == 0]
     if unset:

@@ -90,7 +90,8 @@ def test_estimators_presets_and_options_must_fit_each_other(minimal, overrides, 
         ["gdpo.estimator=grpo", "gdpo.batch_norm=true", "gdpo.options={batch_epsilon: 0.001}"],
         ["gdpo.preset=nemo_rl", "gdpo.options={leave_one_out: true}"],
         [f"gdpo.shaping=[{CONDITION}, {{component: correctness, scale: 2.0}}]"],
-        ["gdpo.shaping=[{component: kl, kl: {coefficient: 0.001}}]", "gdpo.rewards.kl=1.0"],
+        ["gdpo.kl_in_reward=0.001"],
+        ["gdpo.kl_in_reward=0.001", "gdpo.dynamic_sampling.enabled=true"],
     ],
 )
 def test_what_fits_is_accepted(minimal, overrides):
@@ -119,9 +120,11 @@ def test_what_fits_is_accepted(minimal, overrides):
             ["gdpo.dynamic_sampling.enabled=true", "rollout.max_staleness=1"],
             ["gdpo.dynamic_sampling.enabled", "rollout.max_staleness"],
         ),
+        (["gdpo.kl_in_reward=0"], ["gdpo.kl_in_reward: must be more than 0"]),
+        (["gdpo.kl_in_reward=-1"], ["gdpo.kl_in_reward: must be more than 0"]),
         (
-            ["gdpo.dynamic_sampling.enabled=true", "gdpo.shaping=[{component: kl, kl: {}}]"],
-            ["gdpo.dynamic_sampling.enabled", "gdpo.shaping"],
+            ["gdpo.shaping=[{component: kl, kl: {coefficient: 0.001}}]", "gdpo.rewards.kl=1.0"],
+            ["gdpo.shaping", "would lose its coefficient", "kl_in_reward"],
         ),
         (["loss_fn.reference_policy_kl_penalty=-0.1"], ["loss_fn.reference_policy_kl_penalty: must be 0 or more"]),
     ],
