@@ -17,7 +17,7 @@ import torch
 
 from gdpo_nemo.algorithms.diagnostics import Diagnostics, diagnose
 from gdpo_nemo.algorithms.estimators import Terms
-from gdpo_nemo.algorithms.selection import DEFAULT_EPSILON, check_terms, select
+from gdpo_nemo.algorithms.selection import DEFAULT_EPSILON, run_estimator, select
 from gdpo_nemo.algorithms.settings import Settings
 from gdpo_nemo.algorithms.table import RewardTable, build_table
 
@@ -96,7 +96,7 @@ def compute_advantages(
         table = _fill_missing(table, settings)
     if kl is not None or kl_coefficient is not None:
         table = table.with_kl(kl, kl_coefficient)
-    terms = check_terms(entry.function(table, settings, **own), table, estimator)
+    terms = run_estimator(entry, table, settings, own, estimator)
     if not settings.batch_norm:
         values = terms.values - _penalty(table, terms)
     elif _cancelled(table, terms, settings, partial(entry.function, **own)):
@@ -180,9 +180,10 @@ def _cancelled(table: RewardTable, terms: Terms, settings: Settings, again: Call
     if variance == 0:
         return True
     # What was normalised as a whole has no terms of its own that could leave a trace.
-    if terms.total is not None or not settings.residue or np.sqrt(variance) > _SMALL * _term_size(terms):
+    if terms.total is not None or not settings.residue or not np.sqrt(variance) <= _SMALL * _term_size(terms) < np.inf:
         return False
-    sharp = again(table, replace(settings, epsilon=settings.epsilon * _LESS_EPSILON, exact_zero=True))
+    with np.errstate(all="ignore"):
+        sharp = again(table, replace(settings, epsilon=settings.epsilon * _LESS_EPSILON, exact_zero=True))
     variance = _moments(sharp.values[rows], unit, settings.ddof)[1]
     return bool(np.sqrt(variance) <= settings.residue * _term_size(sharp))
 

@@ -95,6 +95,10 @@ def check_estimator(config: Config, own: Callable | None = None) -> None:
     except ValueError as error:
         key = "gdpo.options" if gdpo.options else "gdpo.preset" if gdpo.preset else "gdpo.estimator"
         raise ConfigError(f"{key}: {error}") from None
+    except Exception as error:
+        if own is None:
+            raise
+        raise ConfigError(f"gdpo.estimator: {gdpo.estimator} raised {type(error).__name__}: {error}") from error
 
 
 def _check_loss(config: Config) -> None:

@@ -132,10 +132,7 @@ def updates_of(trajectories: Sequence[Trajectory], advantages: np.ndarray, confi
 
 
 def _weighted(trajectories, advantages, loss, config: Config) -> list[TrainSequence]:
-    trained = [
-        t.trains and not (loss.mask_truncated and t.outcome is Outcome.TRUNCATED) and np.isfinite(a)
-        for t, a in zip(trajectories, advantages)
-    ]
+    trained = [t.trains and not (loss.mask_truncated and t.outcome is Outcome.TRUNCATED) for t in trajectories]
     weights = token_weights(
         [t.written if keep else 0 for t, keep in zip(trajectories, trained)],
         loss.aggregation,
