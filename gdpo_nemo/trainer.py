@@ -11,7 +11,7 @@ import time
 
 import numpy as np
 
-from gdpo_nemo.algorithms import LossSettings, target_po_coefficients
+from gdpo_nemo.algorithms import target_po_coefficients
 from gdpo_nemo.checkpoints import RunState
 from gdpo_nemo.config.learning import kl_in_reward
 from gdpo_nemo.config.schema import Config
@@ -41,8 +41,7 @@ class Trainer:
         self.policy, self.stream, self.sync = parts.policy, parts.stream, parts.sync
         self.log, self.checkpoints, self.stop = parts.log, parts.checkpoints, parts.stop
         self.validation_prompts = parts.validation_prompts
-        section = {**vars(config.loss_fn), "off_policy": vars(config.loss_fn.off_policy)}
-        self.loss = LossSettings.from_mapping(section)
+        self.loss = config.loss_fn
         self.skipped_in_a_row = 0
         self.ailing: dict[str, int] = {}
 

@@ -110,6 +110,10 @@ def _check_loss(config: Config) -> None:
             f"loss_fn.off_policy.mode: has no effect where the ratio starts from the sampler's log-probs, as it does when "
             f"{because}; set loss_fn.old_logprobs: trainer, or mode: none"
         )
+    try:
+        loss.check()
+    except ValueError as error:
+        raise ConfigError(f"loss_fn.{error}") from None
     group = config.gdpo.num_generations_per_prompt
     if loss.type == "target_po" and updates_per_step(config) > 1 and size % group:
         raise ConfigError(

@@ -103,12 +103,8 @@ def _check_ranges(config: Config) -> None:
         raise ConfigError(f"policy.generation.top_k: must be -1 (all) or at least 1, got {generation.top_k}")
     if not 0 < generation.vllm_cfg.gpu_memory_utilization <= 1:
         raise ConfigError("policy.generation.vllm_cfg.gpu_memory_utilization: must be above 0 and at most 1")
-    if loss.ratio_clip_c is not None and loss.ratio_clip_c <= 1:
-        raise ConfigError(f"loss_fn.ratio_clip_c: must be above 1, got {loss.ratio_clip_c}")
     if loss.ratio_clip_min > 1:
         raise ConfigError(f"loss_fn.ratio_clip_min: must be at most 1, got {loss.ratio_clip_min}")
-    if loss.off_policy.ratio_min >= loss.off_policy.ratio_max:
-        raise ConfigError("loss_fn.off_policy.ratio_min: must be below loss_fn.off_policy.ratio_max")
 
 
 def _check_rewards(config: Config) -> None:

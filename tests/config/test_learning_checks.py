@@ -109,7 +109,9 @@ def test_what_fits_is_accepted(minimal, overrides):
             ["loss_fn.off_policy.mode=icepop", "rollout.max_staleness=1"],
             ["loss_fn.off_policy.mode", "rollout.max_staleness", "loss_fn.old_logprobs: trainer"],
         ),
-        (["loss_fn.off_policy.mode=mask", "loss_fn.off_policy.ratio_min=2.0"], ["ratio_min: must be below"]),
+        (["loss_fn.off_policy.mode=mask", "loss_fn.off_policy.ratio_min=2.0"], ["loss_fn.off_policy.ratio_min: must be 0 or more and below"]),
+        (["loss_fn.type=gspo", "loss_fn.off_policy.mode=truncate"], ["loss_fn.off_policy: unlike weights", "level sequence or geometric"]),
+        (["loss_fn.type=gspo", "loss_fn.off_policy.mode=icepop", "loss_fn.off_policy.level=sequence"], ["loss_fn.off_policy", "icepop"]),
         (
             ["loss_fn.type=target_po", "policy.train_global_batch_size=4"],
             ["policy.train_global_batch_size: 4 splits groups of 8", "target_po", "gdpo.num_generations_per_prompt"],
