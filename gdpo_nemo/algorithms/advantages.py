@@ -36,13 +36,15 @@ class Advantages:
     live: torch.Tensor
     """bool [sequences]; rows with a weighted component that is present and varies within the group."""
     _table: RewardTable = field(repr=False, compare=False)
+    _epsilon: float | None = field(repr=False, compare=False, default=None)
+    """Of the components' z-scores; None where the sum of the rewards was normalised."""
 
     @cached_property
     def diagnostics(self) -> Diagnostics:
         """What the rewards did to the advantages; measured when first asked for."""
         take = self._table.groups.take
         terms = np.ascontiguousarray(take(self.components.numpy()).T)
-        return diagnose(self._table, terms, take(self.live.numpy()), take(self.values.numpy()))
+        return diagnose(self._table, terms, take(self.live.numpy()), take(self.values.numpy()), self._epsilon)
 
 
 def compute_advantages(
@@ -110,6 +112,7 @@ def compute_advantages(
         names=table.names,
         live=torch.from_numpy(put(terms.live)),
         _table=table,
+        _epsilon=None if terms.total is not None else settings.epsilon,
     )
 
 
