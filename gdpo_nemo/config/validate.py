@@ -16,6 +16,7 @@ from gdpo_nemo.config.layout import Layout, resolve_layout, updates_per_step
 from gdpo_nemo.config.learning import check_learning
 from gdpo_nemo.config.placement import Places, joined, place
 from gdpo_nemo.config.schema import Config, DatasetConfig
+from gdpo_nemo.config.turns import check_turns_kept
 from gdpo_nemo.errors import ConfigError
 
 _AT_LEAST_ONE = (
@@ -69,6 +70,7 @@ def validate(config: Config) -> list[str]:
     if idle:
         raise ConfigError(f"{idle[0]}; remove it")
     check_learning(config)
+    check_turns_kept(config)
     check_files(config, layout)
     return [*_notes(config, layout), *_cluster_notes(config, places), *keys_without_effect(config, SWITCHED_OFF)]
 

@@ -92,6 +92,8 @@ def test_estimators_presets_and_options_must_fit_each_other(minimal, overrides, 
         [f"gdpo.shaping=[{CONDITION}, {{component: correctness, scale: 2.0}}]"],
         ["gdpo.kl_in_reward=0.001"],
         ["gdpo.kl_in_reward=0.001", "gdpo.dynamic_sampling.enabled=true"],
+        ["rollout.endpoint.enabled=true", "rollout.turns.max_turns=32", "gdpo.num_prompts_per_step=256"],
+        ["rollout.turns.max_turns=33", "gdpo.num_prompts_per_step=256"],
     ],
 )
 def test_what_fits_is_accepted(minimal, overrides):
@@ -127,6 +129,16 @@ def test_what_fits_is_accepted(minimal, overrides):
         (
             ["gdpo.shaping=[{component: kl, kl: {coefficient: 0.001}}]", "gdpo.rewards.kl=1.0"],
             ["gdpo.shaping", "would lose its coefficient", "kl_in_reward"],
+        ),
+        (
+            ["rollout.endpoint.enabled=true", "rollout.turns.max_turns=33", "gdpo.num_prompts_per_step=256"],
+            ["rollout.turns.max_turns: a step of 256 prompts x 8 samples x 33 turns has up to 67,584 turns", "keeps 65,536",
+             "gdpo.num_prompts_per_step or gdpo.num_generations_per_prompt"],
+        ),
+        (
+            ["rollout.endpoint.enabled=true", "rollout.turns.max_turns=8", "data.validation={split: test}", "gdpo.val_period=1",
+             "gdpo.val_prompts=4096", "gdpo.val_generations_per_prompt=3"],
+            ["a validation of 4,096 prompts x 3 samples x 8 turns has up to 98,304 turns", "gdpo.val_prompts"],
         ),
         (["loss_fn.reference_policy_kl_penalty=-0.1"], ["loss_fn.reference_policy_kl_penalty: must be 0 or more"]),
     ],
