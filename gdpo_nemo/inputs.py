@@ -12,6 +12,7 @@ from typing import Any, Mapping, Sequence
 from gdpo_nemo.config.files import find_function
 from gdpo_nemo.config.learning import check_components
 from gdpo_nemo.config.schema import Config
+from gdpo_nemo.config.turns import check_turns_kept
 from gdpo_nemo.data.prompts import PromptSource
 from gdpo_nemo.data.records import Prompt
 from gdpo_nemo.environments.registry import load_environments
@@ -70,6 +71,7 @@ def read_inputs(config: Config, splits: Sequence[str]) -> Inputs:
         if source.refused
     ]
     held_out = sources["validation"].head(config.gdpo.val_prompts) if "validation" in sources else []
+    check_turns_kept(config, len(held_out))
     return Inputs(sources, held_out, tokenizer, folder, refused)
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from gdpo_nemo.algorithms import LossSettings, target_po_coefficients
+from gdpo_nemo.algorithms import target_po_coefficients
 from gdpo_nemo.checkpoints import RunState
 from gdpo_nemo.config.learning import kl_in_reward
 from gdpo_nemo.config.layout import updates_per_step
@@ -24,6 +24,7 @@ from gdpo_nemo.resume import CONFIG
 from gdpo_nemo.rollouts.learning import (
     advantages_of,
     check_failures,
+    log_ratios,
     old_logprobs_source,
     rollout_metrics,
     update_metrics,
@@ -44,8 +45,7 @@ class Trainer:
         self.policy, self.stream, self.sync = parts.policy, parts.stream, parts.sync
         self.log, self.checkpoints, self.stop = parts.log, parts.checkpoints, parts.stop
         self.validation_prompts = parts.validation_prompts
-        section = {**vars(config.loss_fn), "off_policy": vars(config.loss_fn.off_policy)}
-        self.loss = LossSettings.from_mapping(section)
+        self.loss = config.loss_fn
         self.skipped_in_a_row = 0
         self.ailing: dict[str, int] = {}
 
@@ -82,18 +82,19 @@ class Trainer:
         self.state.updates += updates_per_step(self.config)
         published = self.sync.publish(self.state.step)
         published["time/advantages"] = reckoned - reckoning
+        if divergence is not None and not np.isnan(divergence).all():
+            published["rollout/reference_kl"] = float(np.nanmean(divergence))
         self.record(rollout, advantages, results, version, published, (start, taken, trained, time.time()))
 
     def _kl(self, rollout: Rollout) -> np.ndarray | None:
-        """Summed log-ratio of sampler to starting model per trajectory, where a shaping rule makes it a reward."""
+        """``log_ratios`` of the rollout to the starting model, where ``gdpo.kl_in_reward`` is set."""
         if not kl_in_reward(self.config):
             return None
         sequences = [
             TrainSequence(t.prompt.token_ids, t.completion_ids, t.logprobs, loss_mask=t.loss_mask)
             for t in rollout.trajectories
         ]
-        reference = self.policy.logprobs(sequences, reference=True)
-        return np.array([np.nansum(s.sampler_logprobs - r, dtype=np.float64) for s, r in zip(sequences, reference)])
+        return log_ratios(sequences, self.policy.logprobs(sequences, reference=True))
 
     def train(self, rollout: Rollout, advantages: np.ndarray) -> list:
         """The optimizer updates of a step.

@@ -17,6 +17,8 @@ from gdpo_nemo.algorithms.groups import moments
 from gdpo_nemo.algorithms.settings import Settings
 from gdpo_nemo.algorithms.table import RewardTable, build_table
 
+SHRUNK_SHARE = 0.1
+"""A component is called shrunk when epsilon takes more than this share of its z-scores."""
 IGNORED_SHARE = 0.1
 """A component is called ignored when its effective weight is below this share of its nominal one."""
 
@@ -87,6 +89,9 @@ class Diagnostics:
     """[components, components], share of rows with both terms non-zero whose signs differ."""
     correlation: np.ndarray
     """[components, components], of the terms, over rows with both non-zero."""
+    shrinkage: np.ndarray
+    """[components], epsilon / (std + epsilon) with the median deviation of the groups in which it varies: the share of its
+    z-scores that epsilon takes. NaN where z-scores are not of components."""
     advantage_std: float
     """Standard deviation of the advantages over the rows that carry signal."""
     distinct: int
@@ -138,6 +143,11 @@ class Diagnostics:
             return f"component {name!r} is missing in every row: it trains nothing"
         if self.dead_groups[k] == 1:
             return f"component {name!r} is constant in every group (mean {self.mean[k]:.4g}): it trains nothing"
+        if self.shrinkage[k] > SHRUNK_SHARE:
+            return (
+                f"component {name!r} varies little more than epsilon (which takes {self.shrinkage[k]:.0%} of its z-scores): "
+                "scale the reward up, or lower epsilon"
+            )
         if share < 0:
             return f"component {name!r} is outvoted: the advantage moves against it (weight {nominal:.0%})"
         if share < IGNORED_SHARE * nominal:
@@ -147,13 +157,16 @@ class Diagnostics:
         return None
 
 
-def diagnose(table: RewardTable, terms: np.ndarray, live: np.ndarray, values: np.ndarray) -> Diagnostics:
+def diagnose(
+    table: RewardTable, terms: np.ndarray, live: np.ndarray, values: np.ndarray, epsilon: float | None = None
+) -> Diagnostics:
     """Measure one batch.
 
     Args:
         terms: float64 [components, sequences], weighted terms in the table's row order.
         live: bool [sequences], rows that carry signal.
         values: float64 [sequences], the advantages.
+        epsilon: what was added to the deviations of components within their groups; None where nothing was.
     """
     present = table.present
     count = present.sum(axis=1)
@@ -177,6 +190,7 @@ def diagnose(table: RewardTable, terms: np.ndarray, live: np.ndarray, values: np
             effective_weight=_variance_shares(terms[:, live]),
             sign_conflicts=conflicts,
             correlation=correlation,
+            shrinkage=_shrinkage(table, dead, epsilon),
             advantage_std=float(values[live].std(ddof=1)) if live.sum() > 1 else float("nan"),
             distinct=count_distinct(values[table.valid]),
             distinct_if_summed=count_distinct(summed[table.valid]),
@@ -197,6 +211,16 @@ def _column_statistics(table: RewardTable) -> tuple[np.ndarray, np.ndarray, np.n
         if high > low:
             result[2, k] = (result[0, k] - low) / (high - low)
     return result[0], result[1], result[2]
+
+
+def _shrinkage(table: RewardTable, dead: np.ndarray, epsilon: float | None) -> np.ndarray:
+    """Share of each weighted component's z-scores that epsilon takes; NaN where it varies in no group."""
+    share = np.full(len(table.names), np.nan)
+    for k in np.flatnonzero(table.weights) if epsilon is not None else ():
+        if not dead[:, k].all():
+            std = np.median(moments(table.groups, table.columns[k], table.present[k]).std[~dead[:, k]])
+            share[k] = epsilon / (std + epsilon)
+    return share
 
 
 def _variance_shares(terms: np.ndarray) -> np.ndarray:

@@ -29,6 +29,8 @@ class Terms:
     """bool [sequences]; rows that carry signal. An advantage of 0 by cancellation is still signal."""
     total: np.ndarray | None = None
     """float64 [sequences]; the summed terms where they are known more exactly than by summing."""
+    holds_kl: bool = False
+    """Whether `total` has the KL in the reward in it already, as that of estimators of the sum has."""
 
     @property
     def values(self) -> np.ndarray:
@@ -102,10 +104,13 @@ def gdpo(table: RewardTable, settings: Settings) -> Terms:
 def _summed(table: RewardTable, settings: Settings, scale: Callable[..., np.ndarray]) -> Terms:
     """Centre the weighted sum of a row's rewards in its group, then multiply by a factor per group.
 
-    The terms are the components' centred shares of that sum, so they show what each reward contributed.
+    The terms are the components' centred shares of that sum, so they show what each reward contributed. KL in the reward
+    is part of the sum, as it was published, and of no term.
     """
     groups = table.groups
     total, scored = table.total()
+    if table.kl_penalty is not None:
+        total = total - table.kl_penalty
     stats = moments(groups, total, scored, settings.ddof, settings.exact_zero)
     factor = groups.rows(np.where(stats.constant, 0.0, scale(stats, settings)))
     shares = table.columns * table.weights[:, None]
@@ -113,7 +118,7 @@ def _summed(table: RewardTable, settings: Settings, scale: Callable[..., np.ndar
         share -= groups.rows(groups.sum(share) / np.maximum(stats.count, 1))
         share *= factor
         share[~scored] = 0.0
-    return Terms(shares, scored & groups.rows(~stats.constant), stats.deviation * factor)
+    return Terms(shares, scored & groups.rows(~stats.constant), stats.deviation * factor, holds_kl=True)
 
 
 def grpo(table: RewardTable, settings: Settings) -> Terms:

@@ -22,13 +22,12 @@ class Groups:
     """
 
     def __init__(self, ids: np.ndarray) -> None:
-        steps = np.diff(ids)
+        # Neighbours are compared, not subtracted: the difference of two hashes overflows int64.
         self.order: np.ndarray | None = None
-        if (steps < 0).any():
+        if (ids[1:] < ids[:-1]).any():
             self.order = np.argsort(ids, kind="stable")
             ids = ids[self.order]
-            steps = np.diff(ids)
-        self.starts = np.concatenate(([0], np.flatnonzero(steps) + 1))
+        self.starts = np.concatenate(([0], np.flatnonzero(ids[1:] != ids[:-1]) + 1))
         self.ids = ids[self.starts]
         self.sizes = np.diff(np.append(self.starts, len(ids)))
 

@@ -14,15 +14,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gdpo_nemo.algorithms.loss_settings import AGGREGATIONS, KL_KINDS
+
 LOG_RATIO_LIMIT = 20.0
 """Log-ratios are clamped to +-20 before exp, which keeps float32 finite. Beyond it the gradient is 0."""
 
 Reduce = Callable[[Tensor], Tensor]
 """Sums a float64 [sequences] tensor over the ranks that share the sequences (context parallelism). Values only: it is
 called on detached tensors, so no gradient has to pass through it."""
-
-AGGREGATIONS = ("token_mean", "sequence_mean", "constant")
-KL_KINDS = ("k1", "k2", "k3", "abs", "mse")
 
 
 def token_weights(lengths: object, aggregation: str, *, constant_length: int | None = None) -> np.ndarray:
@@ -132,7 +131,8 @@ def gspo_loss(
 
     Each token carries the value of s and its own gradient, s x grad(logprob_t) (GSPO-token, eq. 14). As the weights of
     a sequence's tokens are equal, the sum over them is the gradient of the sequence form, and no gradient has to cross
-    ranks: `reduce` adds up detached partial sums.
+    ranks: `reduce` adds up detached partial sums. Importance corrections by token would make them unequal; `LossSettings`
+    refuses those.
     """
     log_ratio = logprobs - old_logprobs
     mean = sequence_means(log_ratio, sequence_ids, num_sequences, reduce)[sequence_ids]

@@ -7,34 +7,11 @@ it is detached, and what is left out has weight exactly 0: no bound is applied a
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
+from gdpo_nemo.algorithms.loss_settings import OffPolicySettings
 from gdpo_nemo.algorithms.losses import Reduce, importance_ratio, sequence_means, sequence_sums
-
-MODES = ("none", "truncate", "mask", "icepop")
-LEVELS = ("token", "sequence", "geometric")
-
-
-@dataclass(frozen=True)
-class OffPolicySettings:
-    """Mirror of the configuration section `loss_fn.off_policy`."""
-
-    mode: str = "none"
-    level: str = "token"
-    ratio_max: float = 2.0
-    ratio_min: float = 0.0
-    sequence_mask_threshold: float | None = None
-
-    def __post_init__(self) -> None:
-        if self.mode not in MODES:
-            raise ValueError(f"unknown off_policy.mode {self.mode!r}; known: {', '.join(MODES)}")
-        if self.level not in LEVELS:
-            raise ValueError(f"unknown off_policy.level {self.level!r}; known: {', '.join(LEVELS)}")
-        if not 0 <= self.ratio_min < self.ratio_max:
-            raise ValueError(f"off_policy needs 0 <= ratio_min < ratio_max, got {self.ratio_min}, {self.ratio_max}")
 
 
 def importance_weights(

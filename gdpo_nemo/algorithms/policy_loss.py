@@ -6,16 +6,13 @@ divided on the way, because the weights of the tokens already hold the mean over
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from gdpo_nemo.algorithms.loss_settings import LossSettings
 from gdpo_nemo.algorithms.losses import (
-    AGGREGATIONS,
-    KL_KINDS,
     Reduce,
     cispo_loss,
     clipped_policy_loss,
@@ -23,56 +20,6 @@ from gdpo_nemo.algorithms.losses import (
     kl_penalty,
 )
 from gdpo_nemo.algorithms.offpolicy import OffPolicySettings, importance_weights, sequence_keep_mask
-
-LOSS_TYPES = ("clipped_pg", "gspo", "cispo", "target_po")
-
-
-@dataclass(frozen=True)
-class LossSettings:
-    """Mirror of the configuration section `loss_fn`, field by field; the meaning of each is documented there.
-
-    `aggregation`, `constant_length`, `old_logprobs`, `mask_truncated` and `target_*` are spent on the driver, in the
-    token weights, the old log-probs and the advantages that reach the worker.
-    """
-
-    type: str = "clipped_pg"
-    ratio_clip_min: float = 0.2
-    ratio_clip_max: float = 0.28
-    ratio_clip_c: float | None = None
-    aggregation: str = "token_mean"
-    constant_length: int | None = None
-    old_logprobs: str | None = None
-    reference_policy_kl_penalty: float = 0.0
-    reference_policy_kl_type: str = "k3"
-    entropy_bonus: float = 0.0
-    mask_truncated: bool = False
-    target_temperature: float = 1.0
-    target_length_normalize: bool = True
-    off_policy: OffPolicySettings = field(default_factory=OffPolicySettings)
-
-    def __post_init__(self) -> None:
-        for name, known in (
-            ("type", LOSS_TYPES),
-            ("aggregation", AGGREGATIONS),
-            ("reference_policy_kl_type", KL_KINDS),
-            ("old_logprobs", (None, "trainer", "sampler")),
-        ):
-            if getattr(self, name) not in known:
-                raise ValueError(f"unknown {name} {getattr(self, name)!r}; known: {', '.join(map(str, known))}")
-        if self.ratio_clip_c is not None and self.ratio_clip_c <= 1:
-            raise ValueError(f"ratio_clip_c must exceed 1, got {self.ratio_clip_c}")
-        if self.old_logprobs == "sampler" and self.off_policy.mode != "none":
-            raise ValueError(
-                "off_policy.mode has no effect with old_logprobs: sampler, whose ratio is that very correction"
-            )
-        if self.target_temperature <= 0:
-            raise ValueError(f"target_temperature must be positive, got {self.target_temperature}")
-
-    @classmethod
-    def from_mapping(cls, section: Mapping[str, Any]) -> LossSettings:
-        """The settings in a plain `loss_fn` mapping, with `off_policy` as a nested one."""
-        values = dict(section)
-        return cls(**{**values, "off_policy": OffPolicySettings(**values.get("off_policy", {}))})
 
 
 @dataclass(frozen=True)
@@ -135,8 +82,8 @@ def policy_loss(
         log-probs are.
 
     Raises:
-        ValueError: a KL penalty without reference log-probs, a correction without sampler log-probs, a bonus without
-            entropy.
+        ValueError: settings that `LossSettings.check` refuses, a KL penalty without reference log-probs, a correction
+            without sampler log-probs, a bonus without entropy.
     """
     _check_inputs(entropy, fields, settings)
     trained = fields.weights > 0
@@ -160,6 +107,7 @@ def policy_loss(
 
 
 def _check_inputs(entropy: Tensor | None, fields: TokenFields, settings: LossSettings) -> None:
+    settings.check()
     if settings.reference_policy_kl_penalty and fields.reference_logprobs is None:
         raise ValueError("reference_policy_kl_penalty needs reference_logprobs")
     if settings.entropy_bonus and entropy is None:

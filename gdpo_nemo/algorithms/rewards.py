@@ -10,12 +10,12 @@ Each rule of `gdpo.shaping` names one component and one transformation:
       - {component: length, condition: {on: correctness, ge: 1.0, else: 0.0}}
       - {component: overlong, overlong: {buffer: 64, penalty: 1.0}}
       - {component: correctness, truncated: {value: 0.0}}
-      - {component: kl, kl: {coefficient: 0.001}}
 
 The rules of one component act in the order of the list. A condition sees the other component after all rules of that
-one, wherever they stand in the list; components that wait for each other in a circle are refused. `length`, `overlong`
-and `kl` create their component when no environment gives it; otherwise `overlong` and `kl` add to it and `length`
-replaces it. Missing rewards stay missing, also where the condition's reward is missing.
+one, wherever they stand in the list; components that wait for each other in a circle are refused. `length` and `overlong`
+create their component when no environment gives it; otherwise `overlong` adds to it and `length` replaces it. Missing
+rewards stay missing, also where the condition's reward is missing. KL to the reference is no component: see
+`compute_advantages`.
 """
 
 from __future__ import annotations
@@ -50,8 +50,6 @@ class Context:
     """Longest completion allowed, in tokens."""
     truncated: np.ndarray | None
     """bool [sequences], samples that hit the length limit."""
-    kl: np.ndarray | None
-    """float64 [sequences], summed log-ratio to the reference model."""
 
     def need(self, name: str) -> Any:
         """An optional field that a rule depends on.
@@ -123,11 +121,6 @@ def _truncated(values: np.ndarray, rule: Mapping[str, float], context: Context) 
     return np.where(context.need("truncated") & ~np.isnan(values), value, values)
 
 
-def _kl(values: np.ndarray, rule: Mapping[str, float], context: Context) -> np.ndarray:
-    """Minus `coefficient` times the sequence's summed log-ratio to the reference model."""
-    return values - _options(rule, {"coefficient": 1.0})["coefficient"] * context.need("kl")
-
-
 TRANSFORMATIONS: dict[str, Callable[[np.ndarray, Any, Context], np.ndarray]] = {
     "clip": _clip,
     "scale": _scale,
@@ -136,9 +129,8 @@ TRANSFORMATIONS: dict[str, Callable[[np.ndarray, Any, Context], np.ndarray]] = {
     "length": _length,
     "overlong": _overlong,
     "truncated": _truncated,
-    "kl": _kl,
 }
-CREATING = ("length", "overlong", "kl")
+CREATING = ("length", "overlong")
 
 
 def apply_shaping(
@@ -148,7 +140,6 @@ def apply_shaping(
     lengths: Any = None,
     max_length: int | None = None,
     truncated: Any = None,
-    kl: Any = None,
 ) -> dict[str, np.ndarray]:
     """Components after shaping, in the order given, created ones last.
 
@@ -158,7 +149,6 @@ def apply_shaping(
         lengths: completion tokens [sequences].
         max_length: longest completion in tokens, for `overlong`.
         truncated: bool [sequences].
-        kl: summed log-ratio of policy to reference per sequence [sequences], for KL in the reward.
 
     Raises:
         ValueError: an unknown component, transformation or option (with the nearest name), a circle of conditions, a
@@ -168,7 +158,7 @@ def apply_shaping(
     given = {name: np.asarray(column, dtype=np.float64) for name, column in columns.items()}
     count = len(next(iter(given.values()), lengths if lengths is not None else ()))
     done: dict[str, np.ndarray] = {}
-    context = Context(done, _array(lengths, float), max_length, _array(truncated, bool), _array(kl, float))
+    context = Context(done, _array(lengths, float), max_length, _array(truncated, bool))
     for name in order:
         column = given.get(name, np.zeros(count))
         for rule in rules:
@@ -192,7 +182,7 @@ def check_shaping(rules: Sequence[Mapping[str, Any]], components: Sequence[str])
         ValueError: as `apply_shaping`.
     """
     probe = {name: np.zeros(1) for name in components}
-    return list(apply_shaping(probe, rules, lengths=[1], max_length=1, truncated=[False], kl=[0.0]))
+    return list(apply_shaping(probe, rules, lengths=[1], max_length=1, truncated=[False]))
 
 
 def _order(rules: Sequence[Mapping[str, Any]], components: Sequence[str]) -> list[str]:
@@ -224,6 +214,11 @@ def transformation_of(rule: Mapping[str, Any]) -> str:
     keys = [key for key in rule if key != "component"]
     if "component" not in rule or len(keys) != 1:
         raise ValueError(f"shaping rule {dict(rule)}: write `component: name` and exactly one transformation")
+    if keys[0] == "kl":
+        raise ValueError(
+            f"shaping rule {dict(rule)}: normalised like a reward, KL would lose its coefficient; it is no component but the "
+            "key kl_in_reward (or reference_policy_kl_penalty of the loss)"
+        )
     if keys[0] not in TRANSFORMATIONS:
         raise ValueError(
             f"shaping rule {dict(rule)}: unknown key {keys[0]!r}; {nearest(keys[0], tuple(TRANSFORMATIONS))}"

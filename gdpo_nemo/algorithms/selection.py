@@ -107,14 +107,29 @@ def check_selection(
         reason = _idle(name, estimator, entry, settings)
         if reason:
             raise ValueError(f"option {name!r} has no effect {reason}")
-    # The estimator itself judges the rest: it sees one group in which every component takes both ends of its range.
+    # The estimator itself judges the rest: it sees a group in which every component takes both ends of its range, one in
+    # which none varies, and one with a single sample.
     bounds = own.get("bounds") or {}
     try:
-        columns = {name: list(bounds.get(name, (0.0, 1.0))) for name in weights}
-        table = build_table(columns, [0, 0], dict(weights))
-        check_terms(entry.function(table, settings, **own), table, estimator)
+        ends = {name: bounds.get(name, (0.0, 1.0)) for name in weights}
+        table = build_table({name: [low, high, low, low, high] for name, (low, high) in ends.items()}, [0, 0, 1, 1, 2], dict(weights))
+        run_estimator(entry, table, settings, own, estimator)
     except (TypeError, AttributeError) as error:
         raise ValueError(f"options of {_name(estimator)}: {error}") from None
+
+
+def run_estimator(
+    entry: Estimator,
+    table: RewardTable,
+    settings: Settings,
+    own: Mapping[str, Any],
+    estimator: str | Callable[..., Terms],
+) -> Terms:
+    """What the estimator makes of the table, checked by `check_terms`. Raises ValueError, and whatever the estimator raises."""
+    # What is not finite is reported with its group, which says more than NumPy's warning.
+    with np.errstate(all="ignore"):
+        terms = entry.function(table, settings, **own)
+    return check_terms(terms, table, estimator)
 
 
 def check_terms(terms: Any, table: RewardTable, estimator: str | Callable[..., Terms]) -> Terms:
@@ -128,7 +143,28 @@ def check_terms(terms: Any, table: RewardTable, estimator: str | Callable[..., T
             f"estimator {_name(estimator)} returned components {shapes[0]} and live {shapes[1]} for {len(table.names)} "
             f"components of {rows} sequences"
         )
+    if terms.total is not None and np.shape(terms.total) != (rows,):
+        raise ValueError(f"estimator {_name(estimator)} returned total {np.shape(terms.total)} for {rows} sequences")
+    _refuse_not_finite(terms, table, _name(estimator))
     return terms
+
+
+def _refuse_not_finite(terms: Terms, table: RewardTable, name: str) -> None:
+    """NaN would mask its row, and a batch of them would train nothing without a word."""
+    groups = table.groups.rows(table.groups.ids)
+    component, row = np.nonzero(~np.isfinite(terms.components))
+    if len(row):
+        k, i = component[0], row[0]
+        raise ValueError(
+            f"estimator {name} returned {terms.components[k, i]} for component {table.names[k]!r} of group {groups[i]}, whose "
+            f"reward is {table.columns[k, i]:g} ({len(row)} values are not finite)"
+        )
+    (row,) = np.nonzero(~np.isfinite(terms.values))
+    if len(row):
+        raise ValueError(
+            f"estimator {name} returned terms with the sum {terms.values[row[0]]} in group {groups[row[0]]} "
+            f"({len(row)} sums are not finite)"
+        )
 
 
 def _default(entry: Estimator, name: str) -> Any:

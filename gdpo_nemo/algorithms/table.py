@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from gdpo_nemo.algorithms.groups import Groups
+from gdpo_nemo.algorithms.groups import Groups, moments
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,9 @@ class RewardTable:
     groups: Groups
     lengths: np.ndarray | None = None
     """float64 [sequences], trained tokens; only variants that weight by tokens need it."""
+    kl_penalty: np.ndarray | None = None
+    """float64 [sequences], beta x (KL - mean of the group's); subtracted by `compute_advantages`. No component, so that no
+    normalisation erases beta."""
 
     @property
     def scored(self) -> np.ndarray:
@@ -41,6 +44,29 @@ class RewardTable:
     def zero_filled(self) -> RewardTable:
         """The same table with missing rewards of valid rows turned into rewards of 0 (a defect some trainers have)."""
         return replace(self, present=np.broadcast_to(self.valid, self.present.shape))
+
+    def with_kl(self, kl: Any, coefficient: float | None) -> RewardTable:
+        """The same table with KL in the reward; rows without a reward or without a KL have no part in it.
+
+        Args: `kl` and `kl_coefficient` of `compute_advantages`.
+
+        Raises:
+            ValueError: one of the two without the other, a coefficient that is not positive, a KL of the wrong shape or
+                infinite.
+        """
+        if kl is None or coefficient is None:
+            raise ValueError("kl and kl_coefficient go together: " + ("kl" if kl is None else "kl_coefficient") + " is missing")
+        if not 0 < coefficient < float("inf"):
+            raise ValueError(f"kl_coefficient must be positive and finite, got {coefficient}")
+        values = _as_float(kl, "kl")
+        if values.shape != self.valid.shape:
+            raise ValueError(f"kl must have one entry per row ({len(self.valid)}), got shape {values.shape}")
+        values = self.groups.take(values)
+        present = self.scored & ~np.isnan(values)
+        if np.isinf(values[present]).any():
+            raise ValueError(f"{int(np.isinf(values[present]).sum())} values of kl are infinite")
+        deviation = moments(self.groups, np.where(present, values, 0.0), present).deviation
+        return replace(self, kl_penalty=coefficient * deviation)
 
     def total(self) -> tuple[np.ndarray, np.ndarray]:
         """Weighted sum of the present rewards, and which rows have one: float64 and bool [sequences]."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from gdpo_nemo.algorithms.loss_settings import AGGREGATIONS, KL_KINDS, LEVELS, LOSS_TYPES, MODES, OLD_LOGPROBS
+
 ESTIMATORS = (
     "gdpo", "grpo", "dr_grpo", "rloo", "mo_grpo", "gd2po", "dvao", "sa_mrpo", "corr_grpo", "dara",
 )  # fmt: skip
@@ -12,12 +14,12 @@ LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", 
 CHOICES: dict[str, tuple[str, ...]] = {
     "gdpo.estimator": ESTIMATORS,
     "gdpo.preset": PRESETS,
-    "loss_fn.type": ("clipped_pg", "gspo", "cispo", "target_po"),
-    "loss_fn.aggregation": ("token_mean", "sequence_mean", "constant"),
-    "loss_fn.old_logprobs": ("trainer", "sampler"),
-    "loss_fn.reference_policy_kl_type": ("k1", "k2", "k3", "abs", "mse"),
-    "loss_fn.off_policy.mode": ("none", "truncate", "mask", "icepop"),
-    "loss_fn.off_policy.level": ("token", "sequence", "geometric"),
+    "loss_fn.type": LOSS_TYPES,
+    "loss_fn.aggregation": AGGREGATIONS,
+    "loss_fn.old_logprobs": OLD_LOGPROBS,
+    "loss_fn.reference_policy_kl_type": KL_KINDS,
+    "loss_fn.off_policy.mode": MODES,
+    "loss_fn.off_policy.level": LEVELS,
     "policy.precision": ("float32", "bfloat16"),
     "policy.megatron_cfg.recompute": ("none", "selective", "full"),
     "policy.megatron_cfg.attention_backend": ("auto", "sdpa", "flash", "fused", "unfused"),

@@ -51,8 +51,8 @@ def check_components(config: Config, known: Sequence[str]) -> None:
 
 
 def kl_in_reward(config: Config) -> bool:
-    """Whether a shaping rule needs the log-probs of the starting model."""
-    return any("kl" in rule for rule in config.gdpo.shaping)
+    """Whether the reward needs the log-probs of the starting model."""
+    return config.gdpo.kl_in_reward is not None
 
 
 def _instant_names(config: Config) -> set[str] | None:
@@ -72,10 +72,6 @@ def _check_shaping_alone(config: Config) -> None:
         check_shaping(rules, sorted(named))
     except (AttributeError, TypeError, ValueError) as error:
         raise ConfigError(f"gdpo.shaping: {error}") from None
-    if kl_in_reward(config) and config.gdpo.dynamic_sampling.enabled:
-        raise ConfigError(
-            "gdpo.dynamic_sampling.enabled: cannot go with a kl rule in gdpo.shaping; that component varies in every group"
-        )
 
 
 def check_estimator(config: Config, own: Callable | None = None) -> None:
@@ -99,6 +95,10 @@ def check_estimator(config: Config, own: Callable | None = None) -> None:
     except ValueError as error:
         key = "gdpo.options" if gdpo.options else "gdpo.preset" if gdpo.preset else "gdpo.estimator"
         raise ConfigError(f"{key}: {error}") from None
+    except Exception as error:
+        if own is None:
+            raise
+        raise ConfigError(f"gdpo.estimator: {gdpo.estimator} raised {type(error).__name__}: {error}") from error
 
 
 def _check_loss(config: Config) -> None:
@@ -110,6 +110,10 @@ def _check_loss(config: Config) -> None:
             f"loss_fn.off_policy.mode: has no effect where the ratio starts from the sampler's log-probs, as it does when "
             f"{because}; set loss_fn.old_logprobs: trainer, or mode: none"
         )
+    try:
+        loss.check()
+    except ValueError as error:
+        raise ConfigError(f"loss_fn.{error}") from None
     group = config.gdpo.num_generations_per_prompt
     if loss.type == "target_po" and updates_per_step(config) > 1 and size % group:
         raise ConfigError(

@@ -1,7 +1,8 @@
 """The typed configuration: one dataclass per YAML section, one docstring per field.
 
 The string under a field is what ``gdpo-nemo explain KEY`` prints, so it says what the key does, its unit and what the
-default means. Section and key names follow NeMo-RL where they mean the same. This module imports no torch.
+default means. Section and key names follow NeMo-RL where they mean the same. The section `loss_fn` is the class that the loss
+itself takes, so that no key can be in one and not in the other. This module imports no torch.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any, Dict, List, Optional
 
 from omegaconf import MISSING
+
+from gdpo_nemo.algorithms.loss_settings import LossSettings
 
 
 @dataclass
@@ -51,10 +54,14 @@ class GdpoConfig:
     where the environments list their rewards with weights (nemo_gym)."""
     shaping: List[Dict[str, Any]] = field(default_factory=list)
     """Ordered per-component transformations applied before the advantages: clip, scale, linear, condition, length,
-    overlong, truncated, kl. For instance `{component: length, condition: {on: correctness, ge: 1.0}}`."""
+    overlong, truncated. For instance `{component: length, condition: {on: correctness, ge: 1.0}}`."""
     batch_norm: Optional[bool] = None
     """Standardise the advantages over the sequences of the batch. Null: as published, on for gdpo, gd2po, sa_mrpo and
     dara, off for the others."""
+    kl_in_reward: Optional[float] = None
+    """Coefficient beta of the KL to the starting model in the reward: A - beta (KL - mean of its group), KL being the summed
+    log-ratio of a trajectory, before the batch norm and never normalised itself; estimators of the summed reward have it in
+    the sum. Null: off. loss_fn.reference_policy_kl_penalty is the KL in the loss."""
     epsilon: float = 1.0e-6
     """Added to every standard deviation. A preset brings its own, which only a value unlike 1e-6 replaces."""
     num_prompts_per_step: int = 16
@@ -76,56 +83,6 @@ class GdpoConfig:
     """Sampling temperature of validation; 0 is greedy."""
     max_skipped_steps: int = 3
     """Consecutive steps with a non-finite loss or gradient after which the run stops."""
-
-
-@dataclass
-class OffPolicyConfig:
-    """Correction for the gap between the sampler's and the trainer's log-probs."""
-
-    mode: str = "none"
-    """none; truncate (TIS) weighs by the importance ratio of `level`, at most ratio_max; mask (MIS) by that ratio inside
-    both bounds and by 0 outside; icepop by the token's own ratio, with the ratio of `level` only deciding who stays."""
-    level: str = "token"
-    """Level of the importance ratio: token, sequence or geometric (per-token mean over the sequence)."""
-    ratio_max: float = 2.0
-    """Upper bound of the importance ratio: truncate cuts there, mask and icepop leave out what is above."""
-    ratio_min: float = 0.0
-    """Lower bound of the importance ratio; mask and icepop, which act on both sides, leave out what is below."""
-    sequence_mask_threshold: Optional[float] = None
-    """Mask sequences with negative advantage whose mean log-prob gap exceeds this (DeepSeek-V3.2); null: off."""
-
-
-@dataclass
-class LossConfig:
-    """The policy-gradient loss. Every mean is over the global batch, whatever the layout."""
-
-    type: str = "clipped_pg"
-    """clipped_pg, gspo, cispo or target_po."""
-    ratio_clip_min: float = 0.2
-    """Lower clip: the ratio is clipped at 1 - ratio_clip_min."""
-    ratio_clip_max: float = 0.28
-    """Upper clip: the ratio is clipped at 1 + ratio_clip_max."""
-    ratio_clip_c: Optional[float] = None
-    """Dual clip for negative advantages (> 1); null: off."""
-    aggregation: str = "token_mean"
-    """token_mean, sequence_mean (mean of the sequences' token means) or constant (Dr. GRPO)."""
-    constant_length: Optional[int] = None
-    """Length by which `aggregation: constant` divides; null takes policy.generation.max_new_tokens."""
-    old_logprobs: Optional[str] = None
-    """Denominator of the ratio: trainer or sampler. Null: trainer when on-policy, sampler when rollout.max_staleness > 0."""
-    reference_policy_kl_penalty: float = 0.0
-    """Weight of the KL penalty to the starting model; 0 keeps no reference model."""
-    reference_policy_kl_type: str = "k3"
-    """Estimator of that KL: k1, k2, k3, abs or mse."""
-    entropy_bonus: float = 0.0
-    """Weight of the policy's entropy, added to the objective."""
-    mask_truncated: bool = False
-    """Leave samples that hit the length limit out of the loss."""
-    target_temperature: float = 1.0
-    """Temperature eta of target_po's target distribution."""
-    target_length_normalize: bool = True
-    """Whether target_po divides sequence log-probs by the sequence length."""
-    off_policy: OffPolicyConfig = field(default_factory=OffPolicyConfig)
 
 
 @dataclass
@@ -479,7 +436,7 @@ class Config:
 
     run: RunConfig = field(default_factory=RunConfig)
     gdpo: GdpoConfig = field(default_factory=GdpoConfig)
-    loss_fn: LossConfig = field(default_factory=LossConfig)
+    loss_fn: LossSettings = field(default_factory=LossSettings)
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     data: DataConfig = field(default_factory=DataConfig)

@@ -16,6 +16,7 @@ from gdpo_nemo.config.layout import Layout, resolve_layout, updates_per_step
 from gdpo_nemo.config.learning import check_learning
 from gdpo_nemo.config.placement import Places, joined, place
 from gdpo_nemo.config.schema import Config, DatasetConfig
+from gdpo_nemo.config.turns import check_turns_kept
 from gdpo_nemo.errors import ConfigError
 
 _AT_LEAST_ONE = (
@@ -40,7 +41,7 @@ _NOT_NEGATIVE = (
     "rollout.max_staleness", "rollout.max_env_failure_share", "cluster.gpus_per_node", "cluster.env_nodes", "checkpointing.keep_best",
 )  # fmt: skip
 _POSITIVE = (
-    "gdpo.epsilon", "policy.lora.alpha", "loss_fn.target_temperature", "loss_fn.off_policy.ratio_max", "policy.generation.temperature",
+    "gdpo.epsilon", "gdpo.kl_in_reward", "policy.lora.alpha", "loss_fn.target_temperature", "loss_fn.off_policy.ratio_max", "policy.generation.temperature",
     "policy.generation.parity_limit", "policy.megatron_cfg.optimizer.adam_eps", "rollout.env_timeout_s",
     "rollout.generation_timeout_s", "rollout.train_timeout_s",
 )  # fmt: skip
@@ -69,6 +70,7 @@ def validate(config: Config) -> list[str]:
     if idle:
         raise ConfigError(f"{idle[0]}; remove it")
     check_learning(config)
+    check_turns_kept(config)
     check_files(config, layout)
     return [*_notes(config, layout), *_cluster_notes(config, places), *keys_without_effect(config, SWITCHED_OFF)]
 
@@ -103,12 +105,8 @@ def _check_ranges(config: Config) -> None:
         raise ConfigError(f"policy.generation.top_k: must be -1 (all) or at least 1, got {generation.top_k}")
     if not 0 < generation.vllm_cfg.gpu_memory_utilization <= 1:
         raise ConfigError("policy.generation.vllm_cfg.gpu_memory_utilization: must be above 0 and at most 1")
-    if loss.ratio_clip_c is not None and loss.ratio_clip_c <= 1:
-        raise ConfigError(f"loss_fn.ratio_clip_c: must be above 1, got {loss.ratio_clip_c}")
     if loss.ratio_clip_min > 1:
         raise ConfigError(f"loss_fn.ratio_clip_min: must be at most 1, got {loss.ratio_clip_min}")
-    if loss.off_policy.ratio_min >= loss.off_policy.ratio_max:
-        raise ConfigError("loss_fn.off_policy.ratio_min: must be below loss_fn.off_policy.ratio_max")
 
 
 def _check_rewards(config: Config) -> None:
@@ -263,7 +261,7 @@ def _notes(config: Config, layout: Layout) -> list[str]:
     if loss.reference_policy_kl_penalty and loss.reference_policy_kl_type == "k1":
         notes.append(
             "loss_fn.reference_policy_kl_type: k1 in the loss has an expected gradient of 0 and does not hold the policy; "
-            "k2 and k3 do, and so does a kl rule in gdpo.shaping"
+            "k2 and k3 do, and so does gdpo.kl_in_reward"
         )
     unset = [name for name, weight in config.gdpo.rewards.items() if weight == 0]
     if unset:

@@ -16,10 +16,9 @@ from typing import Any, Mapping, Sequence
 
 import numpy as np
 
+from gdpo_nemo.config.turns import TURNS_KEPT
 from gdpo_nemo.environments.nemo_gym.completions import split_thought
 from gdpo_nemo.generation.requests import Completion
-
-MAX_TURNS_KEPT = 65_536
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -57,8 +56,10 @@ class UnknownTurn(Exception):
 class History:
     """The turns of one batch of rollouts; the oldest give way. Safe to use from several threads."""
 
-    def __init__(self, limit: int = MAX_TURNS_KEPT):
+    def __init__(self, limit: int = TURNS_KEPT):
         self._limit, self._lock = limit, threading.Lock()
+        self.forgotten = False
+        """Whether turns of this batch had to give way."""
         self._by_ids: OrderedDict[bytes, Turn] = OrderedDict()
         self._by_words: OrderedDict[tuple[str, str], Turn | None] = OrderedDict()
 
@@ -73,6 +74,7 @@ class History:
             for table in (self._by_ids, self._by_words):
                 while len(table) > self._limit:
                     table.popitem(last=False)
+                    self.forgotten = True
 
     def turn(self, token_ids: np.ndarray) -> Turn | None:
         """The turn whose prompt and completion are ``token_ids``, if it was sampled here."""
@@ -109,6 +111,7 @@ class History:
         with self._lock:
             self._by_ids.clear()
             self._by_words.clear()
+            self.forgotten = False
 
 
 def fingerprint(messages: Messages) -> str:

@@ -13,6 +13,7 @@ from typing import Any, Mapping, Sequence
 
 import numpy as np
 
+from gdpo_nemo.config.turns import TURNS_KEPT
 from gdpo_nemo.data.records import NOT_CONTIGUOUS, Outcome, Prompt, Trajectory
 from gdpo_nemo.endpoint.history import History
 from gdpo_nemo.environments.nemo_gym.failures import Failure, printable
@@ -68,6 +69,7 @@ def follow(t: Transcript, response: Mapping[str, Any], history: History) -> None
 
     Raises:
         BrokenEpisode: no turn, a turn that was not sampled here, or one that does not continue those before.
+        RunError: a turn is not known here, and turns of this batch had to be forgotten.
     """
     output = response.get("output")
     if not isinstance(output, list):
@@ -77,6 +79,11 @@ def follow(t: Transcript, response: Mapping[str, Any], history: History) -> None
             continue
         prompt, generated = (_ids(item.get(key)) for key in ("prompt_token_ids", "generation_token_ids"))
         turn = history.turn(np.concatenate([prompt, generated]))
+        if turn is None and history.forgotten:
+            raise RunError(
+                f"rollout.endpoint: agents took more than the {TURNS_KEPT:,} turns of a batch that are kept (side conversations "
+                "count too); lower gdpo.num_prompts_per_step, gdpo.num_generations_per_prompt or the agents' calls"
+            )
         if turn is None or len(turn.prompt_ids) != len(prompt):
             raise BrokenEpisode(f"bad_reply: turn {t.turns + 1} holds tokens that this run did not sample")
         if t.turns == 0:

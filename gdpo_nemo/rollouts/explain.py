@@ -46,7 +46,7 @@ def explain_step(path: str | Path, config_path: str | Path | None, overrides: Se
     groups, recorded = read_step(path)
     config = load_config(config_path or _config_beside(path), overrides)
     if kl_in_reward(config):
-        raise ConfigError("gdpo.shaping: a kl rule needs log-probs of the starting model, which rollouts do not record")
+        raise ConfigError("gdpo.kl_in_reward: needs log-probs of the starting model, which rollouts do not record")
     step = _Step(groups, config)
     parts: list[RenderableType] = [_heading(path, step), Text(step.ours.diagnostics.describe()), Text(_agreement(step, recorded))]
     parts += [Text(line) for line in _collapse_lines(step)]

@@ -18,13 +18,10 @@ from gdpo_nemo.environments.objects import load_object
 from gdpo_nemo.errors import ConfigError, RunError
 
 
-def reward_columns(trajectories: Sequence[Trajectory], config: Config, kl: np.ndarray | None = None) -> dict[str, np.ndarray]:
+def reward_columns(trajectories: Sequence[Trajectory], config: Config) -> dict[str, np.ndarray]:
     """Every component of the trajectories after ``gdpo.shaping``: float64 [trajectories], NaN for "not applicable".
 
     A weighted component that none of these trajectories has is there too, missing throughout.
-
-    Args:
-        kl: summed log-ratio to the starting model [trajectories], where a rule takes it as a reward.
     """
     rules = config.gdpo.shaping
     given = dict.fromkeys(name for t in trajectories for name in t.rewards)
@@ -42,7 +39,6 @@ def reward_columns(trajectories: Sequence[Trajectory], config: Config, kl: np.nd
         lengths=np.array([t.written for t in trajectories]),
         max_length=longest_completion(config),
         truncated=np.array([t.finish_reason == "length" for t in trajectories]),
-        kl=kl,
     )
 
 
@@ -52,23 +48,25 @@ def advantages_of(groups: Sequence[Group], config: Config, kl: np.ndarray | None
     Components without a weight take part with weight 0, for the metrics.
 
     Args:
-        kl: as in ``reward_columns``.
+        kl: ``log_ratios`` [trajectories], where ``gdpo.kl_in_reward`` is set.
 
     Raises:
-        RunError: no trajectory carries any weighted reward, or the user's own estimator failed.
+        RunError: no trajectory carries any weighted reward, the user's own estimator failed, or gave what is not finite.
     """
     gdpo = config.gdpo
     own = own_estimator(config)
     trajectories = [t for group in groups for t in group.trajectories]
     ids = np.repeat(np.arange(len(groups)), [len(group.trajectories) for group in groups])
     try:
-        columns = reward_columns(trajectories, config, kl)
+        columns = reward_columns(trajectories, config)
         return compute_advantages(
             columns,
             ids,
             weights={name: gdpo.rewards.get(name, 0.0) for name in columns},
             valid=np.array([t.trains for t in trajectories]),
             lengths=np.array([t.written for t in trajectories]),
+            kl=kl,
+            kl_coefficient=gdpo.kl_in_reward,
             estimator=own or gdpo.estimator,
             preset=gdpo.preset,
             batch_norm=gdpo.batch_norm,
@@ -81,6 +79,16 @@ def advantages_of(groups: Sequence[Group], config: Config, kl: np.ndarray | None
         if own is None:
             raise
         raise RunError(f"gdpo.estimator: {gdpo.estimator} raised {first_line(error)}") from error
+
+
+def log_ratios(sequences: Sequence[TrainSequence], reference: Sequence[np.ndarray]) -> np.ndarray:
+    """log p_sampler - log p_reference, summed over the tokens that the policy wrote: float64 [sequences].
+
+    An estimate of KL(sampler || reference) of each trajectory, positive where the policy has become surer of what it wrote
+    than the reference was. NaN where no token has both log-probs.
+    """
+    gaps = [s.where_written(s.sampler_logprobs - r).astype(np.float64) for s, r in zip(sequences, reference, strict=True)]
+    return np.array([np.nan if np.isnan(gap).all() else np.nansum(gap) for gap in gaps])
 
 
 def own_estimator(config: Config) -> Callable | None:
@@ -124,10 +132,7 @@ def updates_of(trajectories: Sequence[Trajectory], advantages: np.ndarray, confi
 
 
 def _weighted(trajectories, advantages, loss, config: Config) -> list[TrainSequence]:
-    trained = [
-        t.trains and not (loss.mask_truncated and t.outcome is Outcome.TRUNCATED) and np.isfinite(a)
-        for t, a in zip(trajectories, advantages)
-    ]
+    trained = [t.trains and not (loss.mask_truncated and t.outcome is Outcome.TRUNCATED) for t in trajectories]
     weights = token_weights(
         [t.written if keep else 0 for t, keep in zip(trajectories, trained)],
         loss.aggregation,

@@ -249,3 +249,24 @@ def test_bad_input_is_refused_with_its_name(change, message):
 def test_a_batch_that_failed_entirely_gets_zeros_instead_of_an_error():
     result = compute_advantages(np.full((4, 2), np.nan), [0, 0, 1, 1], valid=np.zeros(4, dtype=bool))
     assert (result.values == 0).all()
+
+
+def test_hash_like_group_ids_keep_their_groups_together():
+    """The difference of two int64 ids can overflow: M - (-M) is then 1 or negative, and a group falls apart."""
+    m = 2**64 // 3
+    rewards = [1.0, 0.0, 2.0, 0.5]
+    for hashes in ([0, m, -m, 0], [m, -m, -m, m], [2**63 - 1, -(2**63), 2**63 - 1, -(2**63)]):
+        small = np.unique(hashes, return_inverse=True)[1]
+        got, expected = (values([[r] for r in rewards], ids, weights=[1]) for ids in (np.array(hashes, np.int64), small))
+        np.testing.assert_array_equal(got, expected)
+    assert np.abs(got).max() > 0.5
+
+
+@few
+@given(st.lists(st.integers(-(2**63), 2**63 - 1), min_size=1, max_size=5, unique=True), seeds)
+def test_advantages_do_not_depend_on_what_the_group_ids_are(names, seed):
+    rng = np.random.default_rng(seed)
+    place = rng.integers(0, len(names), 12)
+    rewards = rng.integers(0, 3, (12, 2)).astype(float)
+    ids, rank = np.array(names, np.int64)[place], np.argsort(np.argsort(names))[place]
+    np.testing.assert_allclose(values(rewards, ids, weights=[1, 2]), values(rewards, rank, weights=[1, 2]), rtol=0, atol=1e-12)

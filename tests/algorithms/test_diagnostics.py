@@ -1,6 +1,7 @@
 """What the diagnosis of a batch measures, and when it raises its voice."""
 
 import numpy as np
+import pytest
 import torch
 
 from gdpo_nemo.algorithms import compute_advantages, groups_with_signal
@@ -109,3 +110,23 @@ def test_the_description_names_components_conflicts_and_alerts():
     assert lines[6] == "'a' and 'b' pull in opposite directions in 100% of the rows where both act (correlation -1.00)"
     assert lines[7] == "component 'a' is outvoted: the advantage moves against it (weight 20%)"
     assert len(lines) == 10 and lines[8:] == diagnose(columns, weights=[1, 2, 1, 1]).alerts[1:]
+
+
+@pytest.mark.parametrize("estimator", ["gdpo", "mo_grpo"])
+def test_a_reward_of_epsilons_scale_is_called_shrunk_and_a_larger_one_is_not(estimator):
+    values = np.array([0.0, 1.0, 1.0, 0.0] * 3)
+    rewards, ids = {"tiny": 2e-6 * values, "fine": values[::-1] + np.arange(12) % 3}, np.repeat(np.arange(3), 4)
+    result = compute_advantages(rewards, ids, estimator=estimator)
+    z = compute_advantages(rewards, ids, estimator="mo_grpo", epsilon=1e-15).components[:, 0]
+    kept = float((result.components[:, 0] / z).mean())
+    assert result.diagnostics.shrinkage[0] == pytest.approx(1 - kept, abs=1e-3) and 0.3 < 1 - kept < 0.5
+    (alert,) = [line for line in result.diagnostics.alerts if "epsilon" in line]
+    assert "'tiny'" in alert and "46%" in alert
+    calm = compute_advantages(rewards, ids, estimator=estimator, epsilon=1e-9).diagnostics.alerts
+    assert not any("epsilon" in line for line in calm)
+
+
+def test_shrinkage_is_of_z_scores_only():
+    rewards = {"a": [0, 1e-6, 0, 1e-6], "b": [0, 0, 1, 1]}
+    for estimator in ("grpo", "dr_grpo"):
+        assert np.isnan(compute_advantages(rewards, [0] * 4, estimator=estimator).diagnostics.shrinkage).all()

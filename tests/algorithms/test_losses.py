@@ -5,8 +5,9 @@ import pytest
 import torch
 
 from gdpo_nemo.algorithms import LossSettings, OffPolicySettings, TokenFields, token_weights
+from gdpo_nemo.algorithms.loss_settings import LEVELS, LOSS_TYPES
 from gdpo_nemo.algorithms.losses import cispo_loss, clipped_policy_loss, gspo_loss, kl_penalty
-from gdpo_nemo.algorithms.policy_loss import LOSS_TYPES, policy_loss
+from gdpo_nemo.algorithms.policy_loss import policy_loss
 
 LENGTHS = [5, 0, 9, 3, 1, 7]
 
@@ -74,11 +75,11 @@ def test_loss_and_gradient_are_invariant_to_micro_batch_size(kind, aggregation, 
         assert max(part.maxima[name] for _, part in parts if name in part.maxima) == value
 
 
-@pytest.mark.parametrize("kind", LOSS_TYPES)
-@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
+@pytest.mark.parametrize("kind, level", [(k, x) for k in LOSS_TYPES for x in LEVELS if (k, x) != ("gspo", "token")])
 def test_gradient_is_invariant_to_context_parallelism(kind, level):
     """Two ranks hold alternating tokens of every sequence; the sums they exchange are replayed from the other rank."""
-    batch, settings = Batch("sequence_mean"), full_settings(kind, "sequence_mean", "icepop", level)
+    mode = "mask" if kind == "gspo" else "icepop"
+    batch, settings = Batch("sequence_mean"), full_settings(kind, "sequence_mean", mode, level)
     half = torch.arange(len(batch.ids)) % 2 == 0
     calls: list[list[torch.Tensor]] = [[], []]
     for rank, keep in enumerate((half, ~half)):
@@ -289,15 +290,15 @@ def test_parity_is_measured_against_the_trainer_even_when_the_sampler_serves_as_
         ({"reference_policy_kl_penalty": 0.1}, "needs reference_logprobs"),
         ({"entropy_bonus": 0.1}, "needs the entropy"),
         ({"off_policy": {"mode": "mask"}}, "need sampler_logprobs"),
-        ({"type": "ppo"}, "unknown type 'ppo'"),
-        ({"aggregation": "mean"}, "unknown aggregation 'mean'"),
-        ({"reference_policy_kl_type": "k4"}, "unknown reference_policy_kl_type 'k4'"),
-        ({"ratio_clip_c": 0.5}, "ratio_clip_c must exceed 1"),
-        ({"target_temperature": 0.0}, "target_temperature must be positive"),
-        ({"off_policy": {"mode": "tis"}}, "unknown off_policy.mode 'tis'"),
-        ({"off_policy": {"level": "word"}}, "unknown off_policy.level 'word'"),
-        ({"old_logprobs": "sampler", "off_policy": {"mode": "mask"}}, "off_policy.mode has no effect"),
-        ({"off_policy": {"ratio_min": 3.0}}, "0 <= ratio_min < ratio_max"),
+        ({"type": "ppo"}, "type: unknown 'ppo'"),
+        ({"aggregation": "mean"}, "aggregation: unknown 'mean'"),
+        ({"reference_policy_kl_type": "k4"}, "reference_policy_kl_type: unknown 'k4'"),
+        ({"ratio_clip_c": 0.5}, "ratio_clip_c: must be above 1"),
+        ({"target_temperature": 0.0}, "target_temperature: must be more than 0"),
+        ({"off_policy": {"mode": "tis"}}, "off_policy.mode: unknown 'tis'"),
+        ({"off_policy": {"level": "word"}}, "off_policy.level: unknown 'word'"),
+        ({"old_logprobs": "sampler", "off_policy": {"mode": "mask"}}, "off_policy.mode: has no effect"),
+        ({"off_policy": {"ratio_min": 3.0}}, "off_policy.ratio_min: must be 0 or more and below"),
     ],
 )
 def test_impossible_settings_are_refused(settings, message):
@@ -317,9 +318,32 @@ def test_bad_weights_are_refused(arguments, message):
         token_weights(*arguments)
 
 
-def test_settings_mirror_the_configuration_field_by_field():
-    from dataclasses import asdict
+SEQUENCE_CORRECTIONS = [(mode, level) for mode in ("truncate", "mask") for level in ("sequence", "geometric")]
 
-    from gdpo_nemo.config.schema import LossConfig
 
-    assert asdict(LossSettings.from_mapping(asdict(LossConfig()))) == asdict(LossConfig())
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "constant"])
+@pytest.mark.parametrize("mode, level", [("none", "token"), *SEQUENCE_CORRECTIONS])
+def test_gspo_has_the_gradient_of_its_sequence_form_under_every_correction_it_takes(mode, level, aggregation):
+    """The oracle clips one ratio per sequence, s = exp(mean log r), as the paper's eq. 5 and 7 have it, and differentiates that."""
+    correction = OffPolicySettings(mode, level, ratio_max=1.05, ratio_min=0.95)
+    batch = Batch(aggregation)
+    fields, got = batch.fields, batch.gradient([batch.loss(LossSettings(type="gspo", off_policy=correction))[0]])
+    logprobs, losses = batch.features @ batch.parameter - 1, []
+    for i in np.flatnonzero(LENGTHS):
+        rows = fields.sequence_ids == i
+        ratio = (logprobs - fields.old_logprobs)[rows].mean().exp()
+        gap = (fields.old_logprobs - fields.sampler_logprobs)[rows]
+        rho = {"token": torch.zeros(()), "sequence": gap.sum(), "geometric": gap.mean()}[level].exp()
+        if mode != "none":
+            rho = rho.clamp(max=1.05) if mode == "truncate" else rho * (0.95 <= rho <= 1.05)
+        advantage = fields.advantages[rows][0]
+        clipped = torch.maximum(-advantage * ratio, -advantage * ratio.clamp(0.8, 1.28))
+        losses.append(fields.weights[rows].sum() * rho * clipped)
+    torch.testing.assert_close(got, batch.gradient(losses), rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("off_policy", [{"mode": "truncate"}, {"mode": "mask"}, *({"mode": "icepop", "level": x} for x in LEVELS)])
+def test_gspo_refuses_corrections_that_would_make_it_another_loss(off_policy):
+    settings = LossSettings.from_mapping({"type": "gspo", "off_policy": off_policy})
+    with pytest.raises(ValueError, match="off_policy: unlike weights for the tokens of a sequence"):
+        Batch("token_mean").loss(settings)

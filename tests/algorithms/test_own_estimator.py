@@ -64,6 +64,39 @@ def test_what_is_no_estimator_is_refused_with_a_reason(function, complaint):
         compute_advantages(REWARDS, IDS, estimator=function)
 
 
+def divides_by_the_deviation(table, settings):
+    """What is most easily forgotten: a group that does not vary."""
+    groups = table.groups
+    mean = groups.rows(groups.sum(table.columns[0]) / groups.sizes)
+    deviation = table.columns[0] - mean
+    std = np.sqrt(groups.rows(groups.sum(deviation**2) / groups.sizes))
+    terms = np.stack([deviation / std, *np.zeros((len(table.names) - 1, len(std)))])
+    return Terms(terms, np.ones(len(std), bool))
+
+
+def test_terms_that_are_not_finite_are_refused_with_estimator_component_group_and_value():
+    rewards = {"correct": [0.0, 1.0, 1.0, 1.0], "short": [0.0] * 4}
+    with pytest.raises(ValueError, match=r"divides_by_the_deviation returned nan for component 'correct' of group 7, whose reward is 1 \(2 "):
+        compute_advantages(rewards, [3, 3, 7, 7], estimator=divides_by_the_deviation)
+    rewards["correct"] = [0.0, 1.0, 1.0, 0.0]
+    assert compute_advantages(rewards, [3, 3, 7, 7], estimator=divides_by_the_deviation).values.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    "terms, complaint",
+    [
+        (lambda n: Terms(np.full((2, n), np.inf), np.ones(n, bool)), "returned inf for component 'correct'"),
+        (lambda n: Terms(np.zeros((2, n)), np.ones(n, bool), total=np.full(n, np.nan)), "the sum nan in group 0"),
+        (lambda n: Terms(np.full((2, n), 1e308), np.ones(n, bool)), "the sum inf in group 0"),
+        (lambda n: Terms(np.zeros((2, n)), np.ones(n, bool), total=np.zeros(3)), r"total \(3,\) for 6 sequences"),
+        (lambda n: Terms(np.tile([1e200, -1e200], (2, n // 2)), np.ones(n, bool)), "cannot be standardised"),
+    ],
+)
+def test_every_way_to_an_advantage_that_is_not_finite_is_refused(terms, complaint):
+    with np.errstate(over="ignore"), pytest.raises(ValueError, match=complaint):
+        compute_advantages(REWARDS, IDS, estimator=lambda table, settings: terms(len(table.valid)))
+
+
 # -- named in the config ----------------------------------------------------------------------------------------
 
 
@@ -124,6 +157,39 @@ def test_an_own_estimator_that_raises_ends_the_run_with_a_sentence(tmp_path):
     file.write_text("def mine(table, settings):\n    raise KeyError('no such thing')\n")
     with pytest.raises(RunError, match=r"gdpo.estimator: .*broken.py:mine raised KeyError"):
         advantages_of(groups(), config(f"{file}:mine"))
+
+
+BROKEN_FOR_CONSTANT_GROUPS = """
+import numpy as np
+from gdpo_nemo.algorithms import Terms
+
+def mine(table, settings):
+    g = table.groups
+    deviation = table.columns - np.stack([g.rows(g.sum(c) / g.sizes) for c in table.columns])
+    std = np.stack([np.sqrt(g.rows(g.sum(d * d) / g.sizes)) for d in deviation])
+    return Terms(deviation / std, np.ones(len(table.valid), bool))
+"""
+
+
+def test_an_own_estimator_that_gives_nan_is_refused_before_any_process_starts(tmp_path):
+    file = tmp_path / "broken.py"
+    file.write_text(BROKEN_FOR_CONSTANT_GROUPS)
+    with pytest.raises(ConfigError, match=r"gdpo.estimator: estimator mine returned nan for component 'correct' of group 1"):
+        check_own_estimator(config(f"{file}:mine"))
+    raising = tmp_path / "raising.py"
+    raising.write_text("def mine(table, settings):\n    return {}['x']\n")
+    with pytest.raises(ConfigError, match=r"gdpo.estimator: .*raising.py:mine raised KeyError"):
+        check_own_estimator(config(f"{raising}:mine"))
+
+
+def test_an_own_estimator_that_gives_nan_in_a_step_ends_the_run_instead_of_masking_it(tmp_path):
+    file = tmp_path / "broken.py"
+    file.write_text(BROKEN_FOR_CONSTANT_GROUPS)
+    constant = groups()
+    for t in constant[1].trajectories:
+        t.rewards = {"correct": 1.0, "short": 0.25}
+    with pytest.raises(RunError, match=r"advantages: estimator mine returned nan for component 'correct' of group 1"):
+        advantages_of(constant, config(f"{file}:mine"))
 
 
 def test_the_parts_an_estimator_is_made_of_are_public():

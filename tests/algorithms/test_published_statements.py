@@ -1,6 +1,7 @@
 """What is really true where papers and documentation say something else, and the numbers they get right."""
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -117,3 +118,20 @@ def test_a_small_bonus_beside_large_opposed_rewards_survives_in_the_normalised_s
     rewards = [[0, 3000, 1], [3000, 0, 0], [0, 3000, 0], [3000, 0, 1]] * 2
     values = advantages(rewards, np.repeat([0, 1], 4), estimator="grpo", batch_norm=True)
     assert (values.sign() == torch.tensor([1, -1, -1, 1] * 2)).all()
+
+
+@pytest.mark.parametrize("close", [0.999, 1 - 1e-5, 1 - 1e-7])
+def test_opposed_rewards_of_unlike_weight_leave_the_heavier_one_at_full_size(close):
+    """There is no threshold between weights that are close and weights that are equal: what is left is a reward, not noise."""
+    rewards, ids = np.array([[0, 1], [1, 0], [1, 0], [0, 1]] * 4), np.repeat(np.arange(4), 4)
+    expected = advantages(rewards, ids, weights=[1, 0.5], epsilon=1e-12, batch_epsilon=0.0)
+    got = advantages(rewards, ids, weights=[1, close], epsilon=1e-12, batch_epsilon=0.0)
+    torch.testing.assert_close(got, expected, rtol=0, atol=1e-3)
+    assert advantages(rewards, ids, weights=[1, 1]).abs().max() == 0
+
+
+def test_rewards_that_cancel_up_to_the_rounding_of_float64_give_0():
+    rng = np.random.default_rng(0)
+    first = rng.random(32)
+    rewards = np.stack([first, 0.3 - 7.0 * first], axis=1)
+    assert advantages(rewards, np.repeat(np.arange(4), 8)).abs().max() == 0

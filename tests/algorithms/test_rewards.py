@@ -26,7 +26,6 @@ def shaped(columns, *rules, **context):
         ({"overlong": {"buffer": 20, "penalty": 2, "max_length": 120}}, [-3, 0, 2, NAN]),
         ({"length": {"full": 90}}, [1, 1, 0, 0]),
         ({"length": {"full": 50, "zero": 100}}, [1, 0.2, 0, 0]),
-        ({"kl": {"coefficient": 0.5}}, [-3.5, -1, 1.5, NAN]),
     ],
 )
 def test_each_transformation(rule, expected):
@@ -34,7 +33,6 @@ def test_each_transformation(rule, expected):
         "lengths": [10, 90, 110, 300],
         "max_length": 100,
         "truncated": [False, False, True, True],
-        "kl": [1, 2, 3, 4],
     }
     result = shaped({"a": [-3, 0, 3, None]}, {"component": "a", **rule}, **context)
     np.testing.assert_allclose(result["a"], expected)
@@ -66,7 +64,7 @@ def test_penalties_create_their_component_or_add_to_it():
 
 def test_input_columns_are_left_alone():
     column = np.array([1.0, 5.0])
-    apply_shaping({"a": column}, [{"component": "a", "clip": [0, 1]}, {"component": "a", "kl": {}}], kl=[1, 1])
+    apply_shaping({"a": column}, [{"component": "a", "clip": [0, 1]}, {"component": "a", "truncated": {}}], truncated=[True, False])
     assert column.tolist() == [1, 5]
 
 
@@ -116,7 +114,7 @@ def test_bad_rules_are_refused_before_any_reward_exists(rules, message):
 
 
 def test_a_rule_without_what_it_looks_at_is_refused():
-    for rule, name in (({"length": {"full": 5}}, "lengths"), ({"kl": {}}, "kl"), ({"truncated": {}}, "truncated")):
+    for rule, name in (({"length": {"full": 5}}, "lengths"), ({"truncated": {}}, "truncated")):
         with pytest.raises(ValueError, match=f"needs {name}, which was not given"):
             apply_shaping({"a": [1.0]}, [{"component": "a", **rule}])
     with pytest.raises(ValueError, match="needs max_length"):

@@ -12,6 +12,8 @@ import psutil
 import pytest
 from launch import START_S, STEPS, Launch, rows, timeless
 
+from gdpo_nemo.observe.rollouts import read_rollouts, rollout_path
+
 
 QUICK = ("logger.plot=false", "logger.tensorboard.enabled=false")
 
@@ -215,8 +217,7 @@ def on_a_small_disk(tmp_path_factory, digit_model) -> tuple[Launch, int, str, li
     launch = Launch(
         scratch / "run",
         digit_model,
-        "gdpo.shaping=[{component: kl, kl: {coefficient: 0.1}}]",
-        "gdpo.rewards={correctness: 1.0, format: 1.0, length: 1.0, kl: 0.5}",
+        "gdpo.kl_in_reward=0.1",
         "checkpointing.save_period=1",
         *QUICK,
         before=["unshare", "--mount", "sh", "-c", mount + '"$@"' + listing, "sh"],
@@ -233,11 +234,28 @@ def test_full_disk_on_a_checkpoint_ends_the_run_and_keeps_the_last_good_one(on_a
     assert launch.left_behind() == []
 
 
-def test_kl_to_the_starting_model_can_be_a_reward(on_a_small_disk):
-    first, second = [row for row in rows(on_a_small_disk[0].run_dir) if "loss" in row]
+def test_kl_to_the_starting_model_can_be_part_of_the_reward(on_a_small_disk, digit_model):
+    launch = on_a_small_disk[0]
+    first, second = [row for row in rows(launch.run_dir) if "loss" in row]
     # Before any update sampler and reference are one model: what is left of the log-ratio is rounding.
-    assert abs(first["reward/kl/mean"]) < 1e-4 < second["reward/kl/std"]
-    assert first["reward/kl/missing"] == 0.0
+    assert abs(first["rollout/reference_kl"]) < 1e-4
+    assert second["rollout/reference_kl"] == pytest.approx(_log_ratio(launch.run_dir, 2, digit_model), abs=1e-4)
+    assert abs(second["rollout/reference_kl"]) > 1e-3
+
+
+def _log_ratio(run_dir: Path, step: int, model: Path) -> float:
+    """Mean over a step's trajectories of log p_sampler - log p_model, the latter by transformers."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    reference, found = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32), []
+    for record in read_rollouts(rollout_path(run_dir, step)):
+        prompt, completion = record["prompt_ids"], record["completion_ids"]
+        with torch.no_grad():
+            logits = reference(torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1]
+        own = torch.log_softmax(logits.double(), -1)[torch.arange(len(completion)), torch.tensor(completion)]
+        found.append(sum(record["logprobs"]) - float(own.sum()))
+    return sum(found) / len(found)
 
 
 def _same_first_update(one: list[dict], many: list[dict]) -> None:

@@ -19,6 +19,7 @@ from gdpo_nemo.rollouts.learning import (
     advantages_of,
     check_failures,
     has_signal,
+    log_ratios,
     reward_columns,
     update_metrics,
     updates_of,
@@ -201,13 +202,50 @@ def test_a_penalty_that_a_rule_creates_is_trained_though_no_environment_gives_it
     assert not np.array_equal(values_of(groups, settings), values_of(groups, config()))
 
 
-def test_kl_in_the_reward_is_subtracted_where_the_rule_says():
-    settings = config("gdpo.rewards.kl=1.0", "gdpo.shaping=[{component: kl, kl: {coefficient: 0.5}}]")
-    groups = [group("a", *[{C: 1.0, F: 1.0}] * 4)]
-    values = advantages_of(groups, settings, kl=np.array([0.0, 1.0, 2.0, 3.0])).values
-    assert (values.diff() < 0).all()
-    with pytest.raises(RunError, match="needs kl"):
+def test_kl_in_the_reward_is_taken_off_with_the_configs_coefficient():
+    groups, kl = two_groups(), np.array([0.0, 1.0, 2.0, 3.0, 5.0, 5.0, 5.0, 5.0])
+    off = [0.75, 0.25, -0.25, -0.75, 0, 0, 0, 0]
+    settings = config("gdpo.kl_in_reward=0.5", "gdpo.batch_norm=false")
+    with_kl = advantages_of(groups, settings, kl=kl).values.numpy()
+    np.testing.assert_allclose(with_kl, values_of(groups, config("gdpo.batch_norm=false")) + off, rtol=1e-12)
+    with pytest.raises(RunError, match="kl is missing"):
         advantages_of(groups, settings)
+
+
+def test_the_kl_in_the_reward_is_policy_over_reference_and_not_the_other_way_round():
+    """A policy that is surer than the reference of what it wrote has left it: that must cost, not pay."""
+    from gdpo_nemo.trainer import Trainer
+
+    groups = [group("a", *[{C: 1.0, F: 1.0}] * 4), group("b", *[{C: 0.0, F: float(j)} for j in range(4)])]
+    reference = {id(t): t.logprobs - np.float32(0.25 * t.sample_index) for t in all_of(groups)}
+    masked = groups[0].trajectories[3]
+    masked.loss_mask = np.array([True, False, False, True, True, True, True])
+    reference[id(masked)] = np.where(masked.loss_mask, reference[id(masked)], np.nan)
+    trainer = Trainer.__new__(Trainer)
+    trainer.config = config("gdpo.kl_in_reward=0.01")
+    asked = []
+
+    def logprobs(sequences, reference_asked):
+        asked.append(reference_asked)
+        return [reference[id(t)] for t in all_of(groups)]
+
+    trainer.policy = SimpleNamespace(logprobs=lambda sequences, reference: logprobs(sequences, reference))
+    rollout = SimpleNamespace(trajectories=all_of(groups))
+    kl = trainer._kl(rollout)
+    assert asked == [True]
+    # 0, 1, 2 and 3 times 0.25 a token, over 4, 5, 6 and 5 (of 7) or 7 written tokens.
+    np.testing.assert_allclose(kl, [0, 1.25, 3, 3.75, 0, 1.25, 3, 5.25], rtol=1e-5)
+    values = advantages_of(groups, trainer.config, kl=kl).values
+    assert (values[:4].diff() < 0).all()
+    trainer.config = config()
+    assert trainer._kl(rollout) is None
+
+
+def test_a_trajectory_without_log_probs_has_no_kl_rather_than_one_of_0():
+    (sequence,) = updates_of([trajectory(group("a", {}).prompt, 0, {})], np.ones(1), config())[0]
+    known = log_ratios([sequence], [np.array([-1.0, np.nan, -1, -1, -1], np.float32)])
+    np.testing.assert_allclose(known, [2.0], rtol=1e-6)
+    assert np.isnan(log_ratios([sequence], [np.full(5, np.nan, np.float32)])).all()
 
 
 # -- dynamic sampling -----------------------------------------------------------------------------------------------
@@ -264,9 +302,10 @@ def test_failed_and_masked_trajectories_weigh_nothing_and_the_others_share_their
     assert [s.weight for s in update if s.weight] == [s.weight for s in fewer]
 
 
-def test_an_advantage_that_is_not_finite_is_left_out_and_not_trained_as_0():
-    (update,) = updates_of(all_of(two_groups()), np.array([np.nan, np.inf, *np.ones(6)]), config())
-    assert [s.weight > 0 for s in update] == [False, False, *[True] * 6]
+def test_no_trajectory_is_masked_by_the_value_of_its_advantage():
+    """Advantages are finite by contract (see test_own_estimator); 0 is one of them and holds its place in the mean."""
+    (update,) = updates_of(all_of(two_groups()), np.array([0.0, -3.0, *np.ones(6)]), config())
+    assert [s.weight > 0 for s in update] == [True] * 8
 
 
 def test_the_sampler_gives_the_old_log_probs_when_samples_may_be_stale():

@@ -1,0 +1,113 @@
+"""The settings of the loss: the configuration section `loss_fn`, and what the loss is handed on every rank, in one class.
+
+The string under a field is what ``gdpo-nemo explain loss_fn.KEY`` prints. No torch here: a configuration is checked with this
+before anything else is imported. The classes are not frozen, because OmegaConf makes sections of frozen ones read-only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Mapping, Optional
+
+LOSS_TYPES = ("clipped_pg", "gspo", "cispo", "target_po")
+AGGREGATIONS = ("token_mean", "sequence_mean", "constant")
+KL_KINDS = ("k1", "k2", "k3", "abs", "mse")
+OLD_LOGPROBS = ("trainer", "sampler")
+MODES = ("none", "truncate", "mask", "icepop")
+LEVELS = ("token", "sequence", "geometric")
+
+
+@dataclass
+class OffPolicySettings:
+    """Correction for the gap between the sampler's and the trainer's log-probs."""
+
+    mode: str = "none"
+    """none; truncate (TIS) weighs by the importance ratio of `level`, at most ratio_max; mask (MIS) by that ratio inside
+    both bounds and by 0 outside; icepop by the token's own ratio, with the ratio of `level` only deciding who stays."""
+    level: str = "token"
+    """Level of the importance ratio: token, sequence or geometric (per-token mean over the sequence)."""
+    ratio_max: float = 2.0
+    """Upper bound of the importance ratio: truncate cuts there, mask and icepop leave out what is above."""
+    ratio_min: float = 0.0
+    """Lower bound of the importance ratio; mask and icepop, which act on both sides, leave out what is below."""
+    sequence_mask_threshold: Optional[float] = None
+    """Mask sequences with negative advantage whose mean log-prob gap exceeds this (DeepSeek-V3.2); null: off."""
+
+    def check(self) -> None:
+        """Refuse values that mean nothing. Raises ValueError; the message begins with the key."""
+        _among("off_policy.mode", self.mode, MODES)
+        _among("off_policy.level", self.level, LEVELS)
+        if not 0 <= self.ratio_min < self.ratio_max:
+            raise ValueError(
+                f"off_policy.ratio_min: must be 0 or more and below off_policy.ratio_max, got {self.ratio_min} and {self.ratio_max}"
+            )
+
+    @property
+    def by_token(self) -> bool:
+        """Whether tokens of one sequence may get unlike weights."""
+        return self.mode == "icepop" or (self.mode != "none" and self.level == "token")
+
+
+@dataclass
+class LossSettings:
+    """The policy-gradient loss. Every mean is over the global batch, whatever the layout."""
+
+    # The driver spends `aggregation`, `constant_length`, `old_logprobs`, `mask_truncated` and `target_*`: they are in the
+    # token weights, the old log-probs and the advantages that reach a rank.
+    type: str = "clipped_pg"
+    """clipped_pg, gspo, cispo or target_po. gspo takes importance corrections (off_policy) of whole sequences only."""
+    ratio_clip_min: float = 0.2
+    """Lower clip: the ratio is clipped at 1 - ratio_clip_min."""
+    ratio_clip_max: float = 0.28
+    """Upper clip: the ratio is clipped at 1 + ratio_clip_max."""
+    ratio_clip_c: Optional[float] = None
+    """Dual clip for negative advantages (> 1); null: off."""
+    aggregation: str = "token_mean"
+    """token_mean, sequence_mean (mean of the sequences' token means) or constant (Dr. GRPO)."""
+    constant_length: Optional[int] = None
+    """Length by which `aggregation: constant` divides; null takes policy.generation.max_new_tokens."""
+    old_logprobs: Optional[str] = None
+    """Denominator of the ratio: trainer or sampler. Null: trainer when on-policy, sampler when rollout.max_staleness > 0."""
+    reference_policy_kl_penalty: float = 0.0
+    """Weight of the KL penalty to the starting model; 0 keeps no reference model."""
+    reference_policy_kl_type: str = "k3"
+    """Estimator of that KL: k1, k2, k3, abs or mse."""
+    entropy_bonus: float = 0.0
+    """Weight of the policy's entropy, added to the objective."""
+    mask_truncated: bool = False
+    """Leave samples that hit the length limit out of the loss."""
+    target_temperature: float = 1.0
+    """Temperature eta of target_po's target distribution."""
+    target_length_normalize: bool = True
+    """Whether target_po divides sequence log-probs by the sequence length."""
+    off_policy: OffPolicySettings = field(default_factory=OffPolicySettings)
+
+    def check(self) -> None:
+        """Refuse values and combinations that mean nothing. Raises ValueError; the message begins with the key."""
+        _among("type", self.type, LOSS_TYPES)
+        _among("aggregation", self.aggregation, AGGREGATIONS)
+        _among("reference_policy_kl_type", self.reference_policy_kl_type, KL_KINDS)
+        _among("old_logprobs", self.old_logprobs, (None, *OLD_LOGPROBS))
+        if self.ratio_clip_c is not None and not self.ratio_clip_c > 1:
+            raise ValueError(f"ratio_clip_c: must be above 1, got {self.ratio_clip_c}")
+        if not self.target_temperature > 0:
+            raise ValueError(f"target_temperature: must be more than 0, got {self.target_temperature}")
+        self.off_policy.check()
+        if self.old_logprobs == "sampler" and self.off_policy.mode != "none":
+            raise ValueError("off_policy.mode: has no effect with old_logprobs: sampler, whose ratio is that very correction")
+        if self.type == "gspo" and self.off_policy.by_token:
+            raise ValueError(
+                "off_policy: unlike weights for the tokens of a sequence (mode icepop, or level token) take the gradient of type "
+                "gspo away from that of the sequence; use mode truncate or mask with level sequence or geometric, or mode none"
+            )
+
+    @classmethod
+    def from_mapping(cls, section: Mapping[str, Any]) -> LossSettings:
+        """The settings in a plain `loss_fn` mapping, with `off_policy` as a nested one."""
+        values = dict(section)
+        return cls(**{**values, "off_policy": OffPolicySettings(**values.get("off_policy", {}))})
+
+
+def _among(key: str, value: Any, known: tuple[Any, ...]) -> None:
+    if value not in known:
+        raise ValueError(f"{key}: unknown {value!r}; known: {', '.join(map(str, known))}")
