@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 import threading
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Iterable, Mapping, Sequence
 
@@ -19,14 +21,26 @@ from gdpo_nemo.weights.buckets import PeerLost
 
 _START_S = 900.0
 _REPLACEMENTS = 3
-"""Engines that may be replaced in a row before the run gives up."""
+"""Times that an engine may be replaced without a completion in between, and that a delivery of weights may fail, before the run
+gives up."""
+
+
+@dataclass
+class Share:
+    """What one engine was asked of a call."""
+
+    engine: int
+    requests: list[SampleRequest]
+    actor: "ray.ActorHandle"
+    """Who was asked. An engine that has died since may have been replaced already, by whoever noticed first."""
+    answer: "ray.ObjectRef"
 
 
 @dataclass
 class Ticket:
-    """A submitted call: what each engine was asked, and where its answer will be."""
+    """A submitted call."""
 
-    shares: list[tuple[int, list[SampleRequest], "ray.ObjectRef"]]
+    shares: list[Share]
     sampling: Sampling
 
 
@@ -58,7 +72,8 @@ class EngineFleet:
         self._placement, self._devices = placement or here(config), devices
         self._timeout_s = config.rollout.generation_timeout_s
         self._lock = threading.RLock()
-        self._replaced = 0
+        self._deaths: Counter[int] = Counter()
+        """Of each engine, since its last completion."""
         self._asleep = False
         self._weights: Transport | None = None
         """Brings the newest weights to engines that have to start again."""
@@ -138,11 +153,15 @@ class EngineFleet:
             if engine is not None:
                 bounds = np.array([0] * (engine + 1) + [len(requests)] * (len(self._actors) - engine))
             shares = [
-                (i, list(requests[a:b]), self._actors[i].generate.remote(list(requests[a:b]), sampling))
+                self._ask(i, list(requests[a:b]), sampling)
                 for i, (a, b) in enumerate(zip(bounds, bounds[1:]))
                 if b > a
             ]
         return Ticket(shares, sampling)
+
+    def _ask(self, engine: int, requests: list[SampleRequest], sampling: Sampling) -> Share:
+        actor = self._actors[engine]
+        return Share(engine, requests, actor, actor.generate.remote(requests, sampling))
 
     def advance(self, drawing: Drawing, new: Mapping[str, tuple[SampleRequest, Sampling]]) -> list[Drawn]:
         """Let an engine take requests to those it draws, and work for a moment; what was done is no longer in ``drawing``.
@@ -164,7 +183,8 @@ class EngineFleet:
             except WorkerDied as error:
                 self._replace_dead(drawing.engine, actor, error)
                 continue
-            self._replaced = 0
+            if drawn:  # a moment of work that ends without a completion proves nothing
+                self._deaths[drawing.engine] = 0
             for done in drawn:
                 drawing.requests.pop(done.name, None)
             return drawn
@@ -176,39 +196,37 @@ class EngineFleet:
             RunError: the deadline passed, or engines kept dying.
         """
         completions, versions, seconds = [], [], 0.0
-        for index, requests, ref in ticket.shares:
-            batch = self._collect_share(index, requests, ref, ticket.sampling)
+        for share in ticket.shares:
+            batch = self._collect_share(share, ticket.sampling)
             completions += batch.completions
             versions.append(batch.version)
             seconds = max(seconds, batch.seconds)
         return CompletionBatch(completions, min(versions), seconds)
 
-    def _collect_share(self, index, requests, ref, sampling) -> CompletionBatch:
-        asked = self._actors[index]
+    def _collect_share(self, share: Share, sampling: Sampling) -> CompletionBatch:
         while True:
             try:
-                (batch,) = gather([ref], "sampling", self._timeout_s, f"engine {index}")
-                self._replaced = 0
+                (batch,) = gather([share.answer], "sampling", self._timeout_s, f"engine {share.engine}")
+                self._deaths[share.engine] = 0
                 return batch
             except WorkerDied as error:
                 with self._lock:
-                    self._replace_dead(index, asked, error)
-                    asked = self._actors[index]
-                    ref = asked.generate.remote(requests, sampling)
+                    self._replace_dead(share.engine, share.actor, error)
+                    share = self._ask(share.engine, share.requests, sampling)
 
     def _replace_dead(self, index: int, dead, error: WorkerDied) -> None:
         """Start another engine in the place of ``dead``, with the newest weights. Raises RunError while engines sleep."""
         with self._lock:
             if self._asleep:  # its memory is the policy's now, and the policy may be training
                 raise RunError(f"engine {index} was asked to sample while it slept, and is dead: {error}") from error
-            if self._actors[index] is dead:  # An update may have found it dead before and replaced it.
+            if self._actors[index] is dead:  # an update may have found it dead before and replaced it
                 self._replace(index, error)
                 self._deliver_all([index])
 
     def _replace(self, index: int, error: WorkerDied) -> None:
-        self._replaced += 1
-        if self._replaced > _REPLACEMENTS:
-            raise RunError(f"engine {index} died {self._replaced} times in a row: {error}") from error
+        self._deaths[index] += 1
+        if self._deaths[index] > _REPLACEMENTS:
+            raise RunError(f"engine {index} died {self._deaths[index]} times in a row: {error}") from error
         self._actors[index] = self._start(index)
 
     def update(self, weights: Transport) -> None:
@@ -221,8 +239,10 @@ class EngineFleet:
         """Bring the newest weights to engines, again to those that were lost meanwhile."""
         left, failures = list(engines), 0
         while left and self._weights is not None:
+            before = list(self._actors)
             left = self._deliver(left)
-            failures += bool(left)
+            # Deaths are counted by ``_replace``; several engines may die, one after the other.
+            failures += bool(left) and all(map(operator.is_, before, self._actors))
             if failures > _REPLACEMENTS:
                 raise RunError(f"new weights did not reach the engines in {failures} attempts")
 

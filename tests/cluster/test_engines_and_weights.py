@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import operator
 import os
 import signal
 import sys
@@ -257,6 +258,21 @@ def test_a_killed_engine_is_replaced_with_the_newest_weights_and_its_samples_are
     assert draw(parts.fleet, wanted).version == 21
 
 
+def test_an_engine_that_an_update_has_replaced_already_is_not_replaced_again_by_whoever_waits_for_the_dead_one(parts):
+    """The engine is stopped while it is asked, so that it dies with the call, and the update is the first to notice."""
+    parts.sync.publish(22)
+    wanted = requests(16)
+    stopped = _engines()[0]
+    stopped.suspend()
+    ticket = parts.fleet.submit(wanted, SAMPLING)
+    stopped.kill()
+    parts.sync.publish(23)
+    replaced = list(parts.fleet._actors)
+    drawn = parts.fleet.collect(ticket)
+    assert all(map(operator.is_, parts.fleet._actors, replaced)) and len(_engines()) == 2
+    assert same(drawn, draw(parts.fleet, wanted)) and drawn.version == 22  # the older of the two that drew
+
+
 class BreaksOff:
     """A source whose sender is lost halfway."""
 
@@ -303,8 +319,12 @@ def test_nodes_that_are_not_there_and_folders_that_a_node_does_not_see_are_named
         placement.reserve(config, [tmp_path])
 
 
+def _engines() -> list[psutil.Process]:
+    return [p for p in psutil.Process().children(recursive=True) if p.name().startswith("ray::Engine")]
+
+
 def _kill_one_engine() -> None:
-    engines = [p for p in psutil.Process().children(recursive=True) if p.name().startswith("ray::Engine")]
+    engines = _engines()
     assert len(engines) == 2
     os.kill(engines[0].pid, signal.SIGKILL)
 
