@@ -62,6 +62,10 @@ def train(arguments: argparse.Namespace) -> int:
     config = load_config(arguments.config, arguments.overrides)
     notes = validate(config)
     if arguments.dry_run:
+        from gdpo_nemo.observe.installation import missing_libraries
+
+        if config.cluster.gpus_per_node == 0 and (missing := missing_libraries()):
+            notes.append(f"this machine: {missing}")
         # The plan is written as comments, so that the output as a whole is a config file again.
         print(to_yaml(config), end="")
         from gdpo_nemo.planning.report import brief, text
@@ -192,12 +196,9 @@ def doctor(arguments: argparse.Namespace) -> int:
 
 
 def _check_installation(folder: str) -> int:
-    from gdpo_nemo.observe.installation import check_installation
+    from gdpo_nemo.observe.installation import check_installation, print_checks
 
-    checks = check_installation(folder)
-    for check in checks:
-        print(f"{ {True: 'ok', False: 'FAILED', None: '-'}[check.passed]:7s}{check.name:15s}{check.text}")
-    return 1 if any(check.passed is False for check in checks) else 0
+    return print_checks(check_installation(folder))
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -22,6 +22,7 @@ from gdpo_nemo.config.schema import Config, MegatronConfig
 from gdpo_nemo.config.validate import validate
 from gdpo_nemo.data.records import Group, Outcome
 from gdpo_nemo.errors import ConfigError
+from gdpo_nemo.observe.installation import require_libraries
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,7 @@ def evaluate(
         config.policy.model_name = str(subject.model)
     without_policy(config)
     validate(config)
+    require_libraries(config)
     if subject.checkpoint is not None:
         check_whole(subject.checkpoint)
     groups = _sampled(config, subject)

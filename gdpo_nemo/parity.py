@@ -14,6 +14,7 @@ import numpy as np
 from gdpo_nemo.config.standalone import standalone_config
 from gdpo_nemo.data.packing import TrainSequence
 from gdpo_nemo.errors import ConfigError
+from gdpo_nemo.observe.installation import require_libraries
 from gdpo_nemo.observe.parity import Comparison, compare, diagnose
 
 _TEMPERATURES = (0.5, 0.6, 0.7, 0.8, 0.9, 1.1, 1.2, 1.3, 1.5, 2.0)
@@ -63,6 +64,8 @@ def measure_parity(
     sequences, recorded = _recorded(record) if record else (None, None)
     longest = max(map(len, sequences)) + 1 if sequences else 256  # one more: vLLM scores a sequence only by going on
     one, many = (standalone_config(model, text, precision, longest) for text in ("", layout))
+    if engine:
+        require_libraries(one)
     sequences = sequences or _fixed(_vocabulary(model), one.policy.max_total_sequence_length)
     def written(values):
         return [s.where_written(v) for s, v in zip(sequences, values)]

@@ -20,6 +20,7 @@ from gdpo_nemo.environments.pools import EnvironmentPools
 from gdpo_nemo.errors import GdpoError
 from gdpo_nemo.inputs import Inputs, read_inputs, wanted_splits
 from gdpo_nemo.observe.doctor import examine
+from gdpo_nemo.observe.installation import require_libraries
 from gdpo_nemo.observe.log import RunLog
 from gdpo_nemo.observe.status import StatusFile
 from gdpo_nemo.observe.metrics import read_metrics
@@ -92,6 +93,7 @@ def standing(config: Config) -> Iterator[Parts]:
     # The processes of a joined cluster have their own working directory.
     run_dir = Path(config.run.dir).absolute() if joined(config.cluster) else Path(config.run.dir)
     stop = Stop()
+    require_libraries(config)
     with _signals(stop), contextlib.ExitStack() as stack:
         inputs = read_inputs(config, wanted_splits(config))
         start = find_start(config, run_dir, inputs)

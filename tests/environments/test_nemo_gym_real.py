@@ -11,7 +11,7 @@ from gdpo_nemo.data.records import Outcome
 from gdpo_nemo.environments.nemo_gym.environment import NemoGym
 from gdpo_nemo.environments.nemo_gym.rows import ROW
 from gdpo_nemo.errors import ConfigError
-from real_nemo_gym import REPOSITORY
+from real_nemo_gym import COMPILED, REPOSITORY
 
 TOOLS = "example_tool_call_multireward"
 RULES = [{"name": "correctness"}, {"name": "schema_valid"}, {"name": "format"}]
@@ -78,7 +78,7 @@ def text_of(output):
     return "\n".join(pieces)
 
 
-@pytest.mark.parametrize("server", [TOOLS, "mcqa", "reasoning_gym", "format_verification"])
+@pytest.mark.parametrize("server", [TOOLS, "mcqa", "format_verification", *COMPILED])
 def test_recorded_responses_earn_what_was_recorded(real_gym, gym_of, server):
     def asked(row):
         return json.dumps([[m["role"], m["content"]] for m in row["responses_create_params"]["input"]])
@@ -123,9 +123,9 @@ def test_a_truncated_answer_with_thoughts_is_taken(real_gym, gym_of):
 
 
 def test_preflight_names_the_field_that_a_row_lacks(real_gym, gym_of):
-    row = {name: value for name, value in real_gym.rows("reasoning_gym")[0].items() if name != "question"}
-    with pytest.raises(ConfigError, match="row of prompt p: rejected: HTTP 422: question: Field required$"):
-        gym_of("reasoning_gym").preflight([sample(row, "x").prompt])
+    row = {name: value for name, value in real_gym.rows("format_verification")[0].items() if name != "verifier"}
+    with pytest.raises(ConfigError, match="row of prompt p: rejected: HTTP 422: verifier: Field required$"):
+        gym_of("format_verification").preflight([sample(row, "x").prompt])
 
 
 def test_a_server_of_ones_own_runs_under_nemo_gym_and_its_config_takes_its_three_rewards(gym_of):
