@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Mapping, Sequence
 
-from gdpo_nemo.config.files import find_function
+from gdpo_nemo.config.architectures import check_model_content
+from gdpo_nemo.config.files import find_function, read_model_config
 from gdpo_nemo.config.learning import check_components
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.data.prompts import PromptSource
@@ -99,12 +100,16 @@ def _preflight(environments: Mapping[str, Any], sources: Mapping[str, PromptSour
 
 
 def _model_folder(config: Config) -> Path:
-    """The model's folder, made by the factory when it is absent."""
+    """The model's folder, made by the factory or fetched from the hub when it is absent, and of a supported family."""
     name = config.policy.model_name
     if not Path(name).is_dir() and config.policy.model_factory:
         _make_model(config)
-    if Path(name).is_dir():
-        return Path(name)
+    folder = Path(name) if Path(name).is_dir() else _from_hub(name)
+    check_model_content(read_model_config(folder / "config.json"))
+    return folder
+
+
+def _from_hub(name: str) -> Path:
     from huggingface_hub import snapshot_download
 
     try:

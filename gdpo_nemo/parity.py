@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
+from gdpo_nemo.config.files import check_engines
 from gdpo_nemo.config.standalone import standalone_config
 from gdpo_nemo.data.packing import TrainSequence
 from gdpo_nemo.errors import ConfigError
@@ -63,6 +64,8 @@ def measure_parity(
     sequences, recorded = _recorded(record) if record else (None, None)
     longest = max(map(len, sequences)) + 1 if sequences else 256  # one more: vLLM scores a sequence only by going on
     one, many = (standalone_config(model, text, precision, longest) for text in ("", layout))
+    if engine:
+        check_engines(one)
     sequences = sequences or _fixed(_vocabulary(model), one.policy.max_total_sequence_length)
     def written(values):
         return [s.where_written(v) for s, v in zip(sequences, values)]

@@ -268,7 +268,8 @@ class PolicyConfig:
     model_name: str = MISSING
     """Folder with a Hugging Face checkpoint, or a name on the hub."""
     model_factory: Optional[str] = None
-    """`file.py:function` called as function(folder, seed) when the folder model_name does not exist."""
+    """`file.py:function` called as function(folder, seed) when the folder model_name does not exist. A dictionary MODEL_CONFIGS in
+    that file, {function: fields of config.json}, tells --dry-run and `plan` what it will make."""
     tokenizer_name: Optional[str] = None
     """Tokenizer folder or name; null: that of the model."""
     precision: str = "bfloat16"
