@@ -26,7 +26,8 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 FACTORY_CONFIGS = "MODEL_CONFIGS"
 """Name in a factory's module of what its functions will make: {function: fields of config.json}, a literal, read without running it."""
-_DATA_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
+DATA_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
+"""Files that rows are read from."""
 
 
 def check_files(config: Config, layout: Layout) -> None:
@@ -38,9 +39,9 @@ def check_files(config: Config, layout: Layout) -> None:
     check_model(config, layout)
     check_engines(config)
     _check_tokenizer(config.policy.tokenizer_name)
-    _check_data("data.train", config.data.train)
+    check_data_file("data.train", config.data.train)
     if config.data.validation:
-        _check_data("data.validation", config.data.validation)
+        check_data_file("data.validation", config.data.validation)
 
 
 def find_function(key: str, reference: str) -> tuple[Path, str]:
@@ -224,17 +225,25 @@ def _check_tokenizer(name: str | None) -> None:
         raise ConfigError(f"policy.tokenizer_name: {name} is neither a folder nor a hub name (organisation/model)")
 
 
-def _check_data(key: str, data: DatasetConfig) -> None:
+def check_data_file(key: str, data: DatasetConfig) -> None:
+    """The path of a split is a file that rows can be read from, a folder, or may be a dataset on the hub. Raises ConfigError."""
     if data.path is None:
         return
-    path = Path(data.path)
-    if path.is_dir():
-        raise ConfigError(f"{key}.path: {path} is a folder; give the file in it")
+    path = Path(data.path).expanduser()
+    if is_local(data.path) and not path.is_file():
+        return
     if path.is_file():
+        if path.suffix not in DATA_SUFFIXES:
+            raise ConfigError(f"{key}.path: {path} must end with one of {', '.join(DATA_SUFFIXES)}")
         if path.stat().st_size == 0:
             raise ConfigError(f"{key}.path: {path} is empty")
-    elif path.suffix in _DATA_SUFFIXES or not _may_be_on_the_hub(data.path):
+    elif path.suffix in DATA_SUFFIXES or not _may_be_on_the_hub(data.path.partition(":")[0]):
         raise ConfigError(f"{key}.path: {path} does not exist (looked in {Path.cwd()})")
+
+
+def is_local(path: str) -> bool:
+    """Whether the data ``path`` is a file here, or a folder, be it of one configuration (``folder:configuration``)."""
+    return Path(path).expanduser().exists() or Path(path.partition(":")[0]).expanduser().is_dir()
 
 
 def _may_be_on_the_hub(name: str) -> bool:

@@ -110,7 +110,8 @@ class LossConfig:
     aggregation: str = "token_mean"
     """token_mean, sequence_mean (mean of the sequences' token means) or constant (Dr. GRPO)."""
     constant_length: Optional[int] = None
-    """Length by which `aggregation: constant` divides; null takes policy.generation.max_new_tokens."""
+    """Length by which `aggregation: constant` divides; null: all that the policy may write in one trajectory,
+    rollout.turns.max_tokens, or without it policy.generation.max_new_tokens times rollout.turns.max_turns."""
     old_logprobs: Optional[str] = None
     """Denominator of the ratio: trainer or sampler. Null: trainer when on-policy, sampler when rollout.max_staleness > 0."""
     reference_policy_kl_penalty: float = 0.0
@@ -338,7 +339,8 @@ class DatasetConfig:
     """One split of prompts: a file, a hub dataset, or an environment that makes them."""
 
     path: Optional[str] = None
-    """JSONL or Parquet file, or a dataset name on the Hugging Face hub."""
+    """JSONL, JSON, CSV or Parquet file, or a folder or hub name that Hugging Face's `datasets` reads. One of several
+    configurations is written `name:configuration`, for instance openai/gsm8k:main."""
     split: Optional[str] = None
     """Split of a hub dataset, or the split name given to the environment."""
     environment: Optional[str] = None
@@ -485,7 +487,8 @@ class Config:
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     data: DataConfig = field(default_factory=DataConfig)
     env: Dict[str, Any] = field(default_factory=dict)
-    """Environments by name; the value holds the options of the plugin."""
+    """Environments by name; the value holds the options of the plugin. Those of a file under `defaults:` stay where they are named
+    again, with their options."""
     weights: WeightsConfig = field(default_factory=WeightsConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     checkpointing: CheckpointingConfig = field(default_factory=CheckpointingConfig)

@@ -246,3 +246,16 @@ def test_the_plan_works_the_batch_arithmetic_out(minimal):
     assert "16 prompts x 8 samples = 128 samples = 4 optimizer updates of 32" in plan
     assert "100 steps = 12800 samples, 400 updates" in plan
     assert "note       policy.generation: with top_p" in plan
+
+
+@pytest.mark.parametrize(
+    "turns, tokens", [([], 36), (["max_turns=3"], 108), (["max_turns=3", "max_tokens=50"], 50)], ids=["one", "three", "budget"]
+)
+def test_a_null_constant_length_is_what_its_documentation_says(turns, tokens):
+    from gdpo_nemo.config.explain import explain
+    from gdpo_nemo.rollouts.learning import longest_completion
+
+    config = load_config(CONFIGS / "gdpo_tiny_cpu.yaml", [f"rollout.turns.{key}" for key in turns])
+    assert longest_completion(config) == tokens
+    said = " ".join(explain("loss_fn.constant_length").split())
+    assert "rollout.turns.max_tokens" in said and "policy.generation.max_new_tokens times rollout.turns.max_turns" in said
