@@ -48,9 +48,30 @@ WARM_UP_STEPS = 200
 ROWS_PER_STEP = 96
 _PROGRESS_EVERY = 20
 
-BYTE_SHAPE = dict(
-    hidden_size=64, num_hidden_layers=2, num_attention_heads=2, intermediate_size=192, max_position_embeddings=2048
-)
+# What the functions below write, which --dry-run and `plan` read from here (as text: nothing of this file is run for it).
+# A head has at least 32 places: vLLM's attention on CPUs knows no smaller one.
+MODEL_CONFIGS = {
+    "make_tiny_model": {
+        "model_type": "qwen2", "vocab_size": 21, "hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4,
+        "num_key_value_heads": 4, "intermediate_size": 512, "max_position_embeddings": 128, "tie_word_embeddings": True,
+    },
+    "make_small_model": {
+        "model_type": "qwen2", "vocab_size": 21, "hidden_size": 96, "num_hidden_layers": 2, "num_attention_heads": 3,
+        "num_key_value_heads": 3, "intermediate_size": 256, "max_position_embeddings": 128, "tie_word_embeddings": True,
+    },
+    "make_answering_model": {
+        "model_type": "qwen2", "vocab_size": 259, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
+        "num_key_value_heads": 2, "intermediate_size": 192, "max_position_embeddings": 2048, "tie_word_embeddings": True,
+    },
+    "make_tool_calling_model": {
+        "model_type": "qwen2", "vocab_size": 259, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
+        "num_key_value_heads": 2, "intermediate_size": 192, "max_position_embeddings": 2048, "tie_word_embeddings": True,
+    },
+    "make_random_model": {
+        "model_type": "qwen2", "vocab_size": 259, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
+        "num_key_value_heads": 2, "intermediate_size": 192, "max_position_embeddings": 2048, "tie_word_embeddings": True,
+    },
+}  # fmt: skip
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -71,7 +92,7 @@ def make_tiny_model(folder: str, seed: int, steps: int = WARM_UP_STEPS) -> None:
     Raises:
         ConfigError: there is something at ``folder`` already.
     """
-    _make_digit_sorter(folder, seed, steps, hidden_size=128, num_hidden_layers=4, num_attention_heads=4, intermediate_size=512)
+    _make_digit_sorter(folder, seed, steps, MODEL_CONFIGS["make_tiny_model"])
 
 
 def make_small_model(folder: str, seed: int, steps: int = 250) -> None:
@@ -79,14 +100,13 @@ def make_small_model(folder: str, seed: int, steps: int = 250) -> None:
 
     As ``make_tiny_model``.
     """
-    # Three heads of 32: vLLM's attention on CPUs knows no smaller head.
-    _make_digit_sorter(folder, seed, steps, hidden_size=96, num_hidden_layers=2, num_attention_heads=3, intermediate_size=256)
+    _make_digit_sorter(folder, seed, steps, MODEL_CONFIGS["make_small_model"])
 
 
-def _make_digit_sorter(folder: str, seed: int, steps: int, **shape: int) -> None:
+def _make_digit_sorter(folder: str, seed: int, steps: int, fields: dict) -> None:
     tokenizer = character_tokenizer()
     with _whole_or_nothing(folder) as whole, tempfile.TemporaryDirectory() as scratch:
-        _write_random(scratch, tokenizer, seed, max_position_embeddings=128, **shape)
+        _write_random(scratch, tokenizer, seed, fields)
         _warm_up(scratch, whole, seed, steps, _character_rows(seed))
 
 
@@ -100,7 +120,7 @@ def make_answering_model(folder: str, seed: int, steps: int = 120) -> None:
     """
     tokenizer = byte_tokenizer()
     with _whole_or_nothing(folder) as whole, tempfile.TemporaryDirectory() as scratch:
-        _write_random(scratch, tokenizer, seed, **BYTE_SHAPE)
+        _write_random(scratch, tokenizer, seed, MODEL_CONFIGS["make_answering_model"])
         _warm_up(scratch, whole, seed, steps, _byte_rows(seed, tokenizer), rows_per_step=16)
 
 
@@ -114,7 +134,7 @@ def make_tool_calling_model(folder: str, seed: int, steps: int = 120) -> None:
     """
     tokenizer = byte_tokenizer()
     with _whole_or_nothing(folder) as whole, tempfile.TemporaryDirectory() as scratch:
-        _write_random(scratch, tokenizer, seed, **BYTE_SHAPE)
+        _write_random(scratch, tokenizer, seed, MODEL_CONFIGS["make_tool_calling_model"])
         _warm_up(scratch, whole, seed, steps, _tool_call_rows(seed, tokenizer), rows_per_step=16)
 
 
@@ -125,20 +145,14 @@ def make_random_model(folder: str, seed: int) -> None:
         ConfigError: there is something at ``folder`` already.
     """
     with _whole_or_nothing(folder) as whole:
-        _write_random(whole, byte_tokenizer(), seed, **BYTE_SHAPE)
+        _write_random(whole, byte_tokenizer(), seed, MODEL_CONFIGS["make_random_model"])
 
 
-def _write_random(folder: str | Path, tokenizer: Qwen2Tokenizer, seed: int, **shape: int) -> None:
-    """A randomly initialised Qwen2 with tied embeddings and its tokenizer."""
+def _write_random(folder: str | Path, tokenizer: Qwen2Tokenizer, seed: int, fields: dict) -> None:
+    """A randomly initialised Qwen2 with these ``fields`` of its configuration, and its tokenizer."""
     ends = dict(pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id, bos_token_id=None)
-    config = Qwen2Config(
-        vocab_size=len(tokenizer),
-        num_key_value_heads=shape["num_attention_heads"],
-        tie_word_embeddings=True,
-        dtype="float32",
-        **shape,
-        **ends,
-    )
+    shape = {key: value for key, value in fields.items() if key != "model_type"}
+    config = Qwen2Config(dtype="float32", **shape, **ends)
     transformers.logging.disable_progress_bar()
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config)

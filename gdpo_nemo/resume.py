@@ -13,6 +13,7 @@ from gdpo_nemo.config.changes import Change, check_changes, find_changes
 from gdpo_nemo.config.layout import updates_per_step
 from gdpo_nemo.config.load import save_config, to_yaml
 from gdpo_nemo.config.schema import Config
+from gdpo_nemo.data.wording import first_line
 from gdpo_nemo.errors import ConfigError
 from gdpo_nemo.inputs import Inputs
 
@@ -41,28 +42,51 @@ def find_start(config: Config, run_dir: Path, inputs: Inputs) -> Start:
     Raises:
         ConfigError: the folder holds a run on other data, of another model, or with a setting that cannot change.
     """
-    section = config.checkpointing
-    checkpoints = Checkpoints(run_dir / "checkpoints", section.keep_last, section.keep_best, section.metric_name)
-    remarks: list[str] = []
+    checkpoints, remarks = _checkpoints(config, run_dir), []
     data, model = inputs.prompts.fingerprint, model_fingerprint(inputs.folder)
-    if not section.enabled and checkpoints.steps():
-        raise ConfigError(
-            f"checkpointing.enabled: {run_dir} holds checkpoints up to step {checkpoints.steps()[-1]}; a run without them starts "
-            f"at step 0 and discards its metrics; use another run.name"
-        )
-    found = checkpoints.newest(remarks.append) if section.enabled else None
+    found = checkpoints.newest(remarks.append) if config.checkpointing.enabled else None
     if found is None:
         return Start(checkpoints, RunState(data=data, model=model, updates=0), None, remarks, [])
     path, state = found
     for what, then, now in (("training data", state.data, data), ("model", state.model, model)):
         if then != now:
             raise ConfigError(f"run.dir: {run_dir} was started with another {what}; use another run.name or the same {what}")
-    changes = find_changes(_config_of(path, run_dir), config)
-    check_changes(changes, str(path))
+    changes = _changes(config, path, run_dir)
     if state.updates is None:  # written before checkpoints knew it
         state.updates = state.step * updates_per_step(config)
     remarks += [f"resuming from {path} after step {state.step}", *(change.sentence(state.step + 1) for change in changes)]
     return Start(checkpoints, state, path, remarks, changes)
+
+
+def planned_changes(config: Config) -> list[str]:
+    """What a resume of the run's folder would change, a sentence each, by its newest checkpoint; nothing for a new run.
+
+    Raises:
+        ConfigError: a setting cannot change. Data and model are compared at the start only.
+    """
+    run_dir = Path(config.run.dir)
+    checkpoints = _checkpoints(config, run_dir)
+    if not checkpoints.steps():
+        return []
+    step = checkpoints.steps()[-1]
+    return [change.sentence(step + 1) for change in _changes(config, checkpoints.path(step), run_dir)]
+
+
+def _checkpoints(config: Config, run_dir: Path) -> Checkpoints:
+    section = config.checkpointing
+    checkpoints = Checkpoints(run_dir / "checkpoints", section.keep_last, section.keep_best, section.metric_name)
+    if not section.enabled and checkpoints.steps():
+        raise ConfigError(
+            f"checkpointing.enabled: {run_dir} holds checkpoints up to step {checkpoints.steps()[-1]}; a run without them starts "
+            f"at step 0 and discards its metrics; use another run.name"
+        )
+    return checkpoints
+
+
+def _changes(config: Config, checkpoint: Path, run_dir: Path) -> list[Change]:
+    changes = find_changes(_config_of(checkpoint, run_dir), config)
+    check_changes(changes, str(checkpoint))
+    return changes
 
 
 def total_updates(config: Config, state: RunState) -> int:
@@ -93,8 +117,20 @@ def record_config(config: Config, run_dir: Path, step: int) -> None:
 
 
 def _config_of(checkpoint: Path, run_dir: Path) -> dict:
-    """The config that a checkpoint was written under; for one without it, that of the run's last start."""
+    """The config that a checkpoint was written under; for one without it, that of the run's last start.
+
+    Raises:
+        ConfigError: the file is damaged.
+    """
     for file in (checkpoint / CONFIG, run_dir / CONFIG):
         if file.is_file():
-            return yaml.safe_load(file.read_text(encoding="utf-8")) or {}
-    return {}
+            break
+    else:
+        return {}
+    try:
+        found = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"{file}: cannot be read ({first_line(error)}); remove it to go on without a comparison") from None
+    if not isinstance(found, dict):
+        raise ConfigError(f"{file}: is no config; remove it to go on without a comparison")
+    return found

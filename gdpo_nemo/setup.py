@@ -16,9 +16,10 @@ from gdpo_nemo.checkpoints import Checkpoints, RunState
 from gdpo_nemo.config.layout import resolve_layout
 from gdpo_nemo.config.placement import chosen_transport, joined
 from gdpo_nemo.config.schema import Config
+from gdpo_nemo.data.splits import wanted_splits
 from gdpo_nemo.environments.pools import EnvironmentPools
 from gdpo_nemo.errors import GdpoError
-from gdpo_nemo.inputs import Inputs, read_inputs, wanted_splits
+from gdpo_nemo.inputs import Inputs, read_inputs
 from gdpo_nemo.observe.doctor import examine
 from gdpo_nemo.observe.installation import require_libraries
 from gdpo_nemo.observe.log import RunLog

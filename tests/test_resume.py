@@ -11,7 +11,7 @@ import yaml
 from gdpo_nemo.checkpoints import Checkpoints, RunState, model_fingerprint
 from gdpo_nemo.config.load import load_config, save_config
 from gdpo_nemo.errors import ConfigError
-from gdpo_nemo.resume import find_start, record_config, total_updates
+from gdpo_nemo.resume import find_start, planned_changes, record_config, total_updates
 
 YAML = """
 run: {name: r}
@@ -106,7 +106,24 @@ def test_what_a_checkpoint_cannot_be_continued_with_is_refused_and_nothing_is_wr
     found = contents(folder)
     with pytest.raises(ConfigError, match=sentence):
         find_start(load_config(config_file, now), folder, inputs)
+    with pytest.raises(ConfigError, match=sentence):
+        planned_changes(load_config(config_file, [*now, f"run.dir={folder}"]))
     assert contents(folder) == found
+
+
+def test_the_dry_run_tells_what_a_resume_would_change(run, config_file, tmp_path):
+    folder = run()
+    config = load_config(config_file, ["gdpo.estimator=grpo", f"run.dir={folder}"])
+    assert planned_changes(config)[1:] == ["gdpo.estimator: gdpo -> grpo from step 13 on"]
+    assert planned_changes(load_config(config_file, [f"run.dir={tmp_path / 'new'}"])) == []
+
+
+@pytest.mark.parametrize("content", [b"- a\n- b\n", b"run: [\n", b"\xff\xfe"])
+def test_a_damaged_config_of_the_run_is_named(run, config_file, inputs, content):
+    folder = run(keep_config=False)
+    (folder / "config.yaml").write_bytes(content)
+    with pytest.raises(ConfigError, match="config.yaml: "):
+        find_start(load_config(config_file), folder, inputs)
 
 
 @pytest.mark.parametrize("state", [{"data": "other rows"}, {"model": "other weights"}])

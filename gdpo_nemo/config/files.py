@@ -4,17 +4,30 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
 
+from gdpo_nemo.config.architectures import (
+    CPU_HEAD_SIZES,
+    attention_scaling,
+    check_model_content,
+    check_scaled_rope,
+    head_size,
+    num_experts,
+)
 from gdpo_nemo.config.layout import Layout
 from gdpo_nemo.config.schema import Config, DatasetConfig
+from gdpo_nemo.config.weight_files import check_weight_files
 from gdpo_nemo.errors import ConfigError
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
-_DATA_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
+FACTORY_CONFIGS = "MODEL_CONFIGS"
+"""Name in a factory's module of what its functions will make: {function: fields of config.json}, a literal, read without running it."""
+DATA_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
+"""Files that rows are read from."""
 
 
 def check_files(config: Config, layout: Layout) -> None:
@@ -24,10 +37,11 @@ def check_files(config: Config, layout: Layout) -> None:
         ConfigError: something is missing, incomplete, or does not fit the layout.
     """
     check_model(config, layout)
+    check_engines(config)
     _check_tokenizer(config.policy.tokenizer_name)
-    _check_data("data.train", config.data.train)
+    check_data_file("data.train", config.data.train)
     if config.data.validation:
-        _check_data("data.validation", config.data.validation)
+        check_data_file("data.validation", config.data.validation)
 
 
 def find_function(key: str, reference: str) -> tuple[Path, str]:
@@ -45,13 +59,19 @@ def find_function(key: str, reference: str) -> tuple[Path, str]:
     path = next((p for p in (Path(name), REPOSITORY / name) if p.is_file()), None)
     if path is None:
         raise ConfigError(f"{key}: {name} does not exist")
-    try:
-        body = ast.parse(path.read_text(encoding="utf-8")).body
-    except (SyntaxError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{key}: {path} is not valid Python ({error})") from None
+    body = _parsed(key, path).body
     if not any(isinstance(node, ast.FunctionDef) and node.name == function for node in body):
         raise ConfigError(f"{key}: {path} has no function {function}")
     return path, function
+
+
+def _parsed(key: str, path: Path) -> ast.Module:
+    try:
+        return ast.parse(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{key}: {path} cannot be read ({error.strerror})") from None
+    except (SyntaxError, ValueError) as error:  # bad UTF-8 and NUL bytes are ValueErrors
+        raise ConfigError(f"{key}: {path} is not valid Python ({error})") from None
 
 
 def local_model_config(config: Config) -> dict[str, Any] | None:
@@ -63,53 +83,119 @@ def local_model_config(config: Config) -> dict[str, Any] | None:
     folder = Path(config.policy.model_name)
     if not folder.is_dir():
         return None
-    path = folder / "config.json"
+    if not (folder / "config.json").exists():
+        raise ConfigError(f"policy.model_name: {folder} has no config.json{_remake(config)}")
+    return read_model_config(folder / "config.json")
+
+
+def read_model_config(path: Path) -> dict[str, Any]:
+    """The fields in a model's ``config.json``. Raises ConfigError."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ConfigError(f"policy.model_name: {folder} has no config.json{_remake(config)}") from None
-    except ValueError as error:
+    except OSError as error:
+        raise ConfigError(f"policy.model_name: {path} cannot be read ({error.strerror})") from None
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"policy.model_name: {path} is not valid JSON ({error})") from None
     if not isinstance(content, dict):
         raise ConfigError(f"policy.model_name: {path} is not a JSON object")
     return content
 
 
+def known_model_config(config: Config) -> dict[str, Any] | None:
+    """The fields of the model's configuration as far as this machine knows them, without a download and without running anything.
+
+    They come from the model's folder, from what ``policy.model_factory`` says of a model it has yet to make, or from the hub's
+    cache; None where none of them has it. Raises ConfigError.
+    """
+    folder = Path(config.policy.model_name)
+    if folder.is_dir():
+        return local_model_config(config)
+    if config.policy.model_factory:
+        return _promised_config(config.policy.model_factory)
+    file = next(iter(_cached_configs(config.policy.model_name)), None)
+    return read_model_config(file) if file else None
+
+
+def _promised_config(reference: str) -> dict[str, Any] | None:
+    """The entry of the factory's function in its module's MODEL_CONFIGS, a literal; None where there is none."""
+    key = "policy.model_factory"
+    path, function = find_function(key, reference)
+    for node in _parsed(key, path).body:
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+        if not any(isinstance(target, ast.Name) and target.id == FACTORY_CONFIGS for target in targets):
+            continue
+        try:
+            content = ast.literal_eval(node.value).get(function)
+        except (ValueError, TypeError, AttributeError):
+            raise ConfigError(f"{key}: {FACTORY_CONFIGS} in {path} must be a literal {{function: fields of config.json}}") from None
+        if content is not None and not isinstance(content, dict):
+            raise ConfigError(f"{key}: {FACTORY_CONFIGS} in {path} must hold the fields of config.json for {function}")
+        return content
+    return None
+
+
+def _cached_configs(name: str) -> list[Path]:
+    """config.json of every snapshot of the model that was downloaded before."""
+    home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
+    hub = Path(os.environ.get("HF_HUB_CACHE") or home / "hub")
+    return sorted((hub / f"models--{name.replace('/', '--')}").glob("snapshots/*/config.json"))
+
+
 def check_model(config: Config, layout: Layout) -> None:
-    """The model is there, and the layout divides it. Raises ConfigError."""
+    """The model is there, of a supported family, and the layout divides it. Raises ConfigError."""
     name, folder = config.policy.model_name, Path(config.policy.model_name)
     if config.policy.model_factory:
         find_function("policy.model_factory", config.policy.model_factory)
-    if folder.is_dir():
-        content = local_model_config(config)
-        if not any(file.suffix in (".safetensors", ".bin") for file in folder.iterdir()):
-            raise ConfigError(
-                f"policy.model_name: {folder} has no weights (*.safetensors or *.bin){_remake(config)}"
-            )
-        _check_shape(content, config, layout)
-    elif not config.policy.model_factory and not _may_be_on_the_hub(name):
+    elif not folder.is_dir() and not _may_be_on_the_hub(name):
         raise ConfigError(
             f"policy.model_name: {name} is neither a folder nor a hub name (organisation/model); "
             "policy.model_factory can make it"
         )
+    content = known_model_config(config)
+    if content is not None:
+        check_model_content(content)
+    if folder.is_dir():
+        check_weight_files(folder, _remake(config))
+    if content is not None:
+        _check_shape(content, config, layout)
+        check_scaled_rope(attention_scaling(content), _may_use_transformer_engine(config))
+
+
+def check_engines(config: Config) -> None:
+    """vLLM's attention has kernels for the model's heads, as far as that is known here. Raises ConfigError."""
+    content = known_model_config(config)
+    if content is None or config.cluster.gpus_per_node:
+        return
+    size = head_size(content)
+    if size not in CPU_HEAD_SIZES:
+        raise ConfigError(
+            f"policy.model_name: vLLM on CPUs has no attention for heads of size {size}; sizes: {', '.join(map(str, CPU_HEAD_SIZES))}"
+        )
+
+
+def _may_use_transformer_engine(config: Config) -> bool:
+    """Whether the policy's layers are TransformerEngine's where that is installed."""
+    megatron = config.policy.megatron_cfg
+    local = megatron.transformer_engine is False or megatron.attention_backend == "sdpa" or config.policy.lora.rank > 0
+    return config.cluster.gpus_per_node > 0 and not local
 
 
 def _check_shape(content: dict[str, Any], config: Config, layout: Layout) -> None:
     """The model's heads, layers, experts and context against the layout."""
-    heads = content.get("num_attention_heads")
+    heads, layers, experts = content["num_attention_heads"], content["num_hidden_layers"], num_experts(content)
     groups = content.get("num_key_value_heads") or heads
-    layers, experts = content.get("num_hidden_layers"), content.get("num_experts") or content.get("num_local_experts")
     megatron = "policy.megatron_cfg"
     _check_divides(f"{megatron}.tensor_model_parallel_size", layout.tensor, [(heads, "heads"), (groups, "key-value heads")])
     _check_divides(f"{megatron}.pipeline_model_parallel_size", layout.pipeline, [(layers, "layers")])
     chunks = config.policy.megatron_cfg.virtual_pipeline_model_parallel_size
-    if chunks and layers:
+    if chunks:
         stage = [(layers // layout.pipeline, f"layers in each of {layout.pipeline} stages")]
         _check_divides(f"{megatron}.virtual_pipeline_model_parallel_size", chunks, stage)
     _check_divides("policy.generation.vllm_cfg.tensor_parallel_size", layout.engine_tensor, [(heads, "heads")])
     if layout.expert > 1 and not experts:
         raise ConfigError(f"{megatron}.expert_model_parallel_size: the model in {config.policy.model_name} has no experts")
-    _check_divides(f"{megatron}.expert_model_parallel_size", layout.expert, [(experts, "experts")])
+    if experts:
+        _check_divides(f"{megatron}.expert_model_parallel_size", layout.expert, [(experts, "experts")])
     if experts and config.policy.lora.rank and {"gate_proj", "up_proj", "down_proj"} & set(config.policy.lora.target_modules):
         raise ConfigError(
             "policy.lora.target_modules: the model's experts cannot be adapted; leave out gate_proj, up_proj, down_proj"
@@ -117,12 +203,11 @@ def _check_shape(content: dict[str, Any], config: Config, layout: Layout) -> Non
     if experts and layout.tensor > 1 and not config.policy.megatron_cfg.sequence_parallel:
         raise ConfigError(f"{megatron}.sequence_parallel: must be on for a model with experts under tensor parallelism")
     longest, wanted = content.get("max_position_embeddings"), config.policy.max_total_sequence_length
-    if isinstance(longest, int) and longest < wanted:
+    if longest is not None and longest < wanted:
         raise ConfigError(f"policy.max_total_sequence_length: {wanted} exceeds the model's {longest} positions")
 
 
-def _check_divides(key: str, size: int, counts: list[tuple[int | None, str]]) -> None:
-    counts = [(count, what) for count, what in counts if isinstance(count, int)]
+def _check_divides(key: str, size: int, counts: list[tuple[int, str]]) -> None:
     for count, what in counts:
         if count % size:
             works = [n for n in range(1, count + 1) if all(c % n == 0 for c, _ in counts)]
@@ -140,17 +225,25 @@ def _check_tokenizer(name: str | None) -> None:
         raise ConfigError(f"policy.tokenizer_name: {name} is neither a folder nor a hub name (organisation/model)")
 
 
-def _check_data(key: str, data: DatasetConfig) -> None:
+def check_data_file(key: str, data: DatasetConfig) -> None:
+    """The path of a split is a file that rows can be read from, a folder, or may be a dataset on the hub. Raises ConfigError."""
     if data.path is None:
         return
-    path = Path(data.path)
-    if path.is_dir():
-        raise ConfigError(f"{key}.path: {path} is a folder; give the file in it")
+    path = Path(data.path).expanduser()
+    if is_local(data.path) and not path.is_file():
+        return
     if path.is_file():
+        if path.suffix not in DATA_SUFFIXES:
+            raise ConfigError(f"{key}.path: {path} must end with one of {', '.join(DATA_SUFFIXES)}")
         if path.stat().st_size == 0:
             raise ConfigError(f"{key}.path: {path} is empty")
-    elif path.suffix in _DATA_SUFFIXES or not _may_be_on_the_hub(data.path):
+    elif path.suffix in DATA_SUFFIXES or not _may_be_on_the_hub(data.path.partition(":")[0]):
         raise ConfigError(f"{key}.path: {path} does not exist (looked in {Path.cwd()})")
+
+
+def is_local(path: str) -> bool:
+    """Whether the data ``path`` is a file here, or a folder, be it of one configuration (``folder:configuration``)."""
+    return Path(path).expanduser().exists() or Path(path.partition(":")[0]).expanduser().is_dir()
 
 
 def _may_be_on_the_hub(name: str) -> bool:

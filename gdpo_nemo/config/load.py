@@ -36,17 +36,30 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     merged = OmegaConf.structured(Config)
     for source, content, whole in [
         *((source, content, True) for source, content in _read_with_parents(Path(path), ())),
-        *((*_read_override(text), text.startswith("gdpo.rewards=")) for text in overrides),
+        *((*_read_override(text), text.startswith(("gdpo.rewards=", "env="))) for text in overrides),
     ]:
         _check(content, Config, "", source)
         try:
-            # Rewards given as a mapping are all the rewards there are; `gdpo.rewards.format=2` changes one of them.
-            if whole and (content.get("gdpo") or {}).get("rewards") is not None:
-                merged.gdpo.rewards = {}
+            if whole:
+                _replace_listed(merged, content)
             merged = OmegaConf.merge(merged, content)
         except OmegaConfBaseException as error:
             raise _translated(error, source) from None
     return _finish(merged)
+
+
+def _replace_listed(merged: DictConfig, content: Mapping[str, Any]) -> None:
+    """Takes out of ``merged`` what a mapping in ``content`` stands for as a whole.
+
+    Rewards and environments given as a mapping are all there are; an environment of the same name keeps the options it had.
+    ``gdpo.rewards.format=2`` and ``env.mine.strict=true`` change one of them.
+    """
+    if (content.get("gdpo") or {}).get("rewards") is not None:
+        merged.gdpo.rewards = {}
+    listed = content.get("env")
+    if isinstance(listed, Mapping) and not OmegaConf.is_missing(merged, "env"):
+        for name in [name for name in merged.env if name not in listed]:
+            del merged.env[name]
 
 
 def config_to_dict(config: Config) -> dict[str, Any]:

@@ -225,7 +225,8 @@ class PolicyConfig:
     model_name: str = MISSING
     """Folder with a Hugging Face checkpoint, or a name on the hub."""
     model_factory: Optional[str] = None
-    """`file.py:function` called as function(folder, seed) when the folder model_name does not exist."""
+    """`file.py:function` called as function(folder, seed) when the folder model_name does not exist. A dictionary MODEL_CONFIGS in
+    that file, {function: fields of config.json}, tells --dry-run and `plan` what it will make."""
     tokenizer_name: Optional[str] = None
     """Tokenizer folder or name; null: that of the model."""
     precision: str = "bfloat16"
@@ -294,7 +295,8 @@ class DatasetConfig:
     """One split of prompts: a file, a hub dataset, or an environment that makes them."""
 
     path: Optional[str] = None
-    """JSONL or Parquet file, or a dataset name on the Hugging Face hub."""
+    """JSONL, JSON, CSV or Parquet file, or a folder or hub name that Hugging Face's `datasets` reads. One of several
+    configurations is written `name:configuration`, for instance openai/gsm8k:main."""
     split: Optional[str] = None
     """Split of a hub dataset, or the split name given to the environment."""
     environment: Optional[str] = None
@@ -441,7 +443,8 @@ class Config:
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     data: DataConfig = field(default_factory=DataConfig)
     env: Dict[str, Any] = field(default_factory=dict)
-    """Environments by name; the value holds the options of the plugin."""
+    """Environments by name; the value holds the options of the plugin. Those of a file under `defaults:` stay where they are named
+    again, with their options."""
     weights: WeightsConfig = field(default_factory=WeightsConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     checkpointing: CheckpointingConfig = field(default_factory=CheckpointingConfig)

@@ -42,6 +42,7 @@ class PromptSource:
         split: train or validation; names the section in error messages and the ids of rows without one.
         seed: of the order, and of the rows where an environment draws them.
         max_prompt_tokens: longest prompt; longer ones are skipped and listed in ``refused``.
+        rows: those of the split where ``load_rows`` has loaded them already.
 
     Raises:
         ConfigError: whatever is wrong with the rows (``load_rows``), their prompts, or the chat template; also when
@@ -57,10 +58,11 @@ class PromptSource:
         split: str,
         seed: int,
         max_prompt_tokens: int,
+        rows: list[Row] | None = None,
     ):
         self.environment = environment_of(dataset, environments, split)
         self._split, self._seed, self._shuffle = split, seed, dataset.shuffle
-        rows = load_rows(dataset, environments, split, seed)
+        rows = load_rows(dataset, environments, split, seed) if rows is None else rows
         verifiers = [environment_of_row(row, dataset, environments, split, index) for index, row in enumerate(rows)]
         render = _Renderer(dataset, environments, tokenizer, split)
         prompts = [render(index, row, verifier) for index, (row, verifier) in enumerate(zip(rows, verifiers))]
@@ -122,29 +124,32 @@ class PromptSource:
         return np.random.Generator(np.random.PCG64([self._seed, epoch])).permutation(len(self))
 
 
-class _Renderer:
-    """Turns a row into the text the model reads, and into its chat messages where the row holds such."""
+def check_prompts(rows: Sequence[Row], dataset: DatasetConfig, split: str) -> None:
+    """Every row has a prompt, as far as that can be told without a tokenizer. Raises ConfigError."""
+    prompt = _PromptColumn(dataset, split)
+    for index, row in enumerate(rows):
+        prompt(index, row)
 
-    def __init__(self, dataset: DatasetConfig, environments: Mapping[str, Any], tokenizer: Any, split: str):
-        has_template = bool(getattr(tokenizer, "chat_template", None))
-        if dataset.chat and not has_template:
-            raise ConfigError(f"data.{split}.chat: the tokenizer has no chat template")
-        self.chat = has_template if dataset.chat is None else dataset.chat
+
+class _PromptColumn:
+    """The prompt of a row: text, or chat messages that leave the assistant something to say."""
+
+    def __init__(self, dataset: DatasetConfig, split: str):
         self.key = dataset.prompt_key or ""
-        self._tokenizer, self._split = tokenizer, split
-        self._demanded = dataset.system_prompt
-        self._own = {name: getattr(environment, "system_prompt", None) for name, environment in environments.items()}
-        self._system: str | None = None
+        self._split = split
 
-    def __call__(self, index: int, row: Row, environment: str) -> tuple[str, Messages | None]:
-        self._system = self._own[environment] if self._demanded is None else self._demanded
+    def __call__(self, index: int, row: Row) -> str | Messages:
         value = self._value(index, row)
         if isinstance(value, str):
-            messages = [*self._system_message(), {"role": "user", "content": value}]
-            plain = f"{self._system}\n\n{value}" if self._system else value
-            return (self._rendered(index, messages) if self.chat else plain), None
-        messages = self._messages(index, value)
-        return self._rendered(index, messages, row.get("tools")), messages
+            return value
+        if not isinstance(value, list) or not all(isinstance(message, Mapping) for message in value):
+            raise self.error(index, f"{self.key!r} must be text or a list of messages, not {type(value).__name__}")
+        for message in value:
+            if not isinstance(message.get("role"), str) or "content" not in message:
+                raise self.error(index, f"a message in {self.key!r} lacks its role or its content")
+        if value[-1]["role"] == "assistant":
+            raise self.error(index, f"{self.key!r} ends with the assistant's turn, so there is nothing to answer")
+        return value
 
     def _value(self, index: int, row: Row) -> Any:
         if not self.key:
@@ -153,22 +158,48 @@ class _Renderer:
             known = ", ".join(row)
             raise ConfigError(f"data.{self._split}.prompt_key: none of {', '.join(PROMPT_KEYS)} in the columns {known}")
         if self.key not in row:
-            raise self._error(index, f"no column {self.key!r}{nearest(self.key, row)}")
+            raise ConfigError(f"data.{self._split}.prompt_key: row {index}: no column {self.key!r}{nearest(self.key, row)}")
         if not row[self.key]:
-            raise self._error(index, f"the column {self.key!r} is empty")
+            raise self.error(index, f"the column {self.key!r} is empty")
         return row[self.key]
 
-    def _messages(self, index: int, value: Any) -> Messages:
+    def error(self, index: int, what: str) -> ConfigError:
+        return ConfigError(f"data.{self._split}: row {index}: {what}")
+
+
+class _Renderer:
+    """Turns a row into the text the model reads, and into its chat messages where the row holds such."""
+
+    def __init__(self, dataset: DatasetConfig, environments: Mapping[str, Any], tokenizer: Any, split: str):
+        has_template = bool(getattr(tokenizer, "chat_template", None))
+        if dataset.chat and not has_template:
+            raise ConfigError(f"data.{split}.chat: the tokenizer has no chat template")
+        self.chat = has_template if dataset.chat is None else dataset.chat
+        self._prompt = _PromptColumn(dataset, split)
+        self._tokenizer, self._split = tokenizer, split
+        self._demanded = dataset.system_prompt
+        self._own = {name: getattr(environment, "system_prompt", None) for name, environment in environments.items()}
+        self._system: str | None = None
+
+    @property
+    def key(self) -> str:
+        """The prompt's column, once a row was rendered."""
+        return self._prompt.key
+
+    def __call__(self, index: int, row: Row, environment: str) -> tuple[str, Messages | None]:
+        self._system = self._own[environment] if self._demanded is None else self._demanded
+        value = self._prompt(index, row)
+        if isinstance(value, str):
+            messages = [*self._system_message(), {"role": "user", "content": value}]
+            plain = f"{self._system}\n\n{value}" if self._system else value
+            return (self._rendered(index, messages) if self.chat else plain), None
+        messages = self._messages(index, value)
+        return self._rendered(index, messages, row.get("tools")), messages
+
+    def _messages(self, index: int, value: Messages) -> Messages:
         """The row's messages. Its own system message stays unless the config demands another."""
-        if not isinstance(value, list) or not all(isinstance(message, Mapping) for message in value):
-            raise self._error(index, f"{self.key!r} must be text or a list of messages, not {type(value).__name__}")
-        for message in value:
-            if not isinstance(message.get("role"), str) or "content" not in message:
-                raise self._error(index, f"a message in {self.key!r} lacks its role or its content")
-        if value[-1]["role"] == "assistant":
-            raise self._error(index, f"{self.key!r} ends with the assistant's turn, so there is nothing to answer")
         if not self.chat:
-            raise self._error(
+            raise self._prompt.error(
                 index, f"{self.key!r} holds messages, which need a chat template (data.{self._split}.chat)"
             )
         if value[0]["role"] != "system":
@@ -186,10 +217,7 @@ class _Renderer:
                 list(messages), tokenize=False, add_generation_prompt=True, **how
             )
         except Exception as error:  # a template may raise anything, for instance on roles it does not know
-            raise self._error(index, f"the chat template refuses it: {first_line(error)}") from error
-
-    def _error(self, index: int, what: str) -> ConfigError:
-        return ConfigError(f"data.{self._split}: row {index}: {what}")
+            raise self._prompt.error(index, f"the chat template refuses it: {first_line(error)}") from error
 
 
 def _tokenise(tokenizer: Any, texts: list[str], rendered: bool) -> list[list[int]]:

@@ -1,13 +1,15 @@
-"""Rows of a dataset as plain dictionaries, from a JSON Lines, JSON or Parquet file, a Hugging Face dataset, or an
+"""Rows of a dataset as plain dictionaries, from a JSON Lines, JSON, CSV or Parquet file, a Hugging Face dataset, or an
 environment that makes its own. Needs no tokenizer, so that a dry run can check everything here.
 """
 
 from __future__ import annotations
 
 import json
+from itertools import islice
 from pathlib import Path
-from typing import Any, Mapping
+from typing import Any, Iterator, Mapping
 
+from gdpo_nemo.config.files import DATA_SUFFIXES, check_data_file
 from gdpo_nemo.config.schema import DatasetConfig
 from gdpo_nemo.data.wording import first_line, nearest
 from gdpo_nemo.errors import ConfigError
@@ -50,7 +52,9 @@ def environment_of_row(
     return name
 
 
-def load_rows(dataset: DatasetConfig, environments: Mapping[str, Any], split: str, seed: int) -> list[Row]:
+def load_rows(
+    dataset: DatasetConfig, environments: Mapping[str, Any], split: str, seed: int, at_most: int | None = None
+) -> list[Row]:
     """The rows of one split, columns renamed and cut at ``dataset.size``, each with an ``id`` that is unique.
 
     A column ``id`` is the id; without one it is ``<split>/<row index>``.
@@ -60,6 +64,7 @@ def load_rows(dataset: DatasetConfig, environments: Mapping[str, Any], split: st
         environments: the built environments by their names in the section ``env``.
         split: train or validation; also what an environment is asked for when ``dataset.split`` is null.
         seed: for environments that draw their rows.
+        at_most: rows to read from the beginning of the data, where less of it is enough; None: all.
 
     Raises:
         ConfigError: a missing or malformed file (with file and line), an unknown dataset or column, no rows, an id
@@ -68,7 +73,7 @@ def load_rows(dataset: DatasetConfig, environments: Mapping[str, Any], split: st
     if dataset.path is None:
         rows = _rows_of_environment(dataset, environments, split, seed)
     else:
-        rows = _rows_of_path(dataset, split)[: dataset.size]
+        rows = _rows_of_path(dataset, split, at_most)[: dataset.size]
         if dataset.columns:
             rows = [_renamed(row, dataset.columns, split, index) for index, row in enumerate(rows)]
         rows = _read_by_environment(rows, dataset, environments, split)
@@ -104,26 +109,18 @@ def _read_by_environment(
     return made
 
 
-def _rows_of_path(dataset: DatasetConfig, split: str) -> list[Row]:
+def _rows_of_path(dataset: DatasetConfig, split: str, at_most: int | None) -> list[Row]:
+    check_data_file(f"data.{split}", dataset)
     path = Path(dataset.path).expanduser()
-    if path.is_dir():
-        return _rows_of_hugging_face(dataset, split)
-    readers = {".jsonl": _read_jsonl, ".json": _read_json, ".parquet": _read_parquet}
-    looks_like_file = path.suffix in readers or dataset.path.startswith((".", "/", "~"))
     if not path.is_file():
-        if looks_like_file:
-            raise ConfigError(f"data.{split}.path: no such file: {path}")
-        return _rows_of_hugging_face(dataset, split)
-    if path.suffix not in readers:
-        raise ConfigError(f"data.{split}.path: {path} must end with one of {', '.join(readers)}")
+        return _rows_of_hugging_face(dataset, split, at_most)
     try:
-        return readers[path.suffix](path)
+        return list(islice(_READERS[path.suffix](path), at_most))
     except OSError as error:
         raise ConfigError(f"data.{split}.path: cannot read {path}: {error.strerror or first_line(error)}") from error
 
 
-def _read_jsonl(path: Path) -> list[Row]:
-    rows = []
+def _read_jsonl(path: Path) -> Iterator[Row]:
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             if not line.strip():
@@ -134,48 +131,82 @@ def _read_jsonl(path: Path) -> list[Row]:
                 raise ConfigError(f"{path}:{number}: not valid JSON: {error}") from error
             if not isinstance(row, dict):
                 raise ConfigError(f"{path}:{number}: a row must be a JSON object, not {type(row).__name__}")
-            rows.append(row)
-    return rows
+            yield row
 
 
-def _read_json(path: Path) -> list[Row]:
+def _read_json(path: Path) -> Iterator[Row]:
     try:
         rows = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: not valid JSON: {error}") from error
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise ConfigError(f"{path}: must hold a list of JSON objects")
-    return rows
+    yield from rows
 
 
-def _read_parquet(path: Path) -> list[Row]:
+def _read_csv(path: Path) -> Iterator[Row]:
+    """The first line names the columns; a cell may hold line breaks between quotes, numbers become numbers."""
+    from pyarrow import ArrowException, csv
+
+    try:
+        table = csv.read_csv(path, parse_options=csv.ParseOptions(newlines_in_values=True))
+    except (ArrowException, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not a readable CSV file: {first_line(error)}") from error
+    yield from table.to_pylist()
+
+
+def _read_parquet(path: Path) -> Iterator[Row]:
     from pyarrow import ArrowException, parquet
 
     try:
-        return parquet.read_table(path).to_pylist()
+        with parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches():
+                yield from batch.to_pylist()
     except ArrowException as error:
         raise ConfigError(f"{path}: not a readable Parquet file: {first_line(error)}") from error
 
 
-def _rows_of_hugging_face(dataset: DatasetConfig, split: str) -> list[Row]:
+_READERS = dict(zip(DATA_SUFFIXES, (_read_jsonl, _read_json, _read_csv, _read_parquet), strict=True))
+
+
+def _rows_of_hugging_face(dataset: DatasetConfig, split: str, at_most: int | None) -> list[Row]:
     """Rows of a dataset on the hub (``name`` or ``name:configuration``), or of a local folder of either kind."""
     import datasets
 
+    datasets.disable_progress_bars()
+    datasets.logging.set_verbosity_error()
     wanted = dataset.split or split
     name, _, configuration = dataset.path.partition(":")
     folder = Path(name).expanduser()
+    name = str(folder) if folder.is_dir() else name
     try:
         if (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file():
-            table = datasets.load_from_disk(str(folder))
+            table = datasets.load_from_disk(name)
             table = table[wanted] if isinstance(table, datasets.DatasetDict) else table
         else:
-            name = str(folder) if folder.is_dir() else name
             table = datasets.load_dataset(name, configuration or None, split=wanted)
     except Exception as error:  # the library raises many kinds; all mean that these rows cannot be had
-        raise ConfigError(
-            f"data.{split}.path: cannot load split {wanted!r} of {dataset.path}: {first_line(error)}"
-        ) from error
-    return table.to_list()
+        key = f"data.{split}.path"
+        _check_configuration(key, name, configuration, error)
+        raise ConfigError(f"{key}: cannot load split {wanted!r} of {dataset.path}: {first_line(error)}") from error
+    return table.to_list() if at_most is None else table.take(min(at_most, len(table))).to_list()
+
+
+def _check_configuration(key: str, name: str, configuration: str, error: Exception) -> None:
+    """Where a failure to load is about the dataset's configuration: refuse with those it has. Raises ConfigError."""
+    import datasets
+
+    if "config" not in str(error).lower():
+        return
+    try:
+        known = datasets.get_dataset_config_names(name)
+    except Exception:  # noqa: BLE001 - as when loading; then the first failure is the one to tell
+        return
+    if configuration in known or known == ["default"]:
+        return
+    if configuration:
+        raise ConfigError(f"{key}: {name} has no configuration {configuration!r}{nearest(configuration, known)}") from error
+    raise ConfigError(f"{key}: {name} has several configurations, {', '.join(known)}; write {name}:{known[0]}") from error
 
 
 def _renamed(row: Row, columns: Mapping[str, str], split: str, index: int) -> Row:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Mapping
 
+from gdpo_nemo.config.learning import check_components
+from gdpo_nemo.config.schema import Config
 from gdpo_nemo.data.wording import first_line, nearest
 from gdpo_nemo.environments.base import Environment
 from gdpo_nemo.environments.episodes import has_turns
@@ -80,6 +82,12 @@ def environment_class(name: str, options: Mapping[str, Any] | None = None) -> An
 def load_environments(section: Mapping[str, Mapping[str, Any] | None]) -> dict[str, Environment]:
     """Every environment of the config section ``env``, by name. Raises as ``load_environment`` does."""
     return {name: load_environment(name, options) for name, options in section.items()}
+
+
+def check_rewards(config: Config, environments: Mapping[str, Environment]) -> None:
+    """Refuse weights of components that no environment gives, unless one cannot say yet which it does. Raises ConfigError."""
+    if not any(getattr(environment, "open_rewards", False) for environment in environments.values()):
+        check_components(config, [name for environment in environments.values() for name in environment.reward_names])
 
 
 def own_workers(name: str, options: Mapping[str, Any] | None) -> int | None:

@@ -1,6 +1,7 @@
-"""Model families: how a Hugging Face configuration and its weight names map onto Megatron's.
+"""How a Hugging Face configuration and its weight names map onto Megatron's.
 
-One table a family. Adding one means naming its differences here; building, conversion and checkpoints follow.
+Which families there are, and what sets each apart, is declared in ``config.architectures``; building, conversion and checkpoints
+follow from that.
 """
 
 from __future__ import annotations
@@ -13,58 +14,8 @@ import torch
 from transformers import PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from gdpo_nemo.errors import ConfigError
+from gdpo_nemo.config.architectures import TRAITS, Family, check_family
 
-
-@dataclass(frozen=True)
-class Experts:
-    """A mixture layer: names of its tensors inside a layer as files hold them (``{}`` is an expert), and of its sizes."""
-
-    router: str
-    gate: str
-    up: str
-    down: str
-    count: str
-    """Field of the configuration with the number of experts."""
-    width: str
-    """Field of the configuration with an expert's intermediate size."""
-
-
-@dataclass(frozen=True)
-class Family:
-    """What sets one Hugging Face architecture apart from a plain Llama."""
-
-    architecture: str
-    qkv_bias: bool = False
-    qk_norm: bool = False
-    experts: Experts | None = None
-
-
-_MIXTRAL_EXPERTS = Experts(
-    router="block_sparse_moe.gate.weight",
-    gate="block_sparse_moe.experts.{}.w1.weight",
-    up="block_sparse_moe.experts.{}.w3.weight",
-    down="block_sparse_moe.experts.{}.w2.weight",
-    count="num_local_experts",
-    width="intermediate_size",
-)
-_QWEN_EXPERTS = Experts(
-    router="mlp.gate.weight",
-    gate="mlp.experts.{}.gate_proj.weight",
-    up="mlp.experts.{}.up_proj.weight",
-    down="mlp.experts.{}.down_proj.weight",
-    count="num_experts",
-    width="moe_intermediate_size",
-)
-
-FAMILIES: dict[str, Family] = {
-    "llama": Family("LlamaForCausalLM"),
-    "mistral": Family("MistralForCausalLM"),
-    "mixtral": Family("MixtralForCausalLM", experts=_MIXTRAL_EXPERTS),
-    "qwen2": Family("Qwen2ForCausalLM", qkv_bias=True),
-    "qwen3": Family("Qwen3ForCausalLM", qk_norm=True),
-    "qwen3_moe": Family("Qwen3MoeForCausalLM", qk_norm=True, experts=_QWEN_EXPERTS),
-}
 
 # How a weight is split over tensor-parallel ranks.
 REPLICATED, ROWS, COLUMNS, GATED_ROWS = "replicated", "rows", "columns", "gated rows"
@@ -129,17 +80,7 @@ def family_of(config: PretrainedConfig) -> Family:
     Raises:
         ConfigError: it is not supported; the message lists those that are.
     """
-    family = FAMILIES.get(config.model_type)
-    if family is None:
-        raise ConfigError(
-            f"policy.model_name: model type {config.model_type!r} is not supported; supported: {', '.join(sorted(FAMILIES))}"
-        )
-    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
-    if window is not None:
-        raise ConfigError(f"policy.model_name: sliding-window attention ({window} tokens) is not supported")
-    if getattr(config, "hidden_act", "silu") != "silu":
-        raise ConfigError(f"policy.model_name: activation {config.hidden_act!r} is not supported; supported: silu")
-    return family
+    return check_family({name: getattr(config, name) for name in TRAITS if hasattr(config, name)})
 
 
 def head_size(config: PretrainedConfig) -> int:
@@ -209,7 +150,7 @@ def transformer_fields(config: PretrainedConfig) -> dict[str, Any]:
         gated_linear_unit=True,
         activation_func=torch.nn.functional.silu,
         add_bias_linear=False,
-        add_qkv_bias=family.qkv_bias or bool(getattr(config, "attention_bias", False)),
+        add_qkv_bias=family.qkv_bias,
         qk_layernorm=family.qk_norm,
         attention_dropout=0.0,
         hidden_dropout=0.0,

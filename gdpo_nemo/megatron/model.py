@@ -18,6 +18,7 @@ from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.module import Float16Module
 from transformers import PretrainedConfig
 
+from gdpo_nemo.config.architectures import check_scaled_rope
 from gdpo_nemo.config.schema import LoraConfig, MegatronConfig
 from gdpo_nemo.errors import ConfigError
 from gdpo_nemo.megatron.families import layer_symbols, rotary, transformer_fields
@@ -177,6 +178,7 @@ def build_chunks(
         raise ConfigError("policy.megatron_cfg.fp8: needs TransformerEngine, which is not usable here")
     config = transformer_config(hf, layout, dtype, use_te)
     frequencies = rotary(hf)
+    check_scaled_rope(frequencies[1], use_te)
     virtual = layout.virtual_pipeline_model_parallel_size
     tensor_size = layout.tensor_model_parallel_size
     chunks = []

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import os
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Mapping
 
-from gdpo_nemo.config.files import local_model_config
+from gdpo_nemo.config.architectures import FAMILIES, head_size, num_experts
+from gdpo_nemo.config.files import known_model_config
 from gdpo_nemo.config.layout import Layout
 from gdpo_nemo.config.schema import Config
 
@@ -141,8 +139,8 @@ def stage_layers(layers: int, stages: int, stage: int) -> range:
 def shape_from(content: Mapping[str, Any]) -> Shape:
     """The shape in a Hugging Face ``config.json``."""
     heads, hidden, layers = content["num_attention_heads"], content["hidden_size"], content["num_hidden_layers"]
-    experts = content.get("num_experts") or content.get("num_local_experts") or 0
-    kind = content.get("model_type", "")
+    family = FAMILIES[content["model_type"]]
+    experts = num_experts(content)
     # Mixture layers are counted, not placed: which ones are dense moves little between pipeline stages.
     dense = len(content.get("mlp_only_layers") or ())
     return Shape(
@@ -150,36 +148,28 @@ def shape_from(content: Mapping[str, Any]) -> Shape:
         hidden=hidden,
         heads=heads,
         groups=content.get("num_key_value_heads") or heads,
-        head_size=content.get("head_dim") or hidden // heads,
+        head_size=head_size(content),
         ffn=content["intermediate_size"],
         vocabulary=content["vocab_size"],
         tied=bool(content.get("tie_word_embeddings", False)),
         experts=experts,
-        active_experts=content.get("num_experts_per_tok") or 0 if experts else 0,
-        expert_ffn=content.get("moe_intermediate_size") or (content["intermediate_size"] if experts else 0),
+        active_experts=content["num_experts_per_tok"] if experts else 0,
+        expert_ffn=content[family.experts.width] if experts else 0,
         mixture_layers=(layers - dense) // (content.get("decoder_sparse_step") or 1) if experts else 0,
-        qkv_bias=kind == "qwen2" or bool(content.get("attention_bias", False)),
-        qk_norm=kind.startswith("qwen3"),
+        qkv_bias=family.qkv_bias,
+        qk_norm=family.qk_norm,
     )
 
 
 def model_shape(config: Config) -> Shape | None:
-    """The shape of the config's model without any download: its folder, the hub's cache here, or the table ``KNOWN``.
+    """The shape of the config's model without any download: its folder, what its factory says, the hub's
+    cache here, or the table ``KNOWN``.
 
     None where none of them has it.
     """
-    content = local_model_config(config) or _cached(config.policy.model_name) or _known(config.policy.model_name)
+    content = known_model_config(config) or _known(config.policy.model_name)
     return shape_from(content) if content else None
 
 
 def _known(name: str) -> dict[str, Any] | None:
     return KNOWN.get(name) or KNOWN.get(name.removesuffix("-Instruct").removesuffix("-Base"))
-
-
-def _cached(name: str) -> dict[str, Any] | None:
-    """config.json of a model that was downloaded before."""
-    home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
-    hub = Path(os.environ.get("HF_HUB_CACHE") or home / "hub")
-    for file in sorted((hub / f"models--{name.replace('/', '--')}").glob("snapshots/*/config.json")):
-        return json.loads(file.read_text(encoding="utf-8"))
-    return None

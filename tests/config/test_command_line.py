@@ -87,3 +87,24 @@ def test_explain_knows_every_key_of_the_schema_and_the_nearest_to_any_other(caps
     assert capsys.readouterr().out.startswith("gdpo.rewards\n")
     assert cli.main(["explain", "gdpo.estimater"]) == 2
     assert "gdpo.estimator" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("module", ["gdpo_nemo", "gdpo_nemo.cli"])
+def test_the_package_and_its_command_line_run_as_modules(module):
+    def run(*arguments):
+        return subprocess.run([sys.executable, "-m", module, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=60)
+
+    wrong = run("explain", "gdpo.estimater")
+    assert wrong.returncode == 2 and "gdpo.estimator" in wrong.stderr
+    assert run("explain", "gdpo.estimator").stdout.startswith("gdpo.estimator")
+    assert "error:" in run().stderr and run().returncode == 2
+
+
+def test_the_versions_are_those_of_the_installation(capsys):
+    from importlib.metadata import version
+
+    with pytest.raises(SystemExit) as end:
+        cli.main(["--version"])
+    first, second = capsys.readouterr().out.splitlines()
+    assert end.value.code == 0 and first == f"gdpo-nemo {version('gdpo-nemo')}"
+    assert f"megatron-core {version('megatron-core')}" in second and "ray" in second

@@ -141,3 +141,16 @@ def test_a_saved_config_loads_back_equal(tmp_path, rewards, name, seed):
     save_config(config, path)
     assert load_config(path) == config
     assert OmegaConf.to_container(OmegaConf.load(path)) == config_to_dict(config)
+
+
+def test_environments_of_a_parent_stay_only_where_they_are_named_again(minimal, tmp_path):
+    parent, child = tmp_path / "parent.yaml", tmp_path / "child.yaml"
+    parent.write_text(minimal.read_text().replace("env: {", "env: {unused: {}, "))
+    child.write_text("defaults: parent.yaml\nenv: {mine: {plugin: digit_sort}}\ndata: {train: {environment: mine}}\n")
+    assert load_config(child).env == {"mine": {"plugin": "digit_sort"}}
+    child.write_text("defaults: parent.yaml\nenv: {toy: {min_valid: 2}}\n")
+    assert load_config(child).env == {"toy": {"plugin": "digit_sort", "min_valid": 2}}
+    child.write_text("defaults: parent.yaml\nrun: {name: child}\n")
+    assert list(load_config(child).env) == ["unused", "toy"]
+    assert list(load_config(child, ["env.more={}"]).env) == ["unused", "toy", "more"]
+    assert list(load_config(child, ["env={more: {}}"]).env) == ["more"]

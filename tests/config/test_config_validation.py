@@ -12,8 +12,11 @@ from gdpo_nemo.config.load import load_config, save_config
 from gdpo_nemo.config.plan import describe
 from gdpo_nemo.config.validate import validate
 from gdpo_nemo.errors import ConfigError
+from gdpo_nemo.planning.shape import model_shape
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+EXPERTS = {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+EMPTY_SAFETENSORS = (2).to_bytes(8, "little") + b"{}"
 GPUS = ["cluster.gpus_per_node=8"]
 MEGATRON, VLLM = "policy.megatron_cfg", "policy.generation.vllm_cfg"
 
@@ -123,8 +126,9 @@ def model(tmp_path: Path) -> Path:
     folder = tmp_path / "model"
     folder.mkdir()
     shape = {"num_attention_heads": 12, "num_key_value_heads": 4, "num_hidden_layers": 6, "max_position_embeddings": 1024}
-    (folder / "config.json").write_text(json.dumps(shape))
-    (folder / "model.safetensors").write_bytes(b"")
+    sizes = {"model_type": "llama", "hidden_size": 384, "intermediate_size": 512, "vocab_size": 99}
+    (folder / "config.json").write_text(json.dumps({**sizes, **shape}))
+    (folder / "model.safetensors").write_bytes(EMPTY_SAFETENSORS)
     return folder
 
 
@@ -174,7 +178,7 @@ def test_experts_need_a_model_that_has_some(minimal, model):
     experts = [f"policy.model_name={model}", f"{MEGATRON}.expert_model_parallel_size=2", f"{MEGATRON}.data_parallel_size=2"]
     assert "has no experts" in refused(minimal, *experts)
     content = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps({**content, "num_experts": 8}))
+    (model / "config.json").write_text(json.dumps({**content, **EXPERTS}))
     validate(load_config(minimal, experts))
 
 
@@ -194,6 +198,29 @@ def test_an_absent_model_needs_a_factory_whose_function_exists(minimal, tmp_path
     assert "is neither a folder nor a hub name" in refused(minimal, absent)
     validate(load_config(minimal, [absent, f"policy.model_factory={tmp_path / 'factory.py'}:make"]))
     assert "has no function build" in refused(minimal, absent, f"policy.model_factory={tmp_path / 'factory.py'}:build")
+
+
+def test_a_model_that_a_factory_has_yet_to_make_is_held_against_the_layout(minimal, tmp_path):
+    demo = [f"policy.model_name={tmp_path / 'absent'}", "policy.model_factory=examples/make_tiny_model.py:make_tiny_model"]
+    demo += ["policy.max_total_sequence_length=64", "policy.generation.max_new_tokens=32"]
+    three = f"{MEGATRON}.tensor_model_parallel_size=3"
+    assert "3 does not divide the model's 4 heads; possible: 1, 2, 4" in refused(minimal, *demo, three)
+    assert "exceeds the model's 128 positions" in refused(minimal, *demo, "policy.max_total_sequence_length=256")
+    assert model_shape(load_config(minimal, demo)).parameters == 1_053_952
+
+
+@pytest.mark.parametrize(
+    "text, expected",
+    [
+        ("MODEL_CONFIGS = {'make': dict(model_type='qwen2')}", "must be a literal"),
+        ("MODEL_CONFIGS = {'make': 3}", "must hold the fields of config.json for make"),
+        ("MODEL_CONFIGS = {'make': {'model_type': 'gpt2'}}", "model type 'gpt2' is not supported"),
+    ],
+)
+def test_what_a_factory_says_of_its_model_is_checked(minimal, tmp_path, text, expected):
+    (tmp_path / "factory.py").write_text(f"{text}\ndef make(folder, seed): pass\n")
+    absent = [f"policy.model_name={tmp_path / 'absent'}", f"policy.model_factory={tmp_path / 'factory.py'}:make"]
+    assert expected in refused(minimal, *absent)
 
 
 def test_an_empty_data_file_is_refused_and_a_hub_name_is_left_to_the_run(minimal, tmp_path):
@@ -219,3 +246,16 @@ def test_the_plan_works_the_batch_arithmetic_out(minimal):
     assert "16 prompts x 8 samples = 128 samples = 4 optimizer updates of 32" in plan
     assert "100 steps = 12800 samples, 400 updates" in plan
     assert "note       policy.generation: with top_p" in plan
+
+
+@pytest.mark.parametrize(
+    "turns, tokens", [([], 36), (["max_turns=3"], 108), (["max_turns=3", "max_tokens=50"], 50)], ids=["one", "three", "budget"]
+)
+def test_a_null_constant_length_is_what_its_documentation_says(turns, tokens):
+    from gdpo_nemo.config.explain import explain
+    from gdpo_nemo.rollouts.learning import longest_completion
+
+    config = load_config(CONFIGS / "gdpo_tiny_cpu.yaml", [f"rollout.turns.{key}" for key in turns])
+    assert longest_completion(config) == tokens
+    said = " ".join(explain("loss_fn.constant_length").split())
+    assert "rollout.turns.max_tokens" in said and "policy.generation.max_new_tokens times rollout.turns.max_turns" in said

@@ -248,9 +248,9 @@ def test_messages_without_a_chat_template_are_refused(tmp_path):
 @pytest.mark.parametrize(
     "dataset, environments, message",
     [
-        (DatasetConfig(path="missing.jsonl"), DIGITS, "data.train.path: no such file: missing.jsonl"),
-        (DatasetConfig(path="./missing"), DIGITS, "data.train.path: no such file: missing"),
-        (DatasetConfig(path=__file__), DIGITS, "must end with one of .jsonl, .json, .parquet"),
+        (DatasetConfig(path="missing.jsonl"), DIGITS, "data.train.path: missing.jsonl does not exist"),
+        (DatasetConfig(path="./missing"), DIGITS, "data.train.path: missing does not exist"),
+        (DatasetConfig(path=__file__), DIGITS, "must end with one of .jsonl, .json, .csv, .parquet"),
         (DatasetConfig(), POLITE, "data.train.path: must be set, the environment 'polite' makes no prompts"),
         (DatasetConfig(), {}, "data.train.environment: must be set unless env has exactly one"),
         (DatasetConfig(), {**DIGITS, **POLITE}, "it has: digit_sort, polite"),

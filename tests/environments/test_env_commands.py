@@ -95,11 +95,11 @@ def mine(tmp_path):
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "mine.yaml").write_text(
         f"defaults: configs/gdpo_tiny_cpu.yaml\n"
-        f"data: {{train: {{path: {tmp_path}/rows.jsonl, environment_key: task}}}}\n"
+        f"data: {{train: {{path: {tmp_path}/rows.jsonl, environment: null, environment_key: task}}, validation: null}}\n"
         f"env:\n"
         f"  hostile: {{plugin: '{HOSTILE}:Hostile'}}\n"
         f"  asking: {{plugin: functions, functions: {{up: '{PLACE}:asking', size: '{PLACE}:lengths'}}}}\n"
-        f"rollout: {{env_timeout_s: 0.7}}\n"
+        f"gdpo: {{val_period: 0, val_at_start: false}}\nrollout: {{env_timeout_s: 0.7}}\n"
     )
     return str(tmp_path / "mine.yaml")
 

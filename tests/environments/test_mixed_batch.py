@@ -26,6 +26,7 @@ YAML = f"""
 defaults: {DEMO}
 data: {{train: {{path: ROWS, environment_key: task, shuffle: false}}, validation: null}}
 env:
+  digit_sort: {{}}
   mathematics: {{plugin: gsm8k, strict: true, num_workers: 1}}
   words: {{plugin: functions, functions: {{size: "{PLACE}:lengths", format: {{function: regex, pattern: "[ab]+"}}}}}}
 gdpo: {{rewards: {{correctness: 1.0, format: 1.0, size: 0.5}}, val_period: 0, val_at_start: false}}

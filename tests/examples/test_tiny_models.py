@@ -3,6 +3,7 @@
 import hashlib
 import importlib.util
 import itertools
+import json
 import os
 import re
 import shutil
@@ -35,11 +36,11 @@ def tokenizers(request, tmp_path_factory):
         return CHARACTERS, BYTES
     folder = tmp_path_factory.mktemp("tokenizers")
     for name, tokenizer in (("characters", CHARACTERS), ("bytes", BYTES)):
-        makers._write_random(folder / name, tokenizer, 0, **SMALL)
+        makers._write_random(folder / name, tokenizer, 0, {**SMALL, "vocab_size": len(tokenizer)})
     return tuple(AutoTokenizer.from_pretrained(folder / name) for name in ("characters", "bytes"))
 
 
-SMALL = dict(hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8, max_position_embeddings=8)
+SMALL = dict(hidden_size=8, num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1, intermediate_size=8, max_position_embeddings=8)
 FORMS = {
     "well-formed": r"<t>(\.*)</t><a>(\d{5})</a>",
     "no </t>": r"<t>(\.*)<a>(\d{5})</a>",
@@ -183,16 +184,7 @@ def test_the_warmed_up_model_is_the_architecture_that_was_announced(warmed_up):
 
 
 def test_warm_up_moves_every_matrix_away_from_its_start(warmed_up, tmp_path):
-    makers._write_random(
-        tmp_path,
-        CHARACTERS,
-        5,
-        hidden_size=128,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        intermediate_size=512,
-        max_position_embeddings=128,
-    )
+    makers._write_random(tmp_path, CHARACTERS, 5, makers.MODEL_CONFIGS["make_tiny_model"])
     before, after = (AutoModelForCausalLM.from_pretrained(f).state_dict() for f in (tmp_path, warmed_up[0]))
     assert before.keys() == after.keys()
     assert not [name for name in before if before[name].dim() == 2 and torch.equal(before[name], after[name])]
@@ -250,6 +242,15 @@ def test_the_command_line_makes_the_model_and_reports_a_taken_folder_in_one_line
     assert makers.main(arguments) == 2
     printed = capfd.readouterr()
     assert printed.out == "" and printed.err.count("\n") == 1 and "exists already" in printed.err
+
+
+@pytest.mark.parametrize("function", sorted(makers.MODEL_CONFIGS))
+def test_every_factory_writes_the_configuration_that_it_promises(function, tmp_path, monkeypatch):
+    monkeypatch.setattr(makers, "_warm_up", lambda start, result, *rest, **how: shutil.copytree(start, result, dirs_exist_ok=True))
+    getattr(makers, function)(str(tmp_path / "model"), 0)
+    written, promised = json.loads((tmp_path / "model" / "config.json").read_text()), makers.MODEL_CONFIGS[function]
+    assert {key: written.get(key) for key in promised} == promised
+    assert written["vocab_size"] == len(AutoTokenizer.from_pretrained(tmp_path / "model"))
 
 
 def test_the_small_model_is_the_demos_with_another_shape(tmp_path, monkeypatch):

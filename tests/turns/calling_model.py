@@ -55,7 +55,8 @@ def main(folder: str) -> None:
     tokenizer = tiny.byte_tokenizer()
     tokenizer.add_tokens(list(WHOLE))
     with tempfile.TemporaryDirectory() as scratch:
-        tiny._write_random(scratch, tokenizer, 0, **{**tiny.BYTE_SHAPE, "max_position_embeddings": POSITIONS})
+        sizes = {"vocab_size": len(tokenizer), "max_position_embeddings": POSITIONS}
+        tiny._write_random(scratch, tokenizer, 0, {**tiny.MODEL_CONFIGS["make_random_model"], **sizes})
         tiny._warm_up(scratch, Path(folder), 0, STEPS, rows(tokenizer), rows_per_step=16)
 
 

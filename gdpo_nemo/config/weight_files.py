@@ -1,0 +1,69 @@
+"""Whether a model folder's weight files are there and whole, by their headers alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from gdpo_nemo.errors import ConfigError
+
+_INDEX = "model.safetensors.index.json"
+_HEADER_LIMIT = 100 << 20
+"""Bytes that a safetensors header may have, by the format's own rule."""
+
+
+def check_weight_files(folder: Path, remedy: str = "") -> None:
+    """The folder has weights in safetensors files, each as long as its header says, and all that its index names.
+
+    Args:
+        remedy: what to do about a folder without weights, put behind the message.
+
+    Raises:
+        ConfigError: no such files, or one is missing, cut off or something else.
+    """
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        other = any(folder.glob("*.bin"))
+        what = "has weights as *.bin only; save them as safetensors" if other else "has no weights (*.safetensors)"
+        raise ConfigError(f"policy.model_name: {folder} {what}{remedy}")
+    for name in _indexed(folder / _INDEX):
+        if not (folder / name).is_file():
+            raise ConfigError(f"policy.model_name: {folder} lacks {name}, which {_INDEX} names")
+    for file in files:
+        try:
+            problem = _problem(file)
+        except OSError as error:
+            problem = f"cannot be read ({error.strerror})"
+        if problem:
+            raise ConfigError(f"policy.model_name: {file} {problem}")
+
+
+def _indexed(index: Path) -> list[str]:
+    if not index.exists():
+        return []
+    try:
+        names = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+        return sorted({str(name) for name in names})
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"policy.model_name: {index} is no index of weights ({type(error).__name__})") from None
+
+
+def _problem(file: Path) -> str:
+    """What is wrong with a safetensors file, or nothing. https://github.com/huggingface/safetensors#format"""
+    size = file.stat().st_size
+    with file.open("rb") as opened:
+        length = int.from_bytes(opened.read(8), "little")
+        if size < 8 or not 2 <= length <= min(size - 8, _HEADER_LIMIT):
+            return "is no safetensors file"
+        try:
+            header = json.loads(opened.read(length))
+            end = max((_end(entry) for name, entry in header.items() if name != "__metadata__"), default=0)
+        except (ValueError, TypeError, KeyError, AttributeError):
+            return "is no safetensors file"
+    return "" if size == 8 + length + end else f"is cut off: {size} bytes of {8 + length + end}"
+
+
+def _end(entry: dict[str, Any]) -> int:
+    """Where the tensor ends behind the header."""
+    return int(entry["data_offsets"][1])

@@ -1,0 +1,103 @@
+"""What ``train --dry-run`` reads besides the config: the data that lies on this machine, as the run will read it.
+
+Rows are loaded and checked, prompts are rendered and tokenised where the tokenizer lies here, too, and each environment verifies the
+completions that ``gdpo-nemo env check`` would try, on the first of its rows. Datasets on the hub and rows that an environment makes
+are left to the run.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Mapping
+
+from gdpo_nemo.config.files import is_local
+from gdpo_nemo.config.schema import Config, DatasetConfig
+from gdpo_nemo.data.rows import Row, environment_of_row, load_rows
+from gdpo_nemo.data.splits import room_for_prompts, wanted_splits
+from gdpo_nemo.errors import ConfigError
+
+SMALL_FILE = 32 << 20
+"""Bytes up to which a file is read whole."""
+SAMPLE = 10_000
+"""Rows that are read of a larger file, and prompts that are rendered and tokenised of any."""
+
+
+def check_data(config: Config) -> list[tuple[str, str]]:
+    """Read the local data of the splits that the run reads, and return what was found, a (subject, sentence) each.
+
+    Raises:
+        ConfigError: what the run would refuse: a row, a prompt, an environment's options. RunError: an environment's code fails.
+    """
+    splits = {split: getattr(config.data, split) for split in wanted_splits(config)}
+    remote = [(split, data.path) for split, data in splits.items() if data.path is not None and not is_local(data.path)]
+    local = {split: data for split, data in splits.items() if data.path is not None and is_local(data.path)}
+    found = [("data", f"data.{split}: {path} is on the hub, unchecked") for split, path in remote]
+    return [*found, *_check_local(config, local)] if local else found
+
+
+def _check_local(config: Config, splits: Mapping[str, DatasetConfig]) -> list[tuple[str, str]]:
+    from gdpo_nemo.environments.registry import check_rewards, load_environments
+
+    environments = load_environments(config.env)
+    check_rewards(config, environments)
+    tokenizer, found, first = _local_tokenizer(config), [], {}
+    for split, data in splits.items():
+        rows = load_rows(data, environments, split, config.run.seed, _limit(data))
+        found.append(("data", f"data.{split}: {_amount(rows, data)} of {data.path}; {_prompts(config, split, rows, environments, tokenizer)}"))
+        for index, row in enumerate(rows):
+            first.setdefault(environment_of_row(row, data, environments, split, index), (row, data.prompt_key))
+    return [*found, *(("env", _verdicts(config, name, environments[name], row, key)) for name, (row, key) in first.items())]
+
+
+def _limit(data: DatasetConfig) -> int | None:
+    """Rows to read; None: all of them."""
+    path = Path(data.path).expanduser()
+    return None if path.is_file() and path.stat().st_size <= SMALL_FILE else SAMPLE
+
+
+def _amount(rows: list[Row], data: DatasetConfig) -> str:
+    return f"{len(rows)} rows" if _limit(data) is None or len(rows) < SAMPLE else f"the first {len(rows)} rows"
+
+
+def _local_tokenizer(config: Config) -> Any:
+    """The tokenizer where its folder is here, else None."""
+    name = config.policy.tokenizer_name or config.policy.model_name
+    if not Path(name).is_dir():
+        return None
+    from gdpo_nemo.data.tokenizer import load_tokenizer
+
+    return load_tokenizer(config, name)
+
+
+def _prompts(config: Config, split: str, rows: list[Row], environments: Mapping[str, Any], tokenizer: Any) -> str:
+    """What is to be said of the prompts: tokens where there is a tokenizer, else that there is a prompt in every row."""
+    from gdpo_nemo.data.prompts import PromptSource, check_prompts
+
+    data = getattr(config.data, split)
+    check_prompts(rows, data, split)
+    if tokenizer is None:
+        return "prompts not tokenised, the tokenizer is not here yet"
+    room = room_for_prompts(config)
+    source = PromptSource(
+        data, environments, tokenizer, split=split, seed=config.run.seed, max_prompt_tokens=room, rows=rows[:SAMPLE]
+    )
+    longest = max(len(prompt.token_ids) for prompt in source.head())
+    which = "prompts" if len(rows) <= SAMPLE else f"the first {SAMPLE} prompts"
+    refused = f"; {len(source.refused)} longer than {room} are left out" if source.refused else ""
+    return f"{which} of at most {longest} tokens{refused}"
+
+
+def _verdicts(config: Config, name: str, environment: Any, row: Row, key: str | None) -> str:
+    """The environment's own check on one row, unless it needs more than worker processes."""
+    from gdpo_nemo.environments.check import check_environment
+
+    if getattr(environment, "plays_with_endpoint", False) or hasattr(environment, "preflight"):
+        return f"env.{name}: needs the servers of the run, unchecked"
+    options, rollout = config.env[name] or {}, config.rollout
+    try:
+        check = check_environment(name, options, environment, [row], workers=1, timeout_s=rollout.env_timeout_s, key=key)
+    except ConfigError as error:
+        raise ConfigError(f"env.{name}: {error}") from None
+    details = "; ".join(dict.fromkeys(verdict.detail for verdict in check.verdicts if verdict.detail))
+    failed = f", {check.failed} would be masked ({details})" if check.failed else ""
+    return f"env.{name}: verified {len(check.samples)} completions to row {row['id']} in {check.start_s:.1f} s{failed}"

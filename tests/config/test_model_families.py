@@ -1,0 +1,226 @@
+"""A model that cannot be trained is refused from its config.json alone, by every command, before any process starts."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from gdpo_nemo import cli
+from gdpo_nemo.config.architectures import CPU_HEAD_SIZES, FAMILIES, check_model_content
+from gdpo_nemo.config.load import load_config
+from gdpo_nemo.config.validate import validate
+from gdpo_nemo.errors import ConfigError
+
+EMPTY_SAFETENSORS = (2).to_bytes(8, "little") + b"{}"
+GPUS = ["cluster.gpus_per_node=4", "policy.precision=bfloat16"]
+
+
+def shape(kind: str, hidden: int, layers: int, heads: int, groups: int, ffn: int, vocabulary: int, positions: int, **more) -> dict:
+    """The fields that every published config.json has."""
+    sizes = dict(hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=groups)
+    return {"model_type": kind, **sizes, "intermediate_size": ffn, "vocab_size": vocabulary, "max_position_embeddings": positions, **more}
+
+
+LLAMA_3_ROPE = dict(
+    factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192, rope_type="llama3"
+)  # fmt: skip
+QWEN_YARN = dict(factor=4.0, original_max_position_embeddings=32768, type="yarn")
+GEMMA_3_TEXT = shape("gemma3_text", 2560, 34, 8, 4, 10240, 262208, 131072, head_dim=256, sliding_window=1024)
+
+# As published; what a check has no business with is left out.
+REFUSED = {
+    "DeepSeek-V3": (
+        shape(
+            "deepseek_v3", 7168, 61, 128, 128, 18432, 129280, 163840, architectures=["DeepseekV3ForCausalLM"], kv_lora_rank=512,
+            q_lora_rank=1536, n_routed_experts=256, first_k_dense_replace=3, rope_scaling=dict(type="yarn", factor=40),
+            quantization_config=dict(quant_method="fp8"),
+        ),  # fmt: skip
+        "model type 'deepseek_v3' is not supported",
+    ),
+    "gpt-oss": (
+        shape(
+            "gpt_oss", 2880, 24, 64, 8, 2880, 201088, 131072, architectures=["GptOssForCausalLM"], attention_bias=True,
+            sliding_window=128, num_local_experts=32, head_dim=64, hidden_act="silu",
+        ),  # fmt: skip
+        "model type 'gpt_oss' is not supported",
+    ),
+    "Nemotron-H": (
+        shape("nemotron_h", 4096, 52, 32, 8, 21504, 131072, 8192, hybrid_override_pattern="M-M-M-M*-", mlp_hidden_act="relu2"),
+        "model type 'nemotron_h' is not supported",
+    ),
+    "Gemma 2": (
+        shape("gemma2", 2304, 26, 8, 4, 9216, 256000, 8192, head_dim=256, sliding_window=4096, hidden_act="gelu_pytorch_tanh"),
+        "model type 'gemma2' is not supported",
+    ),
+    "Gemma 3": (
+        {"model_type": "gemma3", "architectures": ["Gemma3ForConditionalGeneration"], "text_config": GEMMA_3_TEXT},
+        "model type 'gemma3' (a text model inside another, text_config) is not supported",
+    ),
+    "Phi-3": (
+        shape("phi3", 3072, 32, 32, 32, 8192, 32064, 4096, sliding_window=2047, architectures=["Phi3ForCausalLM"]),
+        "model type 'phi3' is not supported",
+    ),
+    "Qwen2-VL": (
+        {"model_type": "qwen2_vl", "text_config": shape("qwen2_vl_text", 1536, 28, 12, 2, 8960, 151936, 32768)},
+        "model type 'qwen2_vl' (a text model inside another, text_config) is not supported",
+    ),
+    "Mistral 7B v0.1": (
+        shape("mistral", 4096, 32, 32, 8, 14336, 32000, 32768, sliding_window=4096),
+        "sliding-window attention (4096 tokens) is not supported",
+    ),
+    "a Mistral that leaves its window to transformers": (
+        shape("mistral", 4096, 32, 32, 8, 14336, 32000, 32768),
+        "sliding-window attention (4096 tokens) is not supported",
+    ),
+    "Qwen2 with its window on": (
+        shape("qwen2", 3584, 28, 28, 4, 18944, 152064, 32768, sliding_window=131072, use_sliding_window=True),
+        "sliding-window attention (131072 tokens) is not supported",
+    ),
+    "a reward model": (
+        shape("llama", 4096, 32, 32, 8, 14336, 128256, 8192, architectures=["LlamaForSequenceClassification"]),
+        "architecture LlamaForSequenceClassification is not supported; supported: LlamaForCausalLM",
+    ),
+    "dynamic rope": (
+        shape("llama", 4096, 32, 32, 32, 11008, 32000, 4096, rope_scaling=dict(type="dynamic", factor=2.0)),
+        "rope scaling 'dynamic' is not supported; supported: default, linear, llama3, yarn",
+    ),
+    "longrope": (
+        shape("llama", 4096, 32, 32, 32, 11008, 32000, 4096, rope_scaling=dict(rope_type="longrope", short_factor=[1.0])),
+        "rope scaling 'longrope' is not supported",
+    ),
+    "rope without its factor": (
+        shape("llama", 4096, 32, 32, 32, 11008, 32000, 4096, rope_scaling=dict(type="linear")),
+        "rope scaling 'linear' needs the number factor",
+    ),
+    "Qwen2.5 AWQ": (
+        shape("qwen2", 3584, 28, 28, 4, 18944, 152064, 32768, quantization_config=dict(quant_method="awq", bits=4)),
+        "quantised weights (quantization_config) are not supported",
+    ),
+    "InternLM as a Llama": (
+        shape("llama", 4096, 32, 32, 32, 11008, 103168, 2048, attention_bias=True),
+        "attention_bias (biases of projections) is not supported for llama",
+    ),
+    "heads of 16": (
+        shape("qwen2", 64, 2, 4, 4, 128, 99, 2048),
+        "vLLM on CPUs has no attention for heads of size 16",
+    ),
+    "no model type": ({"hidden_size": 64}, "names no model_type; supported: llama"),
+    "no sizes": ({"model_type": "llama"}, "num_hidden_layers in the model's config.json must be a positive integer, got None"),
+}  # fmt: skip
+SUPPORTED = {
+    "Qwen2.5": shape(
+        "qwen2", 3584, 28, 28, 4, 18944, 152064, 32768, architectures=["Qwen2ForCausalLM"], hidden_act="silu",
+        sliding_window=131072, use_sliding_window=False, max_window_layers=28,
+    ),
+    "Qwen3": shape("qwen3", 1024, 28, 16, 8, 3072, 151936, 40960, head_dim=128, attention_bias=False, rope_scaling=None),
+    "Qwen3-MoE": shape(
+        "qwen3_moe", 2048, 48, 32, 4, 6144, 151936, 40960, head_dim=128, num_experts=128, num_experts_per_tok=8,
+        moe_intermediate_size=768, sliding_window=None, use_sliding_window=False,
+    ),
+    "Llama 3.1": shape("llama", 4096, 32, 32, 8, 14336, 128256, 131072, rope_scaling=LLAMA_3_ROPE, mlp_bias=False),
+    "Mistral 7B v0.3": shape("mistral", 4096, 32, 32, 8, 14336, 32768, 32768, sliding_window=None),
+    "Mixtral": shape("mixtral", 4096, 32, 32, 8, 14336, 32000, 32768, num_local_experts=8, num_experts_per_tok=2, sliding_window=None),
+    "Qwen2.5 with YaRN": shape("qwen2", 3584, 28, 28, 4, 18944, 152064, 131072, rope_scaling=QWEN_YARN),
+}  # fmt: skip
+
+
+def model_folder(folder: Path, content: dict) -> Path:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(content))
+    (folder / "model.safetensors").write_bytes(EMPTY_SAFETENSORS)
+    return folder
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return lambda content: model_folder(tmp_path / "model", content)
+
+
+COMMANDS = ["--dry-run", "plan", "convert", "parity", "eval"]
+CASES = [(command, name) for name in REFUSED for command in COMMANDS if (command, name) != ("convert", "heads of 16")]
+
+
+@pytest.mark.parametrize("command, name", CASES)
+def test_a_model_that_cannot_be_trained_is_refused_by_name(command, name, folder, minimal, tmp_path, capsys):
+    content, expected = REFUSED[name]
+    model = str(folder(content))
+    arguments = {
+        "--dry-run": ["train", "--dry-run", "--config", str(minimal), f"policy.model_name={model}"],
+        "plan": ["plan", "--config", str(minimal), f"policy.model_name={model}"],
+        "convert": ["convert", "--to", "checkpoint", model, str(tmp_path / "out")],
+        "parity": ["parity", "--model", model, "--engine"],
+        "eval": ["eval", model, "--config", str(minimal), "data.validation={environment: toy}", "gdpo.val_at_start=true"],
+    }[command]
+    assert cli.main(arguments) == 2
+    said = capsys.readouterr().err
+    assert expected in said and said.count("\n") == 1
+    if "model type" in expected:
+        assert all(family in said for family in FAMILIES)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", SUPPORTED)
+def test_supported_families_pass(name, folder, minimal):
+    check_model_content(SUPPORTED[name])
+    validate(load_config(minimal, [f"policy.model_name={folder(SUPPORTED[name])}"]))
+
+
+def test_yarn_is_refused_where_transformer_engine_would_leave_its_factor_out(folder, minimal):
+    model = f"policy.model_name={folder(SUPPORTED['Qwen2.5 with YaRN'])}"
+    for local in ("policy.megatron_cfg.transformer_engine=false", "policy.megatron_cfg.attention_backend=sdpa", "policy.lora.rank=8"):
+        validate(load_config(minimal, [model, *GPUS, local]))
+    with pytest.raises(ConfigError, match="transformer_engine: its layers do not honour the attention factor 1.139"):
+        validate(load_config(minimal, [model, *GPUS]))
+
+
+def test_head_sizes_matter_to_the_engines_on_cpu_alone(folder, minimal):
+    model = f"policy.model_name={folder(REFUSED['heads of 16'][0])}"
+    validate(load_config(minimal, [model, *GPUS]))
+    assert 16 not in CPU_HEAD_SIZES
+
+
+def test_a_recipe_of_nemo_rl_with_a_local_model_is_held_against_the_families_too(folder, tmp_path, capsys):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(f"policy: {{model_name: {folder(REFUSED['Phi-3'][0])}}}\ngrpo: {{num_prompts_per_step: 4}}\n")
+    assert cli.main(["config", "from-nemo-rl", str(recipe)]) != 0
+    assert "model type 'phi3' is not supported" in capsys.readouterr().err
+
+
+def test_the_check_needs_no_torch():
+    code = (
+        "import sys; from gdpo_nemo.config.architectures import check_model_content; "
+        f"check_model_content({SUPPORTED['Llama 3.1']!r}); sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).resolve().parents[2]).returncode == 0
+
+
+@pytest.mark.parametrize(
+    "damage, expected",
+    [
+        (lambda folder: (folder / "model.safetensors").write_bytes(b""), "model.safetensors is no safetensors file"),
+        (lambda folder: (folder / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\n"), "is no safetensors file"),
+        (lambda folder: (folder / "model.safetensors").rename(folder / "pytorch_model.bin"), "has weights as *.bin only"),
+        (
+            lambda folder: (folder / "model.safetensors.index.json").write_text('{"weight_map": {"x": "model-2.safetensors"}}'),
+            "lacks model-2.safetensors, which model.safetensors.index.json names",
+        ),
+        (lambda folder: (folder / "model.safetensors.index.json").write_text("[]"), "is no index of weights"),
+        (lambda folder: cut_off(folder / "model.safetensors"), "model.safetensors is cut off"),
+    ],
+)
+def test_weight_files_that_are_missing_or_cut_off_are_refused(damage, expected, folder, minimal):
+    model = folder(SUPPORTED["Qwen3"])
+    damage(model)
+    with pytest.raises(ConfigError) as refusal:
+        validate(load_config(minimal, [f"policy.model_name={model}"]))
+    assert expected in str(refusal.value)
+
+
+def cut_off(file: Path) -> None:
+    """A file whose header promises more than there is, as an interrupted download leaves it."""
+    header = json.dumps({"x": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}}).encode()
+    file.write_bytes(len(header).to_bytes(8, "little") + header + b"\0" * 8)

@@ -1,0 +1,160 @@
+"""--dry-run reads the data that is on this machine as the run will, and says of the rest that it was not read."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from gdpo_nemo import cli, dry_run
+from gdpo_nemo.config.load import load_config
+from gdpo_nemo.config.validate import validate
+from gdpo_nemo.data.rows import load_rows
+from gdpo_nemo.environments.registry import load_environments
+from gdpo_nemo.errors import ConfigError
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+CONFIG = """\
+gdpo: {rewards: {correctness: 1.0, format: 0.5}, num_prompts_per_step: 4, num_generations_per_prompt: 4}
+policy: {model_name: organisation/model, precision: float32, max_total_sequence_length: 96}
+data: {train: {path: DATA}}
+env: {gsm8k: {}}
+"""
+ROWS = [{"question": f"What is {i} and {i}?", "answer": f"The sum.\n#### {2 * i}"} for i in range(20)]
+
+
+@pytest.fixture
+def config(tmp_path):
+    def write(data: Path, text: str = CONFIG) -> Path:
+        (tmp_path / "run.yaml").write_text(text.replace("DATA", str(data)).replace("max_total_sequence_length: 96", MOST_TOKENS))
+        return tmp_path / "run.yaml"
+
+    return write
+
+
+MOST_TOKENS = "max_total_sequence_length: 96, generation: {max_new_tokens: 16}"
+
+
+def jsonl(path: Path, rows=ROWS) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def dry(config: Path, *overrides: str) -> int:
+    return cli.main(["train", "--dry-run", "--config", str(config), *overrides])
+
+
+def test_good_data_passes_and_the_plan_says_what_was_read(config, tmp_path, capsys):
+    assert dry(config(jsonl(tmp_path / "train.jsonl"))) == 0
+    said = capsys.readouterr().out
+    assert "# data       data.train: 20 rows of" in said and "not tokenised" in said
+    assert "# env        env.gsm8k: verified" in said and "masked" not in said
+
+
+@pytest.mark.parametrize(
+    "damage, overrides, expected",
+    [
+        (lambda text: text.replace('"answer"', '"answer', 1), [], "train.jsonl:1: not valid JSON"),
+        (lambda text: text + "[1]\n", [], "train.jsonl:21: a row must be a JSON object, not list"),
+        (lambda text: text, ["data.train.prompt_key=questoin"], "data.train.prompt_key: row 0: no column 'questoin'; did you mean 'question'?"),
+        (lambda text: text.replace('"question"', '"ask"'), [], "data.train.prompt_key: none of messages, prompt, question, problem"),
+        (lambda text: text + '{"question": "", "answer": "1"}\n', [], "data.train: row 20: the column 'question' is empty"),
+        (lambda text: text, ["data.train.columns={gold: anwser}"], "row 0 has no column 'anwser'; did you mean 'answer'"),
+        (lambda text: text, ["env.gsm8k.stric=true"], "env.gsm8k"),
+        (lambda text: text, ["data.train.environment_key=question"], "data.train.environment_key: row 0: env has no"),
+    ],
+)  # fmt: skip
+def test_bad_rows_are_refused_with_their_place(damage, overrides, expected, config, tmp_path, capsys):
+    path = jsonl(tmp_path / "train.jsonl")
+    path.write_text(damage(path.read_text()))
+    assert dry(config(path), *overrides) == 2
+    said = capsys.readouterr()
+    assert expected in said.err and said.err.count("\n") == 1 and said.out == ""
+
+
+def test_a_row_that_the_environment_cannot_verify_is_found(config, tmp_path, capsys):
+    status = dry(config(jsonl(tmp_path / "train.jsonl", [{"question": "What is 1 and 1?"}])))
+    said = capsys.readouterr()
+    assert status in (1, 2) and "answer" in said.err and said.err.count("\n") == 1
+
+
+def test_csv_and_folders_are_read_by_the_run_and_by_its_dry_run_alike(config, tmp_path, capsys):
+    (tmp_path / "train.csv").write_text('question,answer\n"What is 1, and 1?","The sum.\n#### 2"\n')
+    (tmp_path / "folder").mkdir()
+    jsonl(tmp_path / "folder" / "train.jsonl")
+    for path, rows in ((tmp_path / "train.csv", 1), (tmp_path / "folder", 20)):
+        config_file = config(path)
+        assert dry(config_file) == 0
+        assert f"data.train: {rows} rows of {path}" in capsys.readouterr().out
+        section = load_config(config_file)
+        assert len(load_rows(section.data.train, load_environments(section.env), "train", 0)) == rows
+
+
+@pytest.mark.parametrize("name, content", [("a.txt", "hello"), ("a.csv", 'a,b\n1,2\n1,2,3\n'), ("a.parquet", "PAR1 no"), ("a.json", "{}")])
+def test_what_the_loader_refuses_the_dry_run_refuses_with_the_same_sentence(name, content, config, tmp_path, capsys):
+    (tmp_path / name).write_text(content)
+    config_file = config(tmp_path / name)
+    section = load_config(config_file)
+    with pytest.raises(ConfigError) as refusal:
+        load_rows(section.data.train, load_environments(section.env), "train", 0)
+    assert dry(config_file) == 2
+    assert capsys.readouterr().err == f"error: {refusal.value}\n"
+
+
+def test_only_the_beginning_of_a_large_file_is_read(config, tmp_path, capsys, monkeypatch):
+    path = jsonl(tmp_path / "train.jsonl")
+    path.write_text(path.read_text() + "not JSON\n")
+    monkeypatch.setattr(dry_run, "SMALL_FILE", 100)
+    monkeypatch.setattr(dry_run, "SAMPLE", 8)
+    assert dry(config(path)) == 0
+    assert "data.train: the first 8 rows of" in capsys.readouterr().out
+
+
+def test_prompts_are_tokenised_where_the_tokenizer_is_here_and_long_ones_are_counted(config, tmp_path, capsys, byte_model):
+    rows = [*ROWS, {"question": "long " * 40, "answer": "#### 1"}]
+    path, model = jsonl(tmp_path / "train.jsonl", rows), f"policy.model_name={byte_model}"
+    system = "data.train.system_prompt=''"
+    assert dry(config(path), model, system) == 0
+    assert "1 longer than 95 are left out" in capsys.readouterr().out
+    assert dry(config(jsonl(path, rows[-1:])), model, system) == 2
+    assert "all 1 prompts are longer than 95 tokens" in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def byte_model(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "bytes"
+    command = [sys.executable, str(REPOSITORY / "examples" / "make_tiny_model.py"), str(folder), "--random"]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    return folder
+
+
+def test_a_dataset_on_the_hub_is_left_to_the_run_and_it_says_so(config, tmp_path, capsys):
+    assert dry(config(Path("openai/gsm8k:main"))) == 0
+    assert "data.train: openai/gsm8k:main is on the hub, unchecked" in capsys.readouterr().out
+
+
+def test_a_dataset_with_several_configurations_needs_one_and_is_told_which_there_are(config, tmp_path, capsys):
+    folder = tmp_path / "several"
+    folder.mkdir()
+    for name, rows in (("main", ROWS), ("socratic", ROWS[:5])):
+        jsonl(folder / f"{name}.jsonl", rows)
+    parts = "".join(f"- config_name: {name}\n  data_files:\n  - split: train\n    path: {name}.jsonl\n" for name in ("main", "socratic"))
+    (folder / "README.md").write_text(f"---\nconfigs:\n{parts}---\n")
+    assert dry(config(folder)) == 2
+    said = capsys.readouterr().err
+    assert f"data.train.path: {folder} has several configurations, main, socratic; write {folder}:main" in said
+    assert said.count("\n") == 1
+    assert dry(config(Path(f"{folder}:socratic"))) == 0
+    assert f"data.train: 5 rows of {folder}:socratic" in capsys.readouterr().out
+    assert dry(config(Path(f"{folder}:mian"))) == 2
+    assert "has no configuration 'mian'; did you mean 'main'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("recipe", sorted((REPOSITORY / "configs").glob("gdpo_gsm8k*.yaml")), ids=lambda path: path.stem)
+def test_the_gsm8k_recipes_name_the_configuration(recipe):
+    config = load_config(recipe)
+    validate(config)
+    assert {config.data.train.path, config.data.validation.path} == {"openai/gsm8k:main"}
