@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import yaml
 
@@ -15,7 +16,9 @@ from gdpo_nemo.config.load import save_config, to_yaml
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.data.wording import first_line
 from gdpo_nemo.errors import ConfigError
-from gdpo_nemo.inputs import Inputs
+
+if TYPE_CHECKING:  # it imports torch, which the dry run does without
+    from gdpo_nemo.inputs import Inputs
 
 CONFIG = "config.yaml"
 _HISTORY = "config_history"
