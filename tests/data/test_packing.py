@@ -9,7 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gdpo_nemo.data.packing import TrainSequence, assign, attention_cost, cost_of, lay_out, measure, pad_lengths
+from gdpo_nemo.data.packing import (
+    TrainSequence,
+    assign,
+    assign_singly,
+    attention_cost,
+    cost_of,
+    lay_out,
+    measure,
+    pad_lengths,
+)
 
 BUDGET = 50
 lengths_of_a_batch = st.lists(st.integers(1, BUDGET), min_size=0, max_size=40)
@@ -142,3 +151,21 @@ def test_an_empty_micro_batch_is_padding_without_rows(size, tensor):
     assert len(pack.rows) == len(pack.targets) == len(pack.sequence) == len(pack.offset) == 0
     assert len(pack.tokens) == sum(pack.padded_lengths) // size > 0
     assert len(pack.tokens) % tensor == 0
+
+
+@pytest.mark.parametrize("count, ranks, multiple", [(0, 1, 1), (1, 2, 1), (5, 2, 1), (5, 2, 4), (8, 2, 4), (9, 3, 2)])
+def test_sequences_that_go_singly_are_dealt_evenly_in_the_multiple_that_pipelines_need(count, ranks, multiple):
+    shares = assign_singly(count, ranks, multiple)
+    assert len(shares) == ranks and len({len(share) for share in shares}) == 1
+    each = len(shares[0])
+    assert each % multiple == 0 and (each - multiple) * ranks < max(count, 1) <= each * ranks
+    assert all(len(members) <= 1 for share in shares for members in share)
+    assert sorted(i for share in shares for members in share for i in members) == list(range(count))
+
+
+def test_what_the_policy_wrote_is_what_the_mask_says_and_all_without_one():
+    whole = TrainSequence(np.arange(2), np.arange(3), np.zeros(3, np.float32))
+    masked = TrainSequence(np.arange(2), np.arange(3), np.zeros(3, np.float32), loss_mask=np.array([True, False, True]))
+    assert (len(whole), whole.written, len(masked), masked.written) == (5, 3, 5, 2)
+    values = np.array([1.0, np.nan, 3.0])
+    assert masked.where_written(values).tolist() == [1, 3] and whole.where_written(values) is values

@@ -1,0 +1,109 @@
+"""What a step says of its samples: how stale they are, how long, how they ended."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from gdpo_nemo.data.records import NOT_CONTIGUOUS, Group, Outcome, Prompt, Trajectory, Verdict
+from gdpo_nemo.data.results import UpdateResult
+from gdpo_nemo.errors import RunError
+from gdpo_nemo.generation.requests import Completion, CompletionBatch
+from gdpo_nemo.rollouts.learning import check_failures, rollout_metrics, update_metrics, validation_metrics
+from gdpo_nemo.rollouts.stream import grouped, judge, sample_seed
+
+
+def sample(version: int = 0, tokens: int = 3, environment: str = "toy", **changes) -> Trajectory:
+    prompt = Prompt("p", np.arange(2, dtype=np.int32), "p", environment)
+    values = dict(completion_ids=np.arange(tokens, dtype=np.int32), logprobs=np.zeros(tokens, np.float32), finish_reason="stop")
+    return Trajectory(prompt, 0, policy_version=version, text="", **{**values, **changes})
+
+
+@pytest.mark.parametrize("versions, mean, most", [((4, 4, 4), 0, 0), ((3, 3, 3), 1, 1), ((4, 3, 1, 4), 1, 3)])
+def test_staleness_is_the_age_of_the_weights_that_sampled(versions, mean, most):
+    row = rollout_metrics([sample(version) for version in versions], version=4)
+    assert (row["staleness/mean"], row["staleness/max"]) == (mean, most)
+
+
+def test_every_trajectory_carries_the_version_the_log_probs_and_the_end_of_its_own_completion():
+    ends = ["stop", "length", "stop", "length"]
+    completions = [Completion(np.full(2, i, np.int32), np.full(2, -i, np.float32), ends[i]) for i in range(4)]
+    tokenizer = SimpleNamespace(batch_decode=lambda ids, skip_special_tokens: [f"{skip_special_tokens} {i[0]}" for i in ids])
+    prompts = [sample().prompt, sample().prompt]
+    groups = grouped(prompts, CompletionBatch(completions, version=7, seconds=0.0), tokenizer)
+    found = [t for g in groups for t in g.trajectories]
+    assert [t.policy_version for t in found] == [7] * 4
+    assert [t.finish_reason for t in found] == ends
+    assert [t.logprobs.tolist() for t in found] == [[-i, -i] for i in range(4)]
+    assert [t.text for t in found] == [f"True {i}" for i in range(4)]
+
+
+def test_lengths_and_outcomes_are_counted_as_shares_of_the_samples():
+    mask = np.array([True, False, True])
+    samples = [
+        sample(outcome=Outcome.TRUNCATED, tokens=5),
+        sample(outcome=Outcome.ENV_FAILED, environment="other"),
+        sample(outcome=Outcome.ABORTED, loss_mask=mask, turns=2, detail=f"{NOT_CONTIGUOUS}: turn 2"),
+        sample(loss_mask=mask, turns=4),
+    ]
+    row = rollout_metrics(samples, version=0)
+    assert (row["rollout/tokens"], row["rollout/mean_length"]) == (5 + 3 + 2 + 2, 3)
+    assert {row[f"rollout/{key}"] for key in ("truncated", "env_failed", "aborted", "not_contiguous")} == {0.25}
+    assert (row["rollout/env_failed/toy"], row["rollout/env_failed/other"]) == (0, 1)
+    assert row["rollout/turns"] == (1 + 1 + 2 + 4) / 4
+    assert "rollout/turns" not in rollout_metrics(samples[:2], version=0)
+
+
+def test_a_run_stops_above_its_share_of_failures_and_not_at_it():
+    samples = [sample(outcome=Outcome.ENV_FAILED, detail="it hung"), sample(), sample(), sample()]
+    check_failures(samples, 0.25)
+    with pytest.raises(RunError, match=r"1 of 4 samples failed in the environment 'toy' .* is 0.24\): it hung"):
+        check_failures(samples, 0.24)
+
+
+def test_validation_is_the_mean_over_the_samples_that_have_a_component():
+    samples = [sample(rewards={"a": 1.0, "b": None}), sample(rewards={"a": 0.0, "b": 3.0}, tokens=5), sample(outcome=Outcome.ENV_FAILED)]
+    row = validation_metrics([Group(samples[0].prompt, samples)])
+    assert row == {
+        "validation/a": 0.5,
+        "validation/b": 3.0,
+        "validation/mean_length": pytest.approx(11 / 3),
+        "validation/env_failed": pytest.approx(1 / 3),
+    }
+
+
+def test_a_verdict_gives_rewards_and_outcome_and_a_cut_completion_is_truncated():
+    samples = [sample(finish_reason="length"), sample(finish_reason="length"), sample(), sample()]
+    verdicts = [Verdict({"a": 1.0}), Verdict({}, Outcome.ENV_FAILED, "hung"), Verdict({"a": 0.0}), Verdict({}, Outcome.ABORTED)]
+    judge(samples, SimpleNamespace(verify=lambda trajectories: verdicts))
+    assert [t.outcome for t in samples] == [Outcome.TRUNCATED, Outcome.ENV_FAILED, Outcome.OK, Outcome.ABORTED]
+    assert [t.rewards for t in samples] == [{"a": 1.0}, {}, {"a": 0.0}, {}]
+    assert samples[1].detail == "hung"
+
+
+def test_seeds_differ_by_run_place_side_sample_and_turn_and_stay_what_they_were():
+    places = [(r, p, s, t) for r in (0, 1) for p in (-2, -1, 0, 1, 2) for s in (0, 1) for t in (0, 1)]
+    seeds = [sample_seed(*place) for place in places]
+    assert len(set(seeds)) == len(places) and all(0 <= seed < 2**31 for seed in seeds)
+    # A resumed run of an older version draws the same samples.
+    assert (sample_seed(42, 7, 3), sample_seed(42, -7, 3, 1)) == (807134886, 863442561)
+
+
+def test_metrics_of_a_step_are_means_over_its_tokens_and_maxima_over_its_updates():
+    def result(tokens, entropy, ratio, gap, lr):
+        sums = {"tokens": tokens, "entropy": entropy * tokens, "parity_abs": gap * tokens, "parity_kl": 0.5 * gap * tokens}
+        return UpdateResult(
+            loss=float(tokens), grad_norm=2.0 * tokens, lr=lr, skipped=False, sums=sums,
+            maxima={"ratio": ratio, "parity_abs": 3 * gap}, packing={"imbalance": 0.1 * tokens},
+        )  # fmt: skip
+
+    results = [result(1, 1.0, 1.5, 0.1, 1e-3), result(3, 2.0, 1.2, 0.3, 2e-3)]
+    row = update_metrics(results, on_policy=True)
+    assert row["policy/entropy"] == pytest.approx(1.75) and row["policy/ratio_max"] == 1.5
+    assert (row["loss"], row["grad_norm"], row["lr"]) == (2, 4, 2e-3)
+    assert row["packing/imbalance"] == pytest.approx(0.2)
+    assert row["parity/max_abs"] == pytest.approx(0.9) and row["parity/mean_abs"] == pytest.approx(0.25)
+    assert row["parity/kl"] == pytest.approx(0.125)
+    assert not any(key.startswith(("parity/", "policy/parity")) for key in update_metrics(results, on_policy=False))

@@ -1,0 +1,173 @@
+"""The loop by itself: what is called in which order, with parts that record it. The real parts run in tests/end_to_end."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from gdpo_nemo.checkpoints import RunState
+from gdpo_nemo.config.load import load_config
+from gdpo_nemo.data.records import Group, Prompt, Trajectory
+from gdpo_nemo.data.results import UpdateResult
+from gdpo_nemo.errors import RunError
+from gdpo_nemo.rollouts.stream import Rollout
+from gdpo_nemo.trainer import Trainer
+
+DEMO = Path(__file__).resolve().parents[1] / "configs" / "gdpo_tiny_cpu.yaml"
+SMALL = ["gdpo.rewards={a: 1, b: 1}", "gdpo.num_prompts_per_step=2", "gdpo.num_generations_per_prompt=2", "gdpo.max_num_steps=4"]
+
+
+class Recorder:
+    """The parts of a run: they note what they are asked, and answer like a policy whose log-probs rise with every update."""
+
+    def __init__(self, *overrides: str, stale: int = 0, skipped: bool = False):
+        self.config = load_config(DEMO, [*SMALL, *overrides])
+        self.calls, self.rows, self.alerts, self.updates, self.stale, self.skipped = [], [], [], [], stale, skipped
+        self.version, self.spans = 0, []
+        checkpoints = SimpleNamespace(pending=False, begin=self.begin, finish=self.finish)
+        log = SimpleNamespace(step=self.row, validation=lambda row: self.calls.append(f"validate {row['step']}"),
+                              span=lambda *span: self.spans.append(span), alert=self.alerts.append)  # fmt: skip
+        policy = SimpleNamespace(train=self.train, logprobs=self.logprobs, begin_save=None, finish_save=None,
+                                 save_is_written=lambda: True)  # fmt: skip
+        stream = SimpleNamespace(top_up=lambda step: self.calls.append(f"top up {step}"), take=self.take, evaluate=lambda p: self.groups(0))
+        sync = SimpleNamespace(publish=self.publish, rest=lambda: self.calls.append("rest"))
+        self.checkpoints = checkpoints
+        self.parts = SimpleNamespace(policy=policy, stream=stream, sync=sync, log=log, checkpoints=checkpoints,
+                                     stop=SimpleNamespace(requested=False), validation_prompts=[])  # fmt: skip
+        self.trainer = Trainer(self.config, self.parts, RunState())
+
+    def groups(self, version: int) -> list[Group]:
+        made = []
+        for name, rewards in (("x", [(1.0, 0.0), (0.0, 0.0)]), ("y", [(0.0, 2.0), (0.0, 0.0)])):
+            prompt = Prompt(name, np.arange(2, dtype=np.int32), name, "digit_sort")
+            made.append(Group(prompt, [
+                Trajectory(prompt, j, np.arange(3, dtype=np.int32), np.full(3, -1, np.float32), version, "", "stop", dict(a=a, b=b))
+                for j, (a, b) in enumerate(rewards)
+            ]))  # fmt: skip
+        return made
+
+    def take(self, step: int) -> Rollout:
+        self.calls.append(f"take {step}")
+        return Rollout(self.groups(max(0, step - self.stale)), next_position=2 * step + 2, dropped_groups=5)
+
+    def train(self, update, loss) -> UpdateResult:
+        self.calls.append("train")
+        self.updates.append((update, loss))
+        self.version += 1
+        sums, maxima = {"tokens": 12.0, "parity_abs": 0.0, "parity_kl": 0.0}, {"parity_abs": 0.0}
+        return UpdateResult(loss=0.5, grad_norm=1.0, lr=1e-4, skipped=self.skipped, sums=sums, maxima=maxima, packing={})
+
+    def logprobs(self, update, reference: bool = False):
+        self.calls.append("reference" if reference else "logprobs")
+        return [np.full(3, -9.0 if reference else -1.0 + self.version, np.float32) for _ in update]
+
+    def publish(self, version: int) -> dict:
+        self.calls.append(f"publish {version}")
+        return {"time/sync": 0.25}
+
+    def begin(self, state, write) -> None:
+        self.calls.append(f"save {state.step} at {state.position}")
+        self.checkpoints.pending = True
+
+    def finish(self, write) -> None:
+        self.checkpoints.pending = False
+
+    def row(self, row, groups, advantages) -> None:
+        self.rows.append((row, groups, advantages))
+
+
+def of(recorder: Recorder, *words: str) -> list[str]:
+    return [call for call in recorder.calls if call.startswith(words)]
+
+
+def test_every_step_takes_its_batch_trains_and_publishes_the_next_version():
+    recorder = Recorder("gdpo.val_period=0", "gdpo.val_at_start=false", "checkpointing.enabled=false")
+    recorder.trainer.fit()
+    steps = [[f"top up {k}", f"take {k}", "rest", "train", f"publish {k + 1}"] for k in range(4)]
+    assert recorder.calls == ["publish 0", *(call for step in steps for call in step)]
+    assert [row["step"] for row, *_ in recorder.rows] == [1, 2, 3, 4]
+    assert (recorder.trainer.state.step, recorder.trainer.state.position) == (4, 8)
+
+
+def test_validation_and_checkpoints_come_at_their_periods_and_at_the_end():
+    recorder = Recorder("gdpo.val_period=3", "gdpo.val_at_start=true", "checkpointing.save_period=2", "checkpointing.metric_name=null")
+    recorder.trainer.fit()
+    assert of(recorder, "validate", "save") == ["validate 0", "save 2 at 4", "validate 3", "validate 4", "save 4 at 8"]
+    assert recorder.trainer.state.metrics["validation/b"] == 0.5 and not recorder.checkpoints.pending
+
+
+def test_a_run_that_is_asked_to_stop_saves_after_the_step_and_ends():
+    recorder = Recorder("gdpo.val_period=0", "gdpo.val_at_start=false", "checkpointing.save_period=100")
+    recorder.parts.sync.publish = lambda version: setattr(recorder.parts.stop, "requested", version == 2) or {"time/sync": 0.0}
+    recorder.trainer.sync = recorder.parts.sync
+    recorder.trainer.fit()
+    assert of(recorder, "save") == ["save 2 at 4"] and recorder.trainer.state.step == 2
+
+
+@pytest.mark.parametrize("stale", [0, 1])
+def test_a_step_says_how_stale_its_samples_are_and_measures_parity_only_where_they_are_not(stale):
+    recorder = Recorder(f"rollout.max_staleness={stale}", "loss_fn.old_logprobs=trainer", stale=stale)
+    recorder.trainer.state.step = 3
+    recorder.trainer.step()
+    row = recorder.rows[0][0]
+    assert row["staleness/mean"] == row["staleness/max"] == stale
+    assert ("parity/max_abs" in row) == (stale == 0)
+
+
+def test_a_steps_row_holds_rewards_times_and_tokens():
+    recorder = Recorder("gdpo.rewards.b=2")
+    recorder.trainer.step()
+    row, groups, advantages = recorder.rows[0]
+    assert row["reward/total/mean"] == 0.25 + 2 * 0.5 and row["rollout/dropped_groups"] == 5
+    assert row["skipped_steps"] == 0 and row["time/sync"] == 0.25
+    assert row["rollout/tokens"] == 12 == pytest.approx(row["throughput/tokens_per_second"] * row["time/step"])
+    assert all(0 <= row[f"time/{key}"] <= row["time/step"] for key in ("idle", "train", "advantages"))
+    assert [g.prompt.id for g in groups] == ["x", "y"] and np.sign(advantages).tolist() == [1, -1, 1, -1]
+    lanes = {lane: (start, end) for lane, _, start, end in recorder.spans}
+    assert lanes["idle"][0] <= lanes["idle"][1] == lanes["train"][0] <= lanes["train"][1] == lanes["sync"][0] <= lanes["sync"][1]
+
+
+def test_several_updates_of_a_step_share_the_log_probs_from_before_the_first():
+    recorder = Recorder("policy.train_global_batch_size=2", "loss_fn.reference_policy_kl_penalty=0.1")
+    recorder.trainer.step()
+    assert of(recorder, "logprobs", "reference", "train") == ["logprobs", "reference"] * 2 + ["train"] * 2
+    for update, loss in recorder.updates:
+        assert len(update) == 2 and loss is recorder.config.loss_fn
+        assert all((s.old_logprobs == -1).all() and (s.reference_logprobs == -9).all() for s in update)
+
+
+def test_one_update_needs_no_log_probs_beforehand():
+    recorder = Recorder()
+    recorder.trainer.step()
+    ((update, _),) = recorder.updates
+    assert of(recorder, "logprobs", "reference") == []
+    assert all(s.old_logprobs is None and s.reference_logprobs is None for s in update)
+
+
+def test_updates_that_were_not_finite_are_counted_and_too_many_in_a_row_end_the_run():
+    recorder = Recorder("gdpo.max_skipped_steps=2", skipped=True)
+    for _ in range(2):
+        recorder.trainer.step()
+    assert [row["skipped_steps"] for row, *_ in recorder.rows] == [1, 1]
+    recorder.skipped = False
+    recorder.trainer.step()
+    assert recorder.trainer.skipped_in_a_row == 0
+    recorder.skipped = True
+    for _ in range(2):
+        recorder.trainer.step()
+    with pytest.raises(RunError, match="not finite in 3 steps in a row"):
+        recorder.trainer.step()
+
+
+def test_what_ails_a_component_is_said_once_after_three_steps_and_again_after_it_was_well():
+    recorder = Recorder()
+    ill, well = ["component 'a' is constant in every group (mean 1): it trains nothing"], []
+    for lines in (ill, ill, well, ill, ill):
+        recorder.trainer._warn(lines)
+    assert recorder.alerts == []
+    for lines in (ill, ill, well, ill, ill, ill):
+        recorder.trainer._warn(lines)
+    assert len(recorder.alerts) == 2 and "for 3 steps, component 'a' is constant" in recorder.alerts[0]
