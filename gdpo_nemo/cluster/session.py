@@ -28,6 +28,7 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError, RayT
 from gdpo_nemo.cluster.reaper import Reaper  # noqa: E402
 from gdpo_nemo.config.placement import joined  # noqa: E402
 from gdpo_nemo.config.schema import ClusterConfig  # noqa: E402
+from gdpo_nemo.endings import hangups_held  # noqa: E402
 from gdpo_nemo.errors import ConfigError, GdpoError, RunError  # noqa: E402
 from gdpo_nemo.waits import WaitExpired, waiting  # noqa: E402
 
@@ -93,7 +94,7 @@ def _scratch() -> Iterator[str]:
 
 def _connect(where: dict[str, Any]) -> None:
     try:
-        with _signals_kept():
+        with hangups_held(), _signals_kept():
             ray.init(log_to_driver=False, logging_level="ERROR", **where)
     except SystemExit as end:
         if end.code == signal.SIGTERM:  # Ray's handler ends with the bare number.

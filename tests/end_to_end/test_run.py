@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from launch import START_S, STEPS, Launch, rows, timeless
+from launch import START_S, STEPS, Launch, OnATerminal, rows, timeless
 
 
 QUICK = ("logger.plot=false", "logger.tensorboard.enabled=false")
@@ -89,8 +89,9 @@ def test_exported_model_is_what_the_last_checkpoint_holds_and_transformers_loads
 
 
 def test_killed_and_terminated_run_resumes_bit_for_bit(undisturbed, tmp_path, digit_model):
-    """The policy dies in the middle of saving step 4, the driver after step 3 (kill -9), SIGTERM comes after step 4, a byte of
-    the last checkpoint turns on the disk; then on to the end. Checkpoints are written beside training.
+    """The policy dies in the middle of saving step 4, the driver after step 3 (kill -9), its terminal goes away after step 3,
+    SIGTERM comes after step 4, a byte of the last checkpoint turns on the disk; then on to the end. Checkpoints are written
+    beside training.
 
     The first of these runs is colocated: its engines sleep while the policy trains, and nothing else is different.
     """
@@ -119,6 +120,15 @@ def test_killed_and_terminated_run_resumes_bit_for_bit(undisturbed, tmp_path, di
     killed.process.wait()
     assert killed.left_behind() == []
 
+    dropped = OnATerminal(tmp_path / "run", digit_model, *options)
+    dropped.wait_until(lambda done: done == 2, "what came after the checkpoint was not taken back")
+    dropped.wait_for_step(3)
+    dropped.hang_up()
+    assert dropped.finish()[0] == 128 + signal.SIGHUP, dropped.shown
+    assert b"step 3" in dropped.shown and dropped.left_behind() == []
+    done = max(row["step"] for row in rows(tmp_path / "run"))
+    assert (tmp_path / "run" / "checkpoints" / f"step_{done}" / "files.json").is_file()
+
     stopped = Launch(tmp_path / "run", digit_model, *options)
     stopped.wait_for_step(4)
     stopped.process.send_signal(signal.SIGTERM)
@@ -126,7 +136,8 @@ def test_killed_and_terminated_run_resumes_bit_for_bit(undisturbed, tmp_path, di
     assert status == 128 + signal.SIGTERM, (out, err)
     assert stopped.left_behind() == []
     done = max(row["step"] for row in rows(tmp_path / "run"))
-    newest, before = (tmp_path / "run" / "checkpoints" / f"step_{step}" for step in (done, 2 * ((done - 1) // 2)))
+    *_, before, newest = sorted((tmp_path / "run" / "checkpoints").glob("step_*"), key=lambda path: int(path.name[5:]))
+    assert newest.name == f"step_{done}"
     assert (newest / "files.json").is_file()
     _flip_a_byte(max(newest.rglob("*.distcp"), key=lambda file: file.stat().st_size))
 
