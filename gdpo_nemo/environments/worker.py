@@ -26,7 +26,7 @@ from gdpo_nemo.environments.episodes import EpisodeReply, EpisodeStep, advance
 from gdpo_nemo.environments.registry import load_environment
 from gdpo_nemo.errors import GdpoError
 
-STARTUP_LIMIT_S = 120.0
+STARTUP_LIMIT_S = 300.0
 """Seconds a worker may take to build its environments."""
 _GRACE_S = 10.0
 _POLL_S = 0.5

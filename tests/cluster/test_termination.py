@@ -61,3 +61,48 @@ def test_a_terminated_command_takes_back_what_it_began_and_says_so_in_its_status
 def test_under_nohup_a_terminal_that_goes_away_changes_nothing():
     done = drive(signal.SIGHUP, TO_THE_GROUP, 3, "nohup")
     assert (done.returncode, done.stdout) == (0, "done\ntaken back False\n"), done.stderr
+
+
+LATE = """
+import os, sys, threading, time
+import psutil
+from gdpo_nemo.cluster.session import ray, session
+from gdpo_nemo.config.schema import ClusterConfig
+from gdpo_nemo.errors import RunError
+
+stopped = []
+
+def stop_the_first():
+    while not stopped:
+        for child in psutil.Process().children():
+            if "gcs_server" in child.name():
+                child.suspend()
+                stopped.append(child)
+                return
+        time.sleep(0.001)
+
+if sys.argv[1] == "once":
+    threading.Thread(target=stop_the_first, daemon=True).start()
+try:
+    with session(ClusterConfig()):
+        print(ray.is_initialized(), len(stopped), [child.is_running() for child in stopped])
+except RunError as error:
+    print(error)
+"""
+
+
+def start_late(how: str, patience_s: int) -> str:
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
+    environment["RAY_gcs_server_port_wait_time_s"] = str(patience_s)
+    done = subprocess.run([sys.executable, "-c", LATE, how], env=environment, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
+    return done.stdout
+
+
+def test_a_ray_session_that_does_not_come_up_is_started_once_more():
+    assert start_late("once", 20) == "True 1 [False]\n"
+
+
+def test_a_ray_session_that_never_comes_up_is_one_sentence():
+    line = start_late("always", 0)
+    assert line.startswith("Ray did not start on this machine in 2 attempts (") and line.count("\n") == 1, line

@@ -17,7 +17,7 @@ from typing import Callable
 import psutil
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-START_S, STEPS = 240, 6
+START_S, STEPS = 1200, 6
 
 
 class Launch:
@@ -72,7 +72,7 @@ class Launch:
         while self.process.poll() is None and time.monotonic() < deadline:
             self._look()
             time.sleep(0.5)
-        out, err = self.process.communicate(timeout=60)
+        out, err = self.process.communicate(timeout=300)
         with contextlib.suppress(OSError):  # it is as empty as it should be, or ``left_behind`` will say what is in it
             self.scratch.rmdir()
         return self.process.returncode, out, err
@@ -91,7 +91,7 @@ class Launch:
         shutil.rmtree(self.scratch, ignore_errors=True)
         return survivors + files
 
-    def survivors(self, patience_s: float = 30.0) -> list[str]:
+    def survivors(self, patience_s: float = 120.0) -> list[str]:
         """Processes of the run that still live after ``patience_s``."""
         assert len(self.seen) > 4, "the processes of the run were not seen"
         deadline = time.monotonic() + patience_s

@@ -13,7 +13,7 @@ from pathlib import Path
 REPOSITORY = Path(__file__).resolve().parents[2]
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gdpo_nemo"
 PACKAGES = ("nemo-gym==0.4.0", "reasoning-gym==0.1.25", "tiktoken==0.12.0")
-INSTALL_S, START_S = 120, 90
+INSTALL_S, START_S = 600, 600
 PLUGIN = REPOSITORY / "examples" / "nemo_gym_plugin"
 """A folder with resources servers of ours, beside NeMo Gym's."""
 
