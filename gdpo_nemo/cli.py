@@ -1,7 +1,7 @@
 """The command line: ``gdpo-nemo COMMAND``; ``gdpo-nemo --help`` lists the commands.
 
-Exit status 0: done as asked. 1: the run failed. 2: the command or the config is wrong. 143, 130: SIGTERM, SIGINT. Wrong input costs
-one line on stderr, never a traceback. Heavy imports happen inside the commands that need them, so ``--dry-run`` stays instant.
+Exit status 0: done as asked. 1: the run failed. 2: the command or the config is wrong. 143, 130, 129: SIGTERM, SIGINT, SIGHUP. Wrong input
+costs one line on stderr, never a traceback. Heavy imports happen inside the commands that need them, so ``--dry-run`` stays instant.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from gdpo_nemo.config.load import load_config, to_yaml
 from gdpo_nemo.config.plan import describe
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.config.validate import validate
+from gdpo_nemo.endings import answered_by, leave_lost_terminal
 from gdpo_nemo.env_commands import add_commands as add_env_commands
 from gdpo_nemo.errors import ConfigError, GdpoError
 
@@ -29,9 +30,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns the exit status."""
     arguments = _parse(argv)
     terminated = _Terminated()
-    before = signal.signal(signal.SIGTERM, terminated)
     try:
-        return arguments.command(arguments)
+        with answered_by(terminated):
+            return arguments.command(arguments)
     except ConfigError as error:
         return _fail(error, 2)
     except GdpoError as error:
@@ -45,8 +46,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         if terminated.status:  # Ray, waiting, makes every exit a 1.
             return terminated.status
         raise
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 class _Terminated:
@@ -55,6 +54,9 @@ class _Terminated:
     status = 0
 
     def __call__(self, number: int, frame: object) -> None:
+        leave_lost_terminal()
+        if number == signal.SIGHUP and self.status:  # the shell and then the kernel send one each
+            return
         self.status = 128 + number
         raise SystemExit(self.status)
 

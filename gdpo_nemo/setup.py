@@ -17,6 +17,7 @@ from gdpo_nemo.config.layout import resolve_layout
 from gdpo_nemo.config.placement import chosen_transport, joined
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.data.splits import wanted_splits
+from gdpo_nemo.endings import answered_by, leave_lost_terminal
 from gdpo_nemo.environments.pools import EnvironmentPools
 from gdpo_nemo.errors import GdpoError
 from gdpo_nemo.inputs import Inputs, read_inputs
@@ -33,7 +34,7 @@ _PROBE_TOKENS = 48
 
 @dataclass
 class Stop:
-    """Whether somebody asked the run to end (SIGTERM, SIGINT), and the exit status that follows."""
+    """Whether somebody asked the run to end (SIGTERM, SIGINT, SIGHUP), and the exit status that follows."""
 
     requested: bool = False
     status: int = 0
@@ -41,7 +42,13 @@ class Stop:
     """Set once training runs: a signal then waits for the end of the step and a checkpoint."""
 
     def __call__(self, number: int, frame) -> None:
-        """Signal handler. A second signal, or one before training started, ends the run at once."""
+        """Signal handler. A second signal, or one before training started, ends the run at once.
+
+        Not a second SIGHUP: the shell and then the kernel send one each when a terminal goes away.
+        """
+        leave_lost_terminal()
+        if number == signal.SIGHUP and self.status:
+            return
         self.status = 128 + number
         if self.requested or not self.patient:
             raise SystemExit(self.status)
@@ -95,7 +102,7 @@ def standing(config: Config) -> Iterator[Parts]:
     run_dir = Path(config.run.dir).absolute() if joined(config.cluster) else Path(config.run.dir)
     stop = Stop()
     require_libraries(config)
-    with _signals(stop), contextlib.ExitStack() as stack:
+    with answered_by(stop, signal.SIGINT), contextlib.ExitStack() as stack:
         inputs = read_inputs(config, wanted_splits(config))
         start = find_start(config, run_dir, inputs)
         record_config(config, run_dir, start.state.step)
@@ -124,18 +131,6 @@ def standing(config: Config) -> Iterator[Parts]:
         except SystemExit as end:
             outcome[0] = "stopped"
             raise SystemExit(stop.status or end.code)  # Ray, waiting, makes every exit a 1.
-
-
-@contextlib.contextmanager
-def _signals(stop: Stop):
-    """Our signal handlers, for as long as the block runs."""
-    names = (signal.SIGTERM, signal.SIGINT)
-    before = [signal.signal(name, stop) for name in names]
-    try:
-        yield
-    finally:
-        for name, handler in zip(names, before):
-            signal.signal(name, handler)
 
 
 def _start_processes(parts: Parts, stack: contextlib.ExitStack, inputs: Inputs, checkpoint: Path | None) -> None:

@@ -21,17 +21,30 @@ os.environ.setdefault("RAY_DEDUP_LOGS", "0")
 os.environ.setdefault("RAY_worker_niceness", "0")
 # Every actor of ours has an environment of its own, so workers that Ray starts ahead, one a core, would never be used.
 os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
+# Ray gives its own processes 30 to 100 s to come up, and its workers 60 s to report. On two cores with a load of 16 that is too short.
+for _name, _seconds in (
+    ("gcs_server_port_wait_time_s", 300),
+    ("raylet_start_wait_time_s", 300),
+    ("gcs_server_request_timeout_seconds", 300),
+    ("worker_register_timeout_seconds", 600),
+    ("agent_register_timeout_ms", 600_000),
+):
+    os.environ.setdefault(f"RAY_{_name}", str(_seconds))
 
+import psutil  # noqa: E402
 import ray  # noqa: E402
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError, RayTaskError  # noqa: E402
 
 from gdpo_nemo.cluster.reaper import Reaper  # noqa: E402
 from gdpo_nemo.config.placement import joined  # noqa: E402
 from gdpo_nemo.config.schema import ClusterConfig  # noqa: E402
+from gdpo_nemo.endings import hangups_held  # noqa: E402
 from gdpo_nemo.errors import ConfigError, GdpoError, RunError  # noqa: E402
 from gdpo_nemo.waits import WaitExpired, waiting  # noqa: E402
 
 _POLL_S = 1.0
+_STARTS = 2
+"""Times that a session of our own is started before the run gives up."""
 _NODE_LOSS_S = 20.0
 """What Ray takes at most to declare a silent node dead, with the health checks of docs/cluster.md."""
 
@@ -92,17 +105,41 @@ def _scratch() -> Iterator[str]:
 
 
 def _connect(where: dict[str, Any]) -> None:
+    if where["address"] == "local":
+        _start(where)
+        return
     try:
-        with _signals_kept():
+        _initialize(where)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise RunError(f"cluster.address: no Ray cluster to join at {where['address']} ({_first_line(error)})") from error
+
+
+def _start(where: dict[str, Any]) -> None:
+    """A session of our own; what a failed start leaves is ended before the next."""
+    for attempt in range(1, _STARTS + 1):
+        before = set(psutil.Process().children())
+        try:
+            _initialize(where)
+            return
+        except Exception as error:  # of many kinds; that the node is late is a bare Exception
+            ray.shutdown()
+            for child in set(psutil.Process().children()) - before:
+                child.kill()
+            if attempt == _STARTS:
+                raise RunError(
+                    f"Ray did not start on this machine in {_STARTS} attempts ({_first_line(error)}); its logs are in "
+                    f"{os.environ['RAY_TMPDIR']}/ray"
+                ) from error
+
+
+def _initialize(where: dict[str, Any]) -> None:
+    try:
+        with hangups_held(), _signals_kept():
             ray.init(log_to_driver=False, logging_level="ERROR", **where)
     except SystemExit as end:
         if end.code == signal.SIGTERM:  # Ray's handler ends with the bare number.
             raise SystemExit(128 + signal.SIGTERM) from None
         raise
-    except (ConnectionError, RuntimeError, ValueError) as error:
-        if where["address"] == "local":
-            raise
-        raise RunError(f"cluster.address: no Ray cluster to join at {where['address']} ({_first_line(error)})") from error
 
 
 @contextlib.contextmanager

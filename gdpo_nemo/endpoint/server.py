@@ -15,7 +15,7 @@ from gdpo_nemo.endpoint.service import Service
 from gdpo_nemo.errors import RunError
 
 SESSION_HEADER = "x-session-id"
-_START_S, _STOP_S = 30.0, 10.0
+_START_S, _STOP_S = 300.0, 10.0
 
 
 class Endpoint:

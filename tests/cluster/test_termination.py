@@ -1,4 +1,5 @@
-"""SIGTERM, which Ray takes for itself while it runs and leaves to the system afterwards."""
+"""SIGTERM and SIGHUP around a Ray session. Ray takes SIGTERM for itself while it runs and leaves it to the system afterwards; a
+terminal that goes away sends SIGHUP to Ray's processes, too."""
 
 from __future__ import annotations
 
@@ -8,6 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 DRIVER = """
 import os, re, signal, sys, threading, time
 from pathlib import Path
@@ -15,28 +18,91 @@ from pathlib import Path
 from gdpo_nemo import cli
 from gdpo_nemo.config.schema import ClusterConfig
 
+NUMBER, SENT = signal.Signals[sys.argv[1]], sys.argv[2:]
+
 def caught():
     mask = re.search(r"SigCgt:\\s*(\\w+)", Path("/proc/self/status").read_text())[1]
-    return bool(int(mask, 16) >> (signal.SIGTERM - 1) & 1)
+    return bool(int(mask, 16) >> (NUMBER - 1) & 1)
 
-def sleep():
-    time.sleep(60)
+def work(seconds):
+    time.sleep(seconds)
+    return "done"
 
 def wait(arguments):
     from gdpo_nemo.cluster.session import gather, ray, session
     try:
         with session(ClusterConfig()):
-            threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGTERM)).start()
-            gather([ray.remote(num_cpus=0)(sleep).remote()], "nothing", 60.0)
+            worker = ray.remote(num_cpus=0)(work)
+            gather([worker.remote(0)], "a worker", 600.0)
+            threading.Timer(1.0, eval(SENT[0])).start()
+            print(*gather([worker.remote(float(SENT[1]))], "nothing", 600.0), flush=True)
     finally:
         print("taken back", caught(), flush=True)
+    return 0
 
 cli.report = wait
 sys.exit(cli.main(["report", "x"]))
 """
+TO_US, TO_THE_GROUP = "lambda: os.kill(os.getpid(), NUMBER)", "lambda: os.killpg(0, NUMBER)"
 
 
-def test_a_terminated_command_takes_back_what_it_began_and_says_so_in_its_status():
+def drive(number: signal.Signals, sent: str, seconds: int, *before: str) -> subprocess.CompletedProcess:
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
-    done = subprocess.run([sys.executable, "-c", DRIVER], env=environment, capture_output=True, text=True, timeout=120)
-    assert (done.returncode, done.stdout) == (128 + signal.SIGTERM, "taken back True\n"), done.stderr
+    command = [*before, sys.executable, "-c", DRIVER, number.name, sent, str(seconds)]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900, start_new_session=True)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_terminated_command_takes_back_what_it_began_and_says_so_in_its_status(number):
+    done = drive(number, TO_US, 600)
+    assert (done.returncode, done.stdout) == (128 + number, "taken back True\n"), done.stderr
+
+
+def test_under_nohup_a_terminal_that_goes_away_changes_nothing():
+    done = drive(signal.SIGHUP, TO_THE_GROUP, 3, "nohup")
+    assert (done.returncode, done.stdout) == (0, "done\ntaken back False\n"), done.stderr
+
+
+LATE = """
+import os, sys, threading, time
+import psutil
+from gdpo_nemo.cluster.session import ray, session
+from gdpo_nemo.config.schema import ClusterConfig
+from gdpo_nemo.errors import RunError
+
+stopped = []
+
+def stop_the_first():
+    while not stopped:
+        for child in psutil.Process().children():
+            if "gcs_server" in child.name():
+                child.suspend()
+                stopped.append(child)
+                return
+        time.sleep(0.001)
+
+if sys.argv[1] == "once":
+    threading.Thread(target=stop_the_first, daemon=True).start()
+try:
+    with session(ClusterConfig()):
+        print(ray.is_initialized(), len(stopped), [child.is_running() for child in stopped])
+except RunError as error:
+    print(error)
+"""
+
+
+def start_late(how: str, patience_s: int) -> str:
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
+    environment["RAY_gcs_server_port_wait_time_s"] = str(patience_s)
+    done = subprocess.run([sys.executable, "-c", LATE, how], env=environment, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
+    return done.stdout
+
+
+def test_a_ray_session_that_does_not_come_up_is_started_once_more():
+    assert start_late("once", 20) == "True 1 [False]\n"
+
+
+def test_a_ray_session_that_never_comes_up_is_one_sentence():
+    line = start_late("always", 0)
+    assert line.startswith("Ray did not start on this machine in 2 attempts (") and line.count("\n") == 1, line

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -16,13 +17,13 @@ from typing import Callable
 import psutil
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-START_S, STEPS = 240, 6
+START_S, STEPS = 1200, 6
 
 
 class Launch:
     """One start of ``examples/run_gdpo.py`` on a run folder."""
 
-    def __init__(self, run_dir: Path, model: Path, *overrides: str, before: list[str] | None = None):
+    def __init__(self, run_dir: Path, model: Path, *overrides: str, before: list[str] | None = None, **streams: int):
         self.run_dir = run_dir
         command = [
             sys.executable,
@@ -45,11 +46,10 @@ class Launch:
         beside = {"TMPDIR": str(self.scratch), "RAY_TMPDIR": shared, "TORCHINDUCTOR_CACHE_DIR": f"{shared}/torchinductor_tests"}
         self.process = subprocess.Popen(
             [*(before or []), *command],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
             text=True,
             cwd=REPOSITORY,
             env={**os.environ, **beside},
+            **(streams or {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}),
         )
         self.seen: dict[int, float] = {}
 
@@ -72,7 +72,7 @@ class Launch:
         while self.process.poll() is None and time.monotonic() < deadline:
             self._look()
             time.sleep(0.5)
-        out, err = self.process.communicate(timeout=60)
+        out, err = self.process.communicate(timeout=300)
         with contextlib.suppress(OSError):  # it is as empty as it should be, or ``left_behind`` will say what is in it
             self.scratch.rmdir()
         return self.process.returncode, out, err
@@ -91,7 +91,7 @@ class Launch:
         shutil.rmtree(self.scratch, ignore_errors=True)
         return survivors + files
 
-    def survivors(self, patience_s: float = 30.0) -> list[str]:
+    def survivors(self, patience_s: float = 120.0) -> list[str]:
         """Processes of the run that still live after ``patience_s``."""
         assert len(self.seen) > 4, "the processes of the run were not seen"
         deadline = time.monotonic() + patience_s
@@ -100,6 +100,29 @@ class Launch:
             if not alive or time.monotonic() > deadline:
                 return alive
             time.sleep(0.2)
+
+
+class OnATerminal(Launch):
+    """A start on a terminal of its own, which ``hang_up`` takes away."""
+
+    def __init__(self, *arguments):
+        self._master, terminal = os.openpty()
+        os.set_blocking(self._master, False)
+        super().__init__(*arguments, before=["setsid", "--ctty"], stdin=terminal, stdout=terminal, stderr=terminal)
+        os.close(terminal)
+        self.shown = b""
+
+    def _look(self) -> None:
+        super()._look()
+        with contextlib.suppress(BlockingIOError):
+            while shown := os.read(self._master, 4096):
+                self.shown += shown
+
+    def hang_up(self) -> None:
+        """End the terminal, as closing its window does: the kernel tells the session's leader, a shell all of the job."""
+        os.close(self._master)
+        os.killpg(self.process.pid, signal.SIGHUP)
+        self._look = super()._look
 
 
 def _name_if_alive(pid: int, born: float) -> str | None:

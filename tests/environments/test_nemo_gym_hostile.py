@@ -200,11 +200,11 @@ def test_a_server_that_restarts_in_mid_batch_costs_no_verdict(servers):
 
 def test_a_server_that_always_hangs_costs_two_deadlines_and_not_one_per_sample(servers, monkeypatch):
     monkeypatch.setattr(episode, "GIVE_UP_AFTER", 4)
-    options = {"concurrency": 4, "retries": 0, "request_timeout_s": 0.3, "deadline_s": 0.3}
+    options = {"concurrency": 4, "retries": 0, "request_timeout_s": 1.0, "deadline_s": 1.0}
     gym = NemoGym({"servers": {"main": servers[0].url}, "rewards": RULES, **options})
     begin = time.monotonic()
     verdicts = gym.verify([sample(misdeed="hang", group=f"p{i}") for i in range(40)])
-    assert time.monotonic() - begin < 1.0 and {v.outcome for v in verdicts} == {Outcome.ENV_FAILED}
+    assert time.monotonic() - begin < 8.0 and {v.outcome for v in verdicts} == {Outcome.ENV_FAILED}
     kinds = [v.detail.split(":")[0] for v in verdicts]
     # Those that wait for a place when the first ones fail are let in before the last of these has.
     assert kinds[:4] == ["timeout"] * 4 and kinds[8:] == ["not_tried"] * 32
@@ -212,9 +212,9 @@ def test_a_server_that_always_hangs_costs_two_deadlines_and_not_one_per_sample(s
 
 
 def test_a_group_closes_when_it_has_enough_and_its_stragglers_are_cut_at_the_deadline(servers):
-    timing = {"min_valid": 3, "straggler_grace_s": 0.2, "group_deadline_s": 0.7, "deadline_s": 5, "request_timeout_s": 5}
+    timing = {"min_valid": 3, "straggler_grace_s": 1, "group_deadline_s": 4, "deadline_s": 60, "request_timeout_s": 60}
     gym = NemoGym({"servers": {"main": servers[0].url}, "rewards": RULES, **timing})
-    slow = {"misdeed": "slow", "seconds": 4}
+    slow = {"misdeed": "slow", "seconds": 30}
     batch = [
         *(sample(0.1, group="quick", index=i) for i in range(4)),
         *(sample(0.1, group="enough", index=i, **(slow if i == 3 else {})) for i in range(4)),
@@ -222,11 +222,11 @@ def test_a_group_closes_when_it_has_enough_and_its_stragglers_are_cut_at_the_dea
     ]
     begin = time.monotonic()
     verdicts = gym.verify(batch)
-    assert 0.6 < time.monotonic() - begin < 1.7
+    assert 3.9 < time.monotonic() - begin < 25
     ok, aborted, failed = Outcome.OK, Outcome.ABORTED, Outcome.ENV_FAILED
     assert [v.outcome for v in verdicts] == [ok] * 4 + [ok] * 3 + [aborted] + [ok] * 2 + [failed] * 2
-    assert verdicts[7].detail == "straggler: cut, because its group had 3 valid members 0.2 s before"
-    assert verdicts[10].detail == "straggler: cut, because its group had taken group_deadline_s (0.7 s)"
+    assert verdicts[7].detail == "straggler: cut, because its group had 3 valid members 1 s before"
+    assert verdicts[10].detail == "straggler: cut, because its group had taken group_deadline_s (4 s)"
     gym.close()
 
 

@@ -128,13 +128,13 @@ def test_any_reply_is_finite_rewards_or_a_failure_in_one_line(reply, named, chec
 
 
 def test_long_hostile_texts_are_read_in_linear_time():
-    begin = time.monotonic()
+    begin = time.process_time()
     output_items("<tool_call>" * 30_000, "hermes")
     output_items('<tool_call>{"name": "f", "arguments":' + " " * 300_000 + "x</tool_call>", "hermes")
     assert depth_exceeds(b"[" * 200 + b'"' + b'\\"' * 500_000, 100)
     assert not depth_exceeds(b'["' + b"[" * 10_000 + b'"]', 100) and not depth_exceeds(b'"\\', 0)
     assert depth_exceeds(b'{"a": ' * 101, 100) and not depth_exceeds(b'{"a": [{}, {}]}' * 200, 100)
-    assert time.monotonic() - begin < 2.0
+    assert time.process_time() - begin < 4.0
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ def test_three_steps_on_three_named_rewards(real_gym, tool_model, tmp_path):
             f"policy.model_name={tool_model}", f"env.tools.servers.{TOOLS}={real_gym.urls[TOOLS]}", "logger.console=plain",
             "logger.plot=false", "logger.tensorboard.enabled=false", "checkpointing.export_hf=false",
         ],
-        capture_output=True, text=True, cwd=REPOSITORY, timeout=240,
+        capture_output=True, text=True, cwd=REPOSITORY, timeout=1800,
     )  # fmt: skip
     assert launched.returncode == 0, launched.stderr
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]

@@ -150,7 +150,7 @@ def warmed_up(tmp_path_factory):
     """Two folders made from one seed, one after the other in one process, and what was printed."""
     root = tmp_path_factory.mktemp("models")
     process = fresh_process(MAKE_TWO, root / "a", root / "b", stdout=subprocess.PIPE, text=True)
-    printed, _ = process.communicate(timeout=120)
+    printed, _ = process.communicate(timeout=1200)
     assert process.returncode == 0
     return root / "a", root / "b", printed
 
@@ -227,7 +227,7 @@ def test_a_killed_making_leaves_no_model_under_the_name(tmp_path):
     )
     assert process.stdout.readline().startswith("warm-up step   1/200")
     process.send_signal(signal.SIGKILL)
-    assert process.wait(timeout=30) == -signal.SIGKILL
+    assert process.wait(timeout=240) == -signal.SIGKILL
     assert not (tmp_path / "model").exists()
     makers.make_random_model(tmp_path / "model", 0)
     assert (tmp_path / "model" / "model.safetensors").exists()

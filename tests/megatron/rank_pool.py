@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any, Callable
 
 # Ranks that were only waiting for a failed one get this long to report what they saw.
-_GRACE_S = 2.0
+_GRACE_S = 5.0
 DIED = "the process died"
-_GROUP_TIMEOUT_S = 60.0
+_GROUP_TIMEOUT_S = 300.0
 # Importing Megatron takes 10 s, several times that on a busy machine.
-_START_S = 240.0
+_START_S = 1200.0
 
 
 class RankFailure(AssertionError):

@@ -76,7 +76,7 @@ def test_stacks_of_live_processes_show_where_they_are_and_stopped_ones_are_known
         file = StatusFile(tmp_path, lambda: {"step": 1, "roles": roles})
         with waits.waiting("sampling", "engine 0", 60.0):
             file.write(waits.current())
-            deadline = time.monotonic() + 60
+            deadline = time.monotonic() + 600
             while "dawdle" not in (found := examine(tmp_path)).sentence and time.monotonic() < deadline:
                 file.write(waits.current())
             assert found.blocked_by == ["engine 0"] and not found.lost

@@ -32,7 +32,7 @@ FORGETFUL = (
 
 def post(endpoint, messages, path="/v1/chat/completions", headers=None, **keys):
     body = {"model": "policy", "messages": messages, **keys}
-    return httpx.post(endpoint.url + path, json=body, headers=headers, timeout=60)
+    return httpx.post(endpoint.url + path, json=body, headers=headers, timeout=600)
 
 
 def said(endpoint, messages, **keys) -> dict:
@@ -176,7 +176,7 @@ def test_tokens_that_were_not_sampled_here_are_refused_and_never_read_as_a_turn(
 )
 def test_what_would_be_sampled_otherwise_or_is_malformed_is_refused_with_a_sentence(endpoint, keys, message):
     keys = {"messages": [{"role": "user", "content": "begin"}], **keys}
-    reply = httpx.post(endpoint.url + "/v1/chat/completions", json=keys, timeout=60)
+    reply = httpx.post(endpoint.url + "/v1/chat/completions", json=keys, timeout=600)
     assert reply.status_code == 400 and message in reply.json()["message"]
     assert endpoint.service.counts["turns"] == 0
 

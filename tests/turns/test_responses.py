@@ -22,7 +22,7 @@ CHAT_TOOL = {"type": "function", "function": {key: TOOL[key] for key in ("name",
 
 
 def ask(endpoint, items, headers=None, **keys) -> httpx.Response:
-    return httpx.post(f"{endpoint.url}/v1/responses", json={"input": items, **keys}, headers=headers, timeout=60)
+    return httpx.post(f"{endpoint.url}/v1/responses", json={"input": items, **keys}, headers=headers, timeout=600)
 
 
 def converse(endpoint, turns: int, keep=lambda item: item, headers=None) -> tuple[list[dict], list[dict]]:
@@ -43,7 +43,7 @@ def chat(endpoint, turns: int) -> list[dict]:
     messages, answers = [{"role": "user", "content": "begin"}], []
     for turn in range(turns):
         body = {"messages": messages, "tools": [CHAT_TOOL]}
-        reply = httpx.post(f"{endpoint.url}/v1/chat/completions", json=body, timeout=60).json()
+        reply = httpx.post(f"{endpoint.url}/v1/chat/completions", json=body, timeout=600).json()
         answers.append(reply["choices"][0]["message"])
         messages += [answers[-1], {"role": "tool", "content": f"result {turn}"}]
     return answers
@@ -115,7 +115,7 @@ def test_a_client_that_drops_the_token_fields_goes_on_from_them_and_one_that_edi
     ],
 )
 def test_what_would_be_sampled_otherwise_or_is_malformed_is_refused_with_a_sentence(endpoint, keys, message):
-    reply = httpx.post(f"{endpoint.url}/v1/responses", json={"input": "begin", **keys}, timeout=60)
+    reply = httpx.post(f"{endpoint.url}/v1/responses", json={"input": "begin", **keys}, timeout=600)
     assert reply.status_code == 400 and message in reply.json()["message"], reply.text
     assert endpoint.service.counts["turns"] == 0
 

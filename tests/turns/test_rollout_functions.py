@@ -84,7 +84,7 @@ def test_two_turns_train_three_steps_and_sampler_and_trainer_agree(digit_model, 
         "data.train.size=256",
         "data.validation.size=64",
     ]
-    done = subprocess.run([*command, *settings], capture_output=True, text=True, cwd=REPOSITORY, timeout=240)
+    done = subprocess.run([*command, *settings], capture_output=True, text=True, cwd=REPOSITORY, timeout=1800)
     assert done.returncode == 0, (done.stdout, done.stderr)
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     steps = [row for row in rows if "loss" in row]

@@ -22,7 +22,7 @@ def requests(count: int, of: int = 24) -> list[SampleRequest]:
 
 
 def drawn(answers: list[Future]) -> list:
-    return [answer.result(timeout=120) for answer in answers]
+    return [answer.result(timeout=1200) for answer in answers]
 
 
 def assert_same(found, alone, version: int) -> None:

@@ -204,13 +204,13 @@ def test_a_receiver_that_gives_up_ends_the_senders_wait(way):
     with pytest.raises(PeerLost):
         if way == "handles":
             lender = Lender()
-            Received(Handles((lender.door,), 1, 30), manifest, 0, take=next)
+            Received(Handles((lender.door,), 1, 600), manifest, 0, take=next)
             lender.lend(manifest, iter(model()), 1, CPU)
         else:
             sender = Sender("127.0.0.1", "gloo")
-            Received(Broadcast("127.0.0.1", sender.port, 1, 2, 1, 30, "gloo"), manifest, 0, take=next)
+            Received(Broadcast("127.0.0.1", sender.port, 1, 2, 1, 600, "gloo"), manifest, 0, take=next)
             sender.send(filled(manifest, iter(model()), 1, CPU), 1)
-    assert time.monotonic() - start < 20
+    assert time.monotonic() - start < 300
 
 
 def test_shared_memory_has_no_name_that_a_kill_could_leave_behind():
@@ -223,7 +223,7 @@ def test_shared_memory_has_no_name_that_a_kill_could_leave_behind():
         seen.extend(set(os.listdir("/dev/shm")) - before)
         return received + list(pairs)
 
-    found = Received(Handles((lender.door,), 1, 30), manifest, 0, take=look)
+    found = Received(Handles((lender.door,), 1, 600), manifest, 0, take=look)
     lender.lend(manifest, iter(model()), 1, CPU)
     assert same(found.get(), model())
     assert [name for name in seen if name.startswith("torch")] == []

@@ -1,0 +1,57 @@
+"""The signals that ask a command to end: SIGTERM, and SIGHUP, which a terminal sends when it goes away."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import signal
+import termios
+import threading
+from typing import Callable, Iterator
+
+
+def endings() -> tuple[signal.Signals, ...]:
+    """SIGTERM, and SIGHUP unless whoever started this program had it ignored, as nohup does."""
+    ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    return (signal.SIGTERM,) if ignored else (signal.SIGTERM, signal.SIGHUP)
+
+
+@contextlib.contextmanager
+def answered_by(handler: Callable[[int, object], None], *also: signal.Signals) -> Iterator[None]:
+    """``handler`` answers ``endings()`` and the signals in ``also``, for as long as the block runs."""
+    before = {number: signal.signal(number, handler) for number in (*endings(), *also)}
+    try:
+        yield
+    finally:
+        for number, previous in before.items():
+            signal.signal(number, previous)
+
+
+@contextlib.contextmanager
+def hangups_held() -> Iterator[None]:
+    """SIGHUP waits until the end of the block, and never reaches processes that are started inside.
+
+    A terminal that goes away signals every process of the foreground group. The workers must outlive that, or there is
+    nothing left to make the last checkpoint of.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def leave_lost_terminal() -> None:
+    """Send standard output and error nowhere if their terminal is gone; the next line printed would be an error."""
+    for stream in (1, 2):
+        try:
+            termios.tcgetattr(stream)
+        except termios.error as error:
+            if error.args[0] == errno.EIO:  # a file or a pipe is ENOTTY
+                nowhere = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(nowhere, stream)
+                os.close(nowhere)

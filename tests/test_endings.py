@@ -1,0 +1,61 @@
+"""A terminal that goes away, for real: the kernel's SIGHUP, and output that leads nowhere."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+RUN = """
+import signal, sys, time
+from gdpo_nemo.endings import answered_by
+from gdpo_nemo.setup import Stop
+
+stop = Stop(patient=True)
+with answered_by(stop, signal.SIGINT):
+    print("training", flush=True)
+    deadline = time.monotonic() + float(sys.argv[1])
+    while not stop.requested and time.monotonic() < deadline:
+        time.sleep(0.01)
+    signal.raise_signal(signal.SIGHUP)  # the shell's, after the kernel's
+    print("the last step", flush=True)
+    print("its checkpoint", file=sys.stderr, flush=True)
+sys.exit(stop.status)
+"""
+
+
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+
+
+def test_a_run_whose_terminal_goes_away_ends_its_step_and_says_so_in_its_status():
+    master, terminal = os.openpty()
+    command = ["setsid", "--ctty", sys.executable, "-c", RUN, "200"]
+    process = subprocess.Popen(command, env=ENVIRONMENT, stdin=terminal, stdout=terminal, stderr=terminal)
+    os.close(terminal)
+    shown = b""
+    while b"training" not in shown:
+        shown += os.read(master, 1000)
+    os.close(master)
+    assert process.wait(timeout=300) == 128 + signal.SIGHUP
+
+
+def test_a_hangup_that_nohup_has_ignored_stays_ignored():
+    done = subprocess.run(["nohup", sys.executable, "-c", RUN, "0"], env=ENVIRONMENT, capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stdout) == (0, "training\nthe last step\n")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_second_signal_by_a_person_ends_the_run_at_once(number):
+    from gdpo_nemo.setup import Stop
+
+    stop = Stop(patient=True)
+    stop(number, None)
+    assert stop.requested and stop.status == 128 + number
+    with pytest.raises(SystemExit) as ended:
+        stop(signal.SIGINT, None)
+    assert ended.value.code == 128 + signal.SIGINT
