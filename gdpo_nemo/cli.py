@@ -128,12 +128,13 @@ def explain_advantages(arguments: argparse.Namespace) -> int:
 
 def health(arguments: argparse.Namespace) -> int:
     """Holds a run against thresholds; exit status 1 where it fails one."""
-    from gdpo_nemo.observe.health import check_health, findings_table, healthy
+    from gdpo_nemo.observe.health import check_health, findings_table, healthy, thresholds_of
 
-    findings = check_health(arguments.run_dir, arguments.thresholds)
+    checks, origin = (arguments.thresholds,) * 2 if arguments.thresholds else thresholds_of(arguments.run_dir)
+    findings = check_health(arguments.run_dir, checks)
     sound = healthy(findings)
-    title = f"{arguments.run_dir} against {arguments.thresholds}"
-    _terminal().print(findings_table(findings, title))
+    print(f"{arguments.run_dir} against {origin}")
+    _terminal().print(findings_table(findings))
     print("healthy" if sound else "not healthy")
     return 0 if sound else 1
 
@@ -318,7 +319,7 @@ def _add_record_commands(commands) -> None:
     command.set_defaults(command=explain_advantages)
     command = commands.add_parser("health", help="hold the metrics of a run against thresholds")
     command.add_argument("run_dir", metavar="RUN_DIR", help="the folder of the run, for instance results/tiny")
-    command.add_argument("--thresholds", default=str(CONFIGS / "health_tiny.yaml"), metavar="FILE", help="default: %(default)s")
+    command.add_argument("--thresholds", metavar="FILE", help="default: health.checks of the run's config")
     command.set_defaults(command=health)
     command = commands.add_parser("report", help="write report.html for a run, finished or not")
     command.add_argument("run_dir", metavar="RUN_DIR", help="the folder of the run")

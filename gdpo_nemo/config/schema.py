@@ -433,6 +433,17 @@ class LoggerConfig:
 
 
 @dataclass
+class HealthConfig:
+    """What `gdpo-nemo health RUN_DIR` holds a run of this config against."""
+
+    window: int = 5
+    """Steps in a trailing mean, where a check does not say otherwise."""
+    checks: List[Dict[str, Any]] = field(default_factory=list)
+    """Thresholds: `metric`, `at` (a step, start, end or every), `min` and/or `max`, and if wanted `window`, `optional` (the metric
+    may be absent), `advisory` (a miss is a warning). None: what holds for every run."""
+
+
+@dataclass
 class Config:
     """Everything a run is told."""
 
@@ -449,3 +460,4 @@ class Config:
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     checkpointing: CheckpointingConfig = field(default_factory=CheckpointingConfig)
     logger: LoggerConfig = field(default_factory=LoggerConfig)
+    health: HealthConfig = field(default_factory=HealthConfig)

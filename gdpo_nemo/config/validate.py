@@ -12,6 +12,7 @@ from gdpo_nemo.config.choices import LORA_TARGETS
 from gdpo_nemo.config.effects import SWITCHED_OFF, keys_without_effect, value_of
 from gdpo_nemo.config.env_workers import place_workers
 from gdpo_nemo.config.files import check_files
+from gdpo_nemo.config.health import read_checks
 from gdpo_nemo.config.layout import Layout, resolve_layout, updates_per_step
 from gdpo_nemo.config.learning import check_learning
 from gdpo_nemo.config.placement import Places, joined, place
@@ -62,6 +63,7 @@ def validate(config: Config) -> list[str]:
     _check_schedule(config)
     _check_lora(config)
     _check_placement(config)
+    read_checks(config.health.checks, config.health.window, "health.checks")
     layout = resolve_layout(config)
     places = place(config)
     place_workers(config)

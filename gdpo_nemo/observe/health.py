@@ -1,19 +1,14 @@
-"""Holds the metrics of a run against thresholds from a YAML file, so that "it learns" is a command with an exit status.
+"""Holds the metrics of a run against thresholds, so that "it learns" is a command with an exit status.
 
-A threshold file has ``window`` (steps in a trailing mean) and ``checks``, each a ``metric`` with ``min`` and/or ``max`` and
-
-* ``at``: a step number (the trailing mean that ends there), ``start`` (the first row alone), ``end`` (the last trailing
-  mean) or ``every`` (the trailing mean at every step, once the window is full);
-* ``window``: another window for this check; 1 takes single steps;
-* ``optional: true``: a run that never reports the metric passes;
-* ``advisory: true``: a miss is a warning.
+The thresholds are those of the run's own config (``health``), where it has the rewards that they name; otherwise those that hold
+for every run. A file may be named instead.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Sequence
+from typing import Sequence
 
 from omegaconf import OmegaConf
 from rich import box
@@ -21,35 +16,19 @@ from rich.table import Table
 from rich.text import Text
 from yaml import YAMLError
 
+from gdpo_nemo.config.health import Check, read_checks
+from gdpo_nemo.config.load import load_config
+from gdpo_nemo.config.schema import Config
 from gdpo_nemo.errors import ConfigError, RunError
 from gdpo_nemo.observe.history import WINDOW, History
 from gdpo_nemo.observe.metrics import read_metrics
 
 _STYLES = {"pass": "green", "fail": "bold red", "warn": "yellow", "open": "dim"}
 
-
-@dataclass(frozen=True)
-class Check:
-    """One threshold."""
-
-    metric: str
-    at: int | str
-    min: float | None = None
-    max: float | None = None
-    window: int = WINDOW
-    optional: bool = False
-    advisory: bool = False
-
-    @property
-    def bounds(self) -> str:
-        """The accepted range in words."""
-        if self.max is None:
-            return f"at least {self.min:g}"
-        return f"at most {self.max:g}" if self.min is None else f"{self.min:g} to {self.max:g}"
-
-    def accepts(self, value: float) -> bool:
-        """Whether ``value`` lies in the range."""
-        return (self.min is None or value >= self.min) and (self.max is None or value <= self.max)
+PARITY = {"float32": 0.001, "bfloat16": 0.05}
+"""Largest mean difference of log-probs between trainer and sampler. NeMo-RL calls e^0.05 suspect (token_mult_prob_error 1.05);
+float32 has no rounding of that size."""
+ENTROPY, GRAD_NORM, CLIPPED, FAILED = 0.02, 100.0, 0.3, 0.05
 
 
 @dataclass(frozen=True)
@@ -63,10 +42,10 @@ class Finding:
 
 
 def load_thresholds(path: str | Path) -> list[Check]:
-    """Reads a threshold file.
+    """Reads a file with ``window`` and ``checks``, as the section ``health`` has them.
 
     Raises:
-        ConfigError: it does not exist or a check is not written as described above.
+        ConfigError: it does not exist or a check is not written as ``Check`` says.
     """
     try:
         content = OmegaConf.to_container(OmegaConf.load(path))
@@ -77,7 +56,39 @@ def load_thresholds(path: str | Path) -> list[Check]:
     checks = content.get("checks") if isinstance(content, dict) else None
     if not isinstance(checks, list) or not checks:
         raise ConfigError(f"{path}: has no list of checks")
-    return [_read_check(item, content.get("window", WINDOW), f"{path}: check {n}") for n, item in enumerate(checks, 1)]
+    return read_checks(checks, content.get("window", WINDOW), str(path))
+
+
+def thresholds_of(run_dir: str | Path) -> tuple[list[Check], str]:
+    """The checks that are meant for a run, and where they come from, in words.
+
+    Raises:
+        ConfigError: the run's config.yaml cannot be read. RunError: the run has no training rows.
+    """
+    file = Path(run_dir) / "config.yaml"
+    config = load_config(file) if file.is_file() else None
+    history = _history(run_dir)
+    rewards = {*history.components, *(config.gdpo.rewards if config else ())}
+    checks = read_checks(config.health.checks, config.health.window, "health.checks") if config else []
+    strange = dict.fromkeys(c.component for c in checks if c.component and c.component not in rewards and not c.optional)
+    strange.pop("total", None)
+    if checks and not strange:
+        return checks, "the thresholds of its config (health.checks)"
+    why = f"; health.checks of its config is for other rewards ({', '.join(strange)})" if strange else ""
+    return general_checks(config, list(config.gdpo.rewards) if config else history.components), f"what holds for every run{why}"
+
+
+def general_checks(config: Config | None, rewards: Sequence[str]) -> list[Check]:
+    """What a sound run of any model shows; ``docs/design.md`` has the reasons for the bounds."""
+    parity = PARITY[config.policy.precision if config else "bfloat16"]
+    return [
+        Check("parity/mean_abs", "every", max=parity, optional=True),
+        Check("policy/entropy", "every", min=ENTROPY, optional=True),
+        Check("grad_norm", "every", max=GRAD_NORM),
+        Check("policy/clip_fraction", "every", max=CLIPPED, optional=True),
+        Check("rollout/env_failed", "every", max=FAILED, optional=True),
+        *(Check(f"reward/{name}/dead_groups", "end", max=0.999) for name in rewards),
+    ]
 
 
 def check_health(run_dir: str | Path, thresholds: str | Path | Sequence[Check]) -> list[Finding]:
@@ -87,10 +98,15 @@ def check_health(run_dir: str | Path, thresholds: str | Path | Sequence[Check]) 
         RunError: the run has no training rows.
     """
     checks = load_thresholds(thresholds) if isinstance(thresholds, (str, Path)) else thresholds
+    history = _history(run_dir)
+    return [_find(check, history) for check in checks]
+
+
+def _history(run_dir: str | Path) -> History:
     history = History.of(read_metrics(run_dir))
     if not history.training:
         raise RunError(f"{run_dir} holds no training steps to check")
-    return [_find(check, history) for check in checks]
+    return history
 
 
 def healthy(findings: Sequence[Finding]) -> bool:
@@ -99,9 +115,9 @@ def healthy(findings: Sequence[Finding]) -> bool:
     return "fail" not in states and "pass" in states
 
 
-def findings_table(findings: Sequence[Finding], title: str) -> Table:
+def findings_table(findings: Sequence[Finding]) -> Table:
     """The findings for the terminal."""
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+    table = Table(box=box.SIMPLE_HEAD)
     for head in ("metric", "at", "accepted", "found", ""):
         table.add_column(head, justify="right" if head in ("at", "found") else "left")
     for finding in findings:
@@ -110,21 +126,6 @@ def findings_table(findings: Sequence[Finding], title: str) -> Table:
         verdict = Text(finding.status + (f": {finding.detail}" if finding.detail else ""), style=_STYLES[finding.status])
         table.add_row(check.metric, str(check.at), check.bounds, found, verdict)
     return table
-
-
-def _read_check(item: Any, window: int, where: str) -> Check:
-    names = [f.name for f in fields(Check)]
-    if not isinstance(item, dict) or not {"metric", "at"} <= set(item) <= set(names):
-        raise ConfigError(f"{where}: expected metric, at and some of {', '.join(names[2:])}")
-    check = Check(**{"window": window, **item})
-    numbers = [value for value in (check.min, check.max) if value is not None]
-    if not numbers or not all(isinstance(v, (int, float)) and not isinstance(v, bool) for v in numbers):
-        raise ConfigError(f"{where}: needs min or max, as numbers")
-    if check.at not in ("start", "end", "every") and (isinstance(check.at, bool) or not isinstance(check.at, int)):
-        raise ConfigError(f"{where}: at is a step number, start, end or every, got {check.at!r}")
-    if not isinstance(check.window, int) or check.window < 1:
-        raise ConfigError(f"{where}: window must be at least 1")
-    return check
 
 
 def _find(check: Check, history: History) -> Finding:
@@ -139,13 +140,26 @@ def _find(check: Check, history: History) -> Finding:
     value = history.at(check.metric, check.at, check.window) if isinstance(check.at, int) else value
     if value is None:
         return Finding(check, _missed(check), detail="not measured there")
-    return Finding(check, "pass" if check.accepts(value) else _missed(check), value)
+    if check.accepts(value):
+        return Finding(check, "pass", value)
+    if check.metric.endswith("/dead_groups") and _solved(check, history):
+        return Finding(check, "pass", value, "constant at the best it has been: solved")
+    return Finding(check, _missed(check), value)
+
+
+def _solved(check: Check, history: History) -> bool:
+    """Whether a component that is constant now varied before and has never been better."""
+    _, dead = history.curve(check.metric)
+    _, means = history.curve(f"reward/{check.component}/mean")
+    _, spread = history.curve(f"reward/{check.component}/std")
+    level = spread[-check.window :] and not any(spread[-check.window :])
+    return bool(level) and min(dead) < 1 and min(means[-check.window :]) >= max(means) - 1e-6 * abs(max(means))
 
 
 def _find_every(check: Check, history: History) -> Finding:
     """Shows the first value that misses, else the last. A gap in the metric is a miss: non-finite values are not written."""
     gaps = [row["step"] for row in history.training if check.metric not in row]
-    if gaps:
+    if gaps and not check.optional:
         return Finding(check, _missed(check), detail=f"missing or not finite at step {gaps[0]}")
     steps, values = history.trailing(check.metric, check.window)
     full = min(check.window, len(values)) - 1

@@ -7,13 +7,16 @@ from pathlib import Path
 import pytest
 
 from gdpo_nemo import cli
+from gdpo_nemo.config.health import Check, read_checks
+from gdpo_nemo.config.load import load_config, save_config
 from gdpo_nemo.errors import ConfigError, RunError
-from gdpo_nemo.observe.health import Check, check_health, healthy, load_thresholds
+from gdpo_nemo.observe.health import check_health, healthy, load_thresholds, thresholds_of
 from gdpo_nemo.observe.metrics import MetricsLog
 
 from demo_run import demo_row
 
-THRESHOLDS = Path(__file__).resolve().parents[2] / "configs" / "health_tiny.yaml"
+DEMO = load_config(Path(__file__).resolve().parents[2] / "configs" / "gdpo_tiny_cpu.yaml")
+THRESHOLDS = read_checks(DEMO.health.checks, DEMO.health.window, "demo")
 
 
 def record(folder: Path, change=lambda row: row, steps: int = 60) -> Path:
@@ -100,6 +103,7 @@ def test_a_folder_without_steps_is_an_error_not_a_verdict(tmp_path):
         ("checks: [{metric: a, at: late, min: 1}]", "'late'"),
         ("checks: [{metric: a, at: 1, minimum: 1}]", "check 1: expected"),
         ("checks: [", "invalid YAML"),
+        ("{window: 0, checks: [{metric: a, at: 1, min: 1}]}", "window must be at least 1"),
     ],
 )
 def test_a_threshold_file_with_a_mistake_is_refused(tmp_path, text, named):
@@ -110,11 +114,80 @@ def test_a_threshold_file_with_a_mistake_is_refused(tmp_path, text, named):
     assert named in str(caught.value)
 
 
+def run_folder(folder: Path, change=lambda row: row, steps: int = 60, **rewards: float) -> Path:
+    """A recorded run with the demo's config, its rewards replaced where some are named."""
+    overrides = [f"gdpo.rewards={{{', '.join(f'{k}: {v}' for k, v in rewards.items())}}}"] if rewards else []
+    folder.mkdir(exist_ok=True)
+    save_config(load_config(cli.DEFAULT_CONFIG, overrides), folder / "config.yaml")
+    return record(folder, change, steps)
+
+
+def renamed(row: dict) -> dict:
+    return {key.replace("/format/", "/shape/"): value for key, value in row.items()}
+
+
 def test_the_command_exits_0_for_a_healthy_run_and_1_for_a_sick_one(tmp_path, capsys):
-    assert cli.main(["health", str(record(tmp_path / "good"))]) == 0
-    assert "healthy" in capsys.readouterr().out
-    sick = record(tmp_path / "sick", lambda row: {**row, "reward/format/mean": 0.1})
+    assert cli.main(["health", str(run_folder(tmp_path / "good"))]) == 0
+    out = capsys.readouterr().out
+    assert "healthy" in out and "health.checks" in out and out.count("reward/") == 15 and "19.5 to 21" in out
+    sick = run_folder(tmp_path / "sick", lambda row: {**row, "reward/format/mean": 0.1})
     assert cli.main(["health", str(sick)]) == 1
     assert "fail" in capsys.readouterr().out
     assert cli.main(["health", str(tmp_path / "absent")]) == 1
     assert cli.main(["health", str(sick), "--thresholds", "absent.yaml"]) == 2
+
+
+def test_a_run_with_other_rewards_is_judged_by_what_holds_for_every_run(tmp_path, capsys):
+    folder = run_folder(tmp_path / "run", renamed, correctness=1.0, shape=1.0, length=1.0)
+    assert cli.main(["health", str(folder)]) == 0
+    out = capsys.readouterr().out
+    assert "what holds for every run" in out and "for other rewards (format)" in out
+    assert "reward/shape/dead_groups" in out and "19.5" not in out
+
+
+def test_a_reward_of_the_config_that_the_metrics_lack_is_a_miss_and_not_another_run(tmp_path):
+    run_folder(tmp_path, lambda row: {key: value for key, value in row.items() if "/format/" not in key})
+    checks, _ = thresholds_of(tmp_path)
+    assert not healthy(check_health(tmp_path, checks))
+
+
+@pytest.mark.parametrize(
+    "change, found",
+    [
+        ({"parity/mean_abs": 0.01}, "parity/mean_abs"),
+        ({"policy/entropy": 0.01}, "policy/entropy"),
+        ({"grad_norm": 500.0}, "grad_norm"),
+        ({"grad_norm": float("nan")}, "grad_norm"),
+        ({"policy/clip_fraction": 0.4}, "policy/clip_fraction"),
+        ({"rollout/env_failed": 0.1}, "rollout/env_failed"),
+        ({"reward/one/dead_groups": 1.0, "reward/one/std": 0.2}, "reward/one/dead_groups"),
+    ],
+)
+def test_what_holds_for_every_run_finds_each_sickness_in_a_run_without_thresholds(tmp_path, change, found):
+    def row(step: int, ill: bool) -> dict:
+        sound = {"grad_norm": 0.5, "policy/entropy": 0.3, "parity/mean_abs": 1e-5, "policy/clip_fraction": 0.1}
+        sound |= {"rollout/env_failed": 0.0, "reward/one/mean": 0.5, "reward/one/std": 0.5, "reward/one/dead_groups": 0.5}
+        return {"step": step, **sound, **(change if ill else {})}
+
+    states = []
+    for ill in (False, True):
+        folder = run_folder(tmp_path / str(ill), lambda r: row(r["step"], ill and r["step"] > 6), 20, one=1.0)
+        checks, _ = thresholds_of(folder)
+        states.append({f.check.metric for f in check_health(folder, checks) if f.status == "fail"})
+    assert states == [set(), {found}]
+
+
+@pytest.mark.parametrize("values, sound", [([0.4, 0.9, 1.0], True), ([1.0, 1.0, 1.0], False), ([0.9, 0.4, 0.0], False)])
+def test_a_component_that_became_constant_at_its_best_is_solved_and_any_other_constant_one_is_dead(tmp_path, values, sound):
+    def row(step: int) -> dict:
+        value = values[min(step // 5, 2)]
+        varies = 0.0 if value in (0.0, 1.0) else 0.3
+        return {"step": step, "grad_norm": 0.5, "reward/one/mean": value, "reward/one/std": varies, "reward/one/dead_groups": float(not varies)}
+
+    folder = run_folder(tmp_path / "run", lambda r: row(r["step"]), 20, one=1.0)
+    assert healthy(check_health(folder, thresholds_of(folder)[0])) is sound
+
+
+def test_a_mistake_in_health_checks_is_found_before_a_run(capsys):
+    assert cli.main(["train", "--dry-run", "health.checks=[{metric: a, at: late, min: 1}]"]) == 2
+    assert "health.checks: check 1: at is a step number" in capsys.readouterr().err
