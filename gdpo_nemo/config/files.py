@@ -10,6 +10,7 @@ from typing import Any
 
 from gdpo_nemo.config.layout import Layout
 from gdpo_nemo.config.schema import Config, DatasetConfig
+from gdpo_nemo.config.stages import check_stages
 from gdpo_nemo.errors import ConfigError
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -101,15 +102,14 @@ def _check_shape(content: dict[str, Any], config: Config, layout: Layout) -> Non
     layers, experts = content.get("num_hidden_layers"), content.get("num_experts") or content.get("num_local_experts")
     megatron = "policy.megatron_cfg"
     _check_divides(f"{megatron}.tensor_model_parallel_size", layout.tensor, [(heads, "heads"), (groups, "key-value heads")])
-    _check_divides(f"{megatron}.pipeline_model_parallel_size", layout.pipeline, [(layers, "layers")])
-    chunks = config.policy.megatron_cfg.virtual_pipeline_model_parallel_size
-    if chunks and layers:
-        stage = [(layers // layout.pipeline, f"layers in each of {layout.pipeline} stages")]
-        _check_divides(f"{megatron}.virtual_pipeline_model_parallel_size", chunks, stage)
+    check_stages(layers, config.policy.megatron_cfg)
     _check_divides("policy.generation.vllm_cfg.tensor_parallel_size", layout.engine_tensor, [(heads, "heads")])
     if layout.expert > 1 and not experts:
         raise ConfigError(f"{megatron}.expert_model_parallel_size: the model in {config.policy.model_name} has no experts")
     _check_divides(f"{megatron}.expert_model_parallel_size", layout.expert, [(experts, "experts")])
+    for name in ("freeze_moe_router", "moe_router_dtype"):
+        if getattr(config.policy.megatron_cfg, name) and not experts:
+            raise ConfigError(f"{megatron}.{name}: has no effect, the model in {config.policy.model_name} has no experts; remove it")
     if experts and config.policy.lora.rank and {"gate_proj", "up_proj", "down_proj"} & set(config.policy.lora.target_modules):
         raise ConfigError(
             "policy.lora.target_modules: the model's experts cannot be adapted; leave out gate_proj, up_proj, down_proj"
@@ -149,7 +149,7 @@ def _check_data(key: str, data: DatasetConfig) -> None:
     if path.is_file():
         if path.stat().st_size == 0:
             raise ConfigError(f"{key}.path: {path} is empty")
-    elif path.suffix in _DATA_SUFFIXES or not _may_be_on_the_hub(data.path):
+    elif path.suffix in _DATA_SUFFIXES or not _may_be_on_the_hub(data.path.partition(":")[0]):
         raise ConfigError(f"{key}.path: {path} does not exist (looked in {Path.cwd()})")
 
 

@@ -117,6 +117,14 @@ class LossConfig:
     """Weight of the KL penalty to the starting model; 0 keeps no reference model."""
     reference_policy_kl_type: str = "k3"
     """Estimator of that KL: k1, k2, k3, abs or mse."""
+    reference_policy_kl_gradient: str = "estimator"
+    """estimator: the gradient of that estimator alone. score: plus that of the probability of having drawn the token
+    (a weight of pi over its own detached value), which for k1 and k3 gives the reverse KL's gradient, as NeMo-RL has it.
+    importance: the weight is pi over the sampler's probability (NeMo-RL's use_on_policy_kl_approximation)."""
+    kl_input_clamp_value: Optional[float] = 20.0
+    """The log-ratio to the starting model is clamped to plus and minus this before the estimator; null: not at all."""
+    kl_output_clamp_value: Optional[float] = None
+    """A token's KL estimate is clamped to plus and minus this, and has no gradient beyond it; null: not clamped."""
     entropy_bonus: float = 0.0
     """Weight of the policy's entropy, added to the objective."""
     mask_truncated: bool = False
@@ -157,7 +165,10 @@ class SchedulerConfig:
     lr_decay_style: str = "constant"
     """constant, linear or cosine."""
     lr_warmup_steps: int = 0
-    """Updates over which the learning rate rises linearly from 0."""
+    """Updates over which the learning rate rises linearly to lr."""
+    lr_warmup_init: Optional[float] = None
+    """Learning rate of the first update of the warm-up, which reaches lr after lr_warmup_steps further ones. Null: lr /
+    lr_warmup_steps, and the last update of the warm-up has lr."""
     lr_decay_steps: Optional[int] = None
     """Updates at which the decay ends; null: the updates of the whole run."""
 
@@ -172,6 +183,10 @@ class MegatronConfig:
     """Ranks that share the layers, in stages."""
     virtual_pipeline_model_parallel_size: Optional[int] = None
     """Model chunks per pipeline stage (interleaved schedule); null: one."""
+    num_layers_in_first_pipeline_stage: Optional[int] = None
+    """Layers of the first pipeline stage, which also has the embedding; the stages between share evenly what is left."""
+    num_layers_in_last_pipeline_stage: Optional[int] = None
+    """Layers of the last pipeline stage, which also has the output layer; the stages between share evenly what is left."""
     context_parallel_size: int = 1
     """Ranks that share each sequence."""
     expert_model_parallel_size: int = 1
@@ -196,6 +211,10 @@ class MegatronConfig:
     """auto, sdpa (torch's, in layers without TransformerEngine), or TransformerEngine's flash, fused, unfused."""
     transformer_engine: Optional[bool] = None
     """Layers of TransformerEngine. Null: when it imports and CUDA is there."""
+    moe_router_dtype: Optional[str] = None
+    """Precision in which a mixture's router scores its experts: float32 or float64 (or fp32, fp64); null: policy.precision."""
+    freeze_moe_router: bool = False
+    """Leave the routers of a mixture model as they are: they choose experts and pass gradients on, but are not trained."""
     fp8: Optional[str] = None
     """Matrix products of TransformerEngine in 8 bits: e4m3 or hybrid (e5m2 for gradients); null: off."""
     fp8_recipe: str = "delayed"
@@ -352,7 +371,9 @@ class DatasetConfig:
     columns: Dict[str, str] = field(default_factory=dict)
     """Renames columns on loading: {new: old}."""
     system_prompt: Optional[str] = None
-    """System message put before each prompt. Null: the one the environment brings, if any."""
+    """System message put before each prompt. Null: the one the environment brings, if any; "": none."""
+    prompt_template: Optional[str] = None
+    """Text around each prompt, which stands in place of `{prompt}`. In a conversation the last message is the prompt."""
     chat: Optional[bool] = None
     """Render with the tokenizer's chat template. Null: when the tokenizer has one."""
     shuffle: bool = True

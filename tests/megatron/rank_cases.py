@@ -106,6 +106,24 @@ def by_sequence(shares, batch) -> list[np.ndarray]:
     return out
 
 
+def layers_held(place, folder) -> list[int]:
+    """Numbers of the Hugging Face layers whose weights this rank has."""
+    policy = build_policy(place, folder)
+    return [(layer.layer_number - 1) // 2 for chunk in policy.chunks for layer in chunk.decoder.layers]
+
+
+def learning_rates(place, folder, batch, count) -> list[float]:
+    """The learning rate of each of ``count`` updates."""
+    policy = build_policy(place, folder)
+    return [_rate(policy, batch, spread(place, batch)) for _ in range(count)]
+
+
+def _rate(policy, batch, assignment) -> float:
+    from gdpo_nemo.algorithms.policy_loss import LossSettings
+
+    return policy.train(batch, assignment, LossSettings()).lr
+
+
 def round_trips(place, folders) -> dict:
     """Load and export every model in ``folders``: {model: {Hugging Face name: array}} (rank 0)."""
     import torch
