@@ -19,6 +19,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "loss_fn.reference_policy_kl_gradient": ("estimator", "score", "importance"),
     "loss_fn.off_policy.mode": ("none", "truncate", "mask", "icepop"),
     "loss_fn.off_policy.level": ("token", "sequence", "geometric"),
+    "policy.lora.init": ("uniform", "xavier"),
     "policy.precision": ("float32", "bfloat16"),
     "policy.megatron_cfg.recompute": ("none", "selective", "full"),
     "policy.megatron_cfg.attention_backend": ("auto", "sdpa", "flash", "fused", "unfused"),

@@ -232,6 +232,8 @@ def _lora(recipe: Recipe, account: Account) -> None:
     names = recipe.get(f"{section}.target_modules")
     if names and not recipe.get(f"{section}.match_all_linear"):
         account.set("policy.lora.target_modules", adapted(names), "target_modules")
-    kind = recipe.get(f"{section}.lora_A_init_method", recipe.get(f"{section}.lora_A_init", "xavier"))
-    if kind != "kaiming":
-        account.differs(f"{section}.lora_A_init", f"A starts from Kaiming's uniform distribution, there from {kind}")
+    key = f"{section}.lora_A_init" + ("_method" if recipe.megatron else "")
+    kind = recipe.get(key, "xavier")
+    account.set("policy.lora.init", "xavier" if kind == "xavier" else "uniform", key)
+    if kind not in ("xavier", "uniform", "kaiming"):
+        account.differs(key, f"A starts from a uniform distribution, there from {kind}")

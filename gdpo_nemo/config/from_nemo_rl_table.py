@@ -160,7 +160,7 @@ def _lora_rules(section: str) -> list[tuple[str, Act]]:
         (f"{section}.target_modules", on(via("policy.lora.target_modules"))),
         (f"{section}.match_all_linear", on(via("policy.lora.target_modules"))),
         (f"{section}.exclude_modules", on(missing("every layer of policy.lora.target_modules is adapted"))),
-        (f"{section}.lora_A_init*", on(idle("A is drawn as in LoRA's reference implementation; B is 0, so the start is the same"))),
+        (f"{section}.lora_A_init*", on(via("policy.lora.init"))),
         (f"{section}.lora_B_init*", on(only("zero", "B starts at 0"))),
         (f"{section}.*", on(idle("how adapters are computed"))),
         (section, via("policy.lora.rank")),

@@ -274,6 +274,8 @@ class LoraConfig:
     """Adapters count alpha / rank times."""
     dropout: float = 0.0
     """Dropout before the adapters while training."""
+    init: str = "uniform"
+    """How A is drawn (B starts at 0): uniform, as PEFT does, or xavier (normal), as NeMo's adapters do."""
     target_modules: List[str] = field(
         default_factory=lambda: ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
     )

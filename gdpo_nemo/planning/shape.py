@@ -11,6 +11,7 @@ from typing import Any, Mapping
 from gdpo_nemo.config.files import local_model_config
 from gdpo_nemo.config.layout import Layout
 from gdpo_nemo.config.schema import Config
+from gdpo_nemo.config.stages import stage_layers
 
 _QWEN25 = dict(model_type="qwen2", vocab_size=151936, num_key_value_heads=2)
 KNOWN: dict[str, dict[str, Any]] = {

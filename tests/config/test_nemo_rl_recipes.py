@@ -30,7 +30,7 @@ STATUS = {
     "dapo": DIFFERS,
     "gdpo_gsm8k": SAME,
     "uneven_pipeline": SAME,
-    "lora": DIFFERS,
+    "lora": SAME,
     "reinforce_plus_plus": SAME,
     "gym": CANNOT_RUN,
     "images_sglang": CANNOT_RUN,
@@ -39,7 +39,6 @@ STATUS = {
 DIFFERENCES = {
     "async_in_flight": {"grpo.async_grpo.in_flight_weight_updates"},
     "dapo": {"env.math.math_verify_impl", "grpo.use_dynamic_sampling"},
-    "lora": {"policy.dtensor_cfg.lora_cfg.lora_A_init"},
 }
 
 BLOCKERS = {
@@ -136,7 +135,7 @@ VALUES = {
         "data.train.split": "train",
         "gdpo.max_num_steps": 2 * (40315 // 32),
     },
-    "lora": {"policy.lora.rank": 16, "policy.lora.alpha": 64.0, "policy.lora.target_modules": ["q_proj", "v_proj"]},
+    "lora": {"policy.lora.init": "xavier", "policy.lora.rank": 16, "policy.lora.alpha": 64.0, "policy.lora.target_modules": ["q_proj", "v_proj"]},
     "reinforce_plus_plus": {
         "gdpo.estimator": "dr_grpo",
         "gdpo.batch_norm": True,

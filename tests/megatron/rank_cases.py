@@ -112,6 +112,13 @@ def layers_held(place, folder) -> list[int]:
     return [(layer.layer_number - 1) // 2 for chunk in policy.chunks for layer in chunk.decoder.layers]
 
 
+def starting_a(place, init) -> np.ndarray:
+    """[64, 192]: a starting A."""
+    from gdpo_nemo.megatron.lora import initial_a
+
+    return initial_a("self_attn.q_proj", 64, 192, 3, init).numpy()
+
+
 def learning_rates(place, folder, batch, count) -> list[float]:
     """The learning rate of each of ``count`` updates."""
     policy = build_policy(place, folder)
