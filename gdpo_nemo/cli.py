@@ -95,19 +95,20 @@ def plan(arguments: argparse.Namespace) -> int:
 
 
 def from_nemo_rl(arguments: argparse.Namespace) -> int:
-    """Translates a NeMo-RL recipe; exit status 1 where --dry-run would not take the result as it stands."""
-    from gdpo_nemo.config.from_nemo_rl import translate
+    """Translates a NeMo-RL recipe; exit status 0, 1 where it cannot run, 3 where it differs and --strict is given."""
+    from gdpo_nemo.config.from_nemo_rl import CANNOT_RUN, DIFFERS, translate
 
     translation = translate(arguments.recipe)
     text = translation.to_text(arguments.recipe)
     if arguments.out:
         Path(arguments.out).write_text(text, encoding="utf-8")
-        print(translation.account() + f"\n# written: {arguments.out}")
+        print(translation.summary() + f"\nwritten, with what became of every key: {arguments.out}")
     else:
         print(text, end="")
-    if translation.refusal:
-        print(f"to be completed: {translation.refusal}", file=sys.stderr)
-    return 1 if translation.refusal else 0
+        print(translation.summary(), file=sys.stderr)
+    if translation.status == CANNOT_RUN:
+        return 1
+    return 3 if arguments.strict and translation.status == DIFFERS else 0
 
 
 def explain(arguments: argparse.Namespace) -> int:
@@ -303,9 +304,14 @@ def _add_config_commands(commands) -> None:
     configs = commands.add_parser("config", help="translate configs").add_subparsers(
         required=True, metavar="WHAT", parser_class=_Parser
     )
-    command = configs.add_parser("from-nemo-rl", help="a NeMo-RL GRPO or GDPO recipe as a config of ours, key by key")
+    command = configs.add_parser(
+        "from-nemo-rl",
+        help="a NeMo-RL GRPO or GDPO recipe as a config of ours, key by key",
+        epilog="Exit status: 0 same, or runs but differs (3 with --strict); 1 cannot run; 2 no recipe that can be read.",
+    )
     command.add_argument("recipe", metavar="RECIPE", help="its YAML; parents named under defaults: must be there too")
-    command.add_argument("--out", metavar="FILE", help="write the config there and print the account only")
+    command.add_argument("--out", metavar="FILE", help="write the config and what became of every key there, and print the summary only")
+    command.add_argument("--strict", action="store_true", help="end with status 3 where the run differs in ways that matter")
     command.set_defaults(command=from_nemo_rl)
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gdpo_nemo.algorithms.groups import moments
+from gdpo_nemo.algorithms.groups import Groups, Moments, moments
 from gdpo_nemo.algorithms.settings import Settings
 from gdpo_nemo.algorithms.table import RewardTable, nearest
 
@@ -71,8 +71,12 @@ def _z_score(table: RewardTable, k: int, settings: Settings) -> tuple[np.ndarray
 
 def _leave_one_out(table: RewardTable, k: int, settings: Settings) -> np.ndarray:
     """(r - mean of the others) / std of the others; not divided where the others are constant or a single one."""
-    groups, present = table.groups, table.present[k]
-    stats = moments(groups, table.columns[k], present, settings.ddof, settings.exact_zero)
+    stats = moments(table.groups, table.columns[k], table.present[k], settings.ddof, settings.exact_zero)
+    return stats.deviation * _leave_one_out_scale(table.groups, stats, settings)
+
+
+def _leave_one_out_scale(groups: Groups, stats: Moments, settings: Settings) -> np.ndarray:
+    """Factor per row from its distance to the group's mean to its leave-one-out score."""
     count = groups.rows(np.maximum(stats.count, 2)).astype(np.float64)
     squares = groups.rows(groups.sum(stats.deviation**2))
     others = squares - stats.deviation**2 * count / (count - 1)
@@ -80,8 +84,8 @@ def _leave_one_out(table: RewardTable, k: int, settings: Settings) -> np.ndarray
     others[others <= 1e-12 * squares] = 0.0
     std = np.sqrt(others / np.maximum(count - 1 - settings.ddof, 1))
     std[count - 1 <= settings.ddof] = 0.0
-    difference = stats.deviation * count / (count - 1)
-    return np.divide(difference, std + settings.epsilon, out=difference, where=std > 0)
+    scale = count / (count - 1)
+    return np.divide(scale, std + settings.epsilon, out=scale, where=std > 0)
 
 
 def weighted_terms(z: np.ndarray, live: np.ndarray, weights: np.ndarray) -> Terms:
@@ -102,7 +106,9 @@ def gdpo(table: RewardTable, settings: Settings) -> Terms:
 
 
 def _summed(table: RewardTable, settings: Settings, scale: Callable[..., np.ndarray]) -> Terms:
-    """Centre the weighted sum of a row's rewards in its group, then multiply by a factor per group.
+    """Centre the weighted sum of a row's rewards in its group, then multiply by a factor.
+
+    ``scale(stats, settings)`` gives it per group; with ``leave_one_out`` it is each row's own instead.
 
     The terms are the components' centred shares of that sum, so they show what each reward contributed. KL in the reward
     is part of the sum, as it was published, and of no term.
@@ -112,7 +118,10 @@ def _summed(table: RewardTable, settings: Settings, scale: Callable[..., np.ndar
     if table.kl_penalty is not None:
         total = total - table.kl_penalty
     stats = moments(groups, total, scored, settings.ddof, settings.exact_zero)
-    factor = groups.rows(np.where(stats.constant, 0.0, scale(stats, settings)))
+    if settings.leave_one_out:
+        factor = np.where(groups.rows(stats.constant), 0.0, _leave_one_out_scale(groups, stats, settings))
+    else:
+        factor = groups.rows(np.where(stats.constant, 0.0, scale(stats, settings)))
     shares = table.columns * table.weights[:, None]
     for share in shares:
         share -= groups.rows(groups.sum(share) / np.maximum(stats.count, 1))
@@ -122,7 +131,10 @@ def _summed(table: RewardTable, settings: Settings, scale: Callable[..., np.ndar
 
 
 def grpo(table: RewardTable, settings: Settings) -> Terms:
-    """A = (r - mean) / (std + epsilon) of the weighted reward sum r = sum_k w_k r_k (arXiv 2402.03300)."""
+    """A = (r - mean) / (std + epsilon) of the weighted reward sum r = sum_k w_k r_k (arXiv 2402.03300).
+
+    With the option ``leave_one_out`` mean and std are those of the group's other members, as NeMo-RL's default has it.
+    """
     return _summed(table, settings, lambda stats, s: 1.0 / np.maximum(stats.std + s.epsilon, 1e-300))
 
 

@@ -12,6 +12,7 @@ from typing import Any, Mapping, Optional
 LOSS_TYPES = ("clipped_pg", "gspo", "cispo", "target_po")
 AGGREGATIONS = ("token_mean", "sequence_mean", "constant")
 KL_KINDS = ("k1", "k2", "k3", "abs", "mse")
+KL_GRADIENTS = ("estimator", "score", "importance")
 OLD_LOGPROBS = ("trainer", "sampler")
 MODES = ("none", "truncate", "mask", "icepop")
 LEVELS = ("token", "sequence", "geometric")
@@ -73,6 +74,14 @@ class LossSettings:
     """Weight of the KL penalty to the starting model; 0 keeps no reference model."""
     reference_policy_kl_type: str = "k3"
     """Estimator of that KL: k1, k2, k3, abs or mse."""
+    reference_policy_kl_gradient: str = "estimator"
+    """estimator: the gradient of that estimator alone. score: plus that of the probability of having drawn the token
+    (a weight of pi over its own detached value), which for k1 and k3 gives the reverse KL's gradient, as NeMo-RL has it.
+    importance: the weight is pi over the sampler's probability (NeMo-RL's use_on_policy_kl_approximation)."""
+    kl_input_clamp_value: Optional[float] = 20.0
+    """The log-ratio to the starting model is clamped to plus and minus this before the estimator; null: not at all."""
+    kl_output_clamp_value: Optional[float] = None
+    """A token's KL estimate is clamped to plus and minus this, and has no gradient beyond it; null: not clamped."""
     entropy_bonus: float = 0.0
     """Weight of the policy's entropy, added to the objective."""
     mask_truncated: bool = False
@@ -88,6 +97,7 @@ class LossSettings:
         _among("type", self.type, LOSS_TYPES)
         _among("aggregation", self.aggregation, AGGREGATIONS)
         _among("reference_policy_kl_type", self.reference_policy_kl_type, KL_KINDS)
+        _among("reference_policy_kl_gradient", self.reference_policy_kl_gradient, KL_GRADIENTS)
         _among("old_logprobs", self.old_logprobs, (None, *OLD_LOGPROBS))
         if self.ratio_clip_c is not None and not self.ratio_clip_c > 1:
             raise ValueError(f"ratio_clip_c: must be above 1, got {self.ratio_clip_c}")

@@ -150,7 +150,15 @@ def cispo_loss(
     return -advantages * bounded * logprobs, {"ratio": ratio, "clipped": (bounded != ratio).to(ratio.dtype)}
 
 
-def kl_penalty(logprobs: Tensor, reference_logprobs: Tensor, kind: str) -> Tensor:
+def kl_penalty(
+    logprobs: Tensor,
+    reference_logprobs: Tensor,
+    kind: str,
+    *,
+    weight: Tensor | None = None,
+    input_clamp: float | None = LOG_RATIO_LIMIT,
+    output_clamp: float | None = None,
+) -> Tensor:
     """Estimator of KL(pi || reference) per sampled token, d = logprob - reference logprob (Schulman's k1 to k3).
 
     * k1 = d: unbiased, but its expected gradient is 0: as a loss it does not hold the policy, as a reward it does;
@@ -158,7 +166,13 @@ def kl_penalty(logprobs: Tensor, reference_logprobs: Tensor, kind: str) -> Tenso
     * k3 = exp(-d) - 1 + d: never negative, gradient 1 - exp(-d), that of the forward KL;
     * abs = |d|: gradient sign(d).
 
-    d is clamped to +-20; outside the gradient is 0, for all kinds.
+    d is clamped to +-input_clamp; outside the gradient is 0, for all kinds.
+
+    Args:
+        weight: factor of every estimate [tokens], with a gradient (see ``score_weight``); it loses it where d is clamped.
+            Weighted by it, the gradients are those of the sampled estimate of KL(pi || reference): k1's is d + 1 and
+            k3's is d, times that of the log-prob.
+        output_clamp: bound of the weighted estimate; beyond it the gradient is 0.
 
     Returns:
         [tokens]
@@ -166,7 +180,15 @@ def kl_penalty(logprobs: Tensor, reference_logprobs: Tensor, kind: str) -> Tenso
     Raises:
         ValueError: unknown kind.
     """
-    d = (logprobs - reference_logprobs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    free = logprobs - reference_logprobs
+    d = free if input_clamp is None else free.clamp(-input_clamp, input_clamp)
+    kl = _kl_estimate(d, kind)
+    if weight is not None:
+        kl = torch.where(d == free, weight, weight.detach()) * kl
+    return kl if output_clamp is None else kl.clamp(-output_clamp, output_clamp)
+
+
+def _kl_estimate(d: Tensor, kind: str) -> Tensor:
     if kind == "k1":
         return d
     if kind in ("k2", "mse"):
@@ -176,3 +198,13 @@ def kl_penalty(logprobs: Tensor, reference_logprobs: Tensor, kind: str) -> Tenso
     if kind == "abs":
         return d.abs()
     raise ValueError(f"unknown kind of KL {kind!r}; known: {', '.join(KL_KINDS)}")
+
+
+def score_weight(logprobs: Tensor, drawn_under: Tensor | None = None) -> Tensor:
+    """pi over the probability that the token was drawn with [tokens], with the gradient of pi; 0 where that is not finite.
+
+    Args:
+        drawn_under: log-probs of the sampler; None: pi itself, so that the weight is 1 and only its gradient counts.
+    """
+    weight = (logprobs - (logprobs.detach() if drawn_under is None else drawn_under)).exp()
+    return torch.where(torch.isfinite(weight), weight, torch.zeros_like(weight))

@@ -18,6 +18,7 @@ from gdpo_nemo.algorithms.losses import (
     clipped_policy_loss,
     gspo_loss,
     kl_penalty,
+    score_weight,
 )
 from gdpo_nemo.algorithms.offpolicy import OffPolicySettings, importance_weights, sequence_keep_mask
 
@@ -96,7 +97,7 @@ def policy_loss(
     loss = loss * keep
     per_token.update(correction)
     if settings.reference_policy_kl_penalty:
-        kl = kl_penalty(logprobs, fields.reference_logprobs, settings.reference_policy_kl_type)
+        kl = _reference_kl(logprobs, fields, settings)
         loss = loss + settings.reference_policy_kl_penalty * kl
         per_token["reference_kl"] = kl.detach()
     if entropy is not None:
@@ -112,9 +113,28 @@ def _check_inputs(entropy: Tensor | None, fields: TokenFields, settings: LossSet
         raise ValueError("reference_policy_kl_penalty needs reference_logprobs")
     if settings.entropy_bonus and entropy is None:
         raise ValueError("entropy_bonus needs the entropy of the policy")
+    weighted = settings.reference_policy_kl_penalty and settings.reference_policy_kl_gradient == "importance"
+    if weighted and fields.sampler_logprobs is None:
+        raise ValueError("reference_policy_kl_gradient importance needs sampler_logprobs")
     corrected = settings.off_policy.mode != "none" or settings.off_policy.sequence_mask_threshold is not None
     if corrected and fields.sampler_logprobs is None:
         raise ValueError("off_policy corrections need sampler_logprobs")
+
+
+def _reference_kl(logprobs: Tensor, fields: TokenFields, settings: LossSettings) -> Tensor:
+    """The KL estimate of every token, with the gradient that the settings ask for."""
+    weight = None
+    if settings.reference_policy_kl_gradient != "estimator":
+        drawn = fields.sampler_logprobs if settings.reference_policy_kl_gradient == "importance" else None
+        weight = score_weight(logprobs, drawn)
+    return kl_penalty(
+        logprobs,
+        fields.reference_logprobs,
+        settings.reference_policy_kl_type,
+        weight=weight,
+        input_clamp=settings.kl_input_clamp_value,
+        output_clamp=settings.kl_output_clamp_value,
+    )
 
 
 def _token_loss(

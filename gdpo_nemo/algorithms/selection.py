@@ -19,7 +19,6 @@ from gdpo_nemo.algorithms.table import RewardTable, build_table, nearest
 DEFAULT_EPSILON = 1e-6
 
 _BATCH_SETTINGS = ("batch_epsilon", "batch_epsilon_inside", "batch_unit", "batch_rows", "residue")
-_Z_SCORE_SETTINGS = ("singleton", "leave_one_out")
 _SUMMING = ("grpo", "dr_grpo", "rloo", "corr_grpo")
 """Estimators that normalise the sum of the rewards, not each of them."""
 
@@ -191,7 +190,7 @@ def _idle(name: str, estimator: str | Callable[..., Terms], entry: Estimator, se
 
     if among(_BATCH_SETTINGS) and not settings.batch_norm:
         return "without the batch norm"
-    if among(_Z_SCORE_SETTINGS) and estimator in _SUMMING:
+    if among(("singleton",)) and estimator in _SUMMING or among(("leave_one_out",)) and estimator in _SUMMING[1:]:
         return f"with {estimator}, which normalises the sum of the rewards"
     if among(("single_reward",)) and estimator not in ("gdpo", "gd2po"):
         return f"with {_name(estimator)}"

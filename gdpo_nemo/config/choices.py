@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gdpo_nemo.algorithms.loss_settings import AGGREGATIONS, KL_KINDS, LEVELS, LOSS_TYPES, MODES, OLD_LOGPROBS
+from gdpo_nemo.algorithms.loss_settings import AGGREGATIONS, KL_GRADIENTS, KL_KINDS, LEVELS, LOSS_TYPES, MODES, OLD_LOGPROBS
 
 ESTIMATORS = (
     "gdpo", "grpo", "dr_grpo", "rloo", "mo_grpo", "gd2po", "dvao", "sa_mrpo", "corr_grpo", "dara",
@@ -18,11 +18,14 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "loss_fn.aggregation": AGGREGATIONS,
     "loss_fn.old_logprobs": OLD_LOGPROBS,
     "loss_fn.reference_policy_kl_type": KL_KINDS,
+    "loss_fn.reference_policy_kl_gradient": KL_GRADIENTS,
     "loss_fn.off_policy.mode": MODES,
     "loss_fn.off_policy.level": LEVELS,
+    "policy.lora.init": ("uniform", "xavier"),
     "policy.precision": ("float32", "bfloat16"),
     "policy.megatron_cfg.recompute": ("none", "selective", "full"),
     "policy.megatron_cfg.attention_backend": ("auto", "sdpa", "flash", "fused", "unfused"),
+    "policy.megatron_cfg.moe_router_dtype": ("float32", "float64", "fp32", "fp64"),
     "policy.megatron_cfg.fp8": ("e4m3", "hybrid"),
     "policy.megatron_cfg.fp8_recipe": ("delayed", "tensorwise", "blockwise", "mxfp8"),
     "policy.megatron_cfg.scheduler.lr_decay_style": ("constant", "linear", "cosine"),

@@ -67,7 +67,12 @@ EFFECTS = (
         "unless loss_fn.aggregation is constant",
     ),
     Effect(
-        ("loss_fn.reference_policy_kl_type",),
+        tuple(
+            f"loss_fn.{key}"
+            for key in (
+                "reference_policy_kl_type", "reference_policy_kl_gradient", "kl_input_clamp_value", "kl_output_clamp_value",
+            )
+        ),
         lambda c: c.loss_fn.reference_policy_kl_penalty != 0,
         "while loss_fn.reference_policy_kl_penalty is 0",
     ),
@@ -85,6 +90,21 @@ EFFECTS = (
         (f"{_MEGATRON}.scheduler.lr_decay_steps", f"{_MEGATRON}.optimizer.min_lr"),
         lambda c: c.policy.megatron_cfg.scheduler.lr_decay_style != "constant",
         f"while {_MEGATRON}.scheduler.lr_decay_style is constant",
+    ),
+    Effect(
+        (f"{_MEGATRON}.scheduler.lr_warmup_init",),
+        lambda c: c.policy.megatron_cfg.scheduler.lr_warmup_steps > 0,
+        f"while {_MEGATRON}.scheduler.lr_warmup_steps is 0",
+    ),
+    Effect(
+        (f"{_MEGATRON}.freeze_moe_router",),
+        lambda c: not c.policy.lora.rank,
+        "with policy.lora, which trains the adapters alone",
+    ),
+    Effect(
+        (f"{_MEGATRON}.num_layers_in_first_pipeline_stage", f"{_MEGATRON}.num_layers_in_last_pipeline_stage"),
+        lambda c: c.policy.megatron_cfg.pipeline_model_parallel_size > 1,
+        f"while {_MEGATRON}.pipeline_model_parallel_size is 1",
     ),
     Effect(
         (f"{_MEGATRON}.overlap_param_gather",),

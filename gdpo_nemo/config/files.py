@@ -19,6 +19,7 @@ from gdpo_nemo.config.architectures import (
 )
 from gdpo_nemo.config.layout import Layout
 from gdpo_nemo.config.schema import Config, DatasetConfig
+from gdpo_nemo.config.stages import check_stages
 from gdpo_nemo.config.weight_files import check_weight_files
 from gdpo_nemo.errors import ConfigError
 
@@ -186,16 +187,15 @@ def _check_shape(content: dict[str, Any], config: Config, layout: Layout) -> Non
     groups = content.get("num_key_value_heads") or heads
     megatron = "policy.megatron_cfg"
     _check_divides(f"{megatron}.tensor_model_parallel_size", layout.tensor, [(heads, "heads"), (groups, "key-value heads")])
-    _check_divides(f"{megatron}.pipeline_model_parallel_size", layout.pipeline, [(layers, "layers")])
-    chunks = config.policy.megatron_cfg.virtual_pipeline_model_parallel_size
-    if chunks:
-        stage = [(layers // layout.pipeline, f"layers in each of {layout.pipeline} stages")]
-        _check_divides(f"{megatron}.virtual_pipeline_model_parallel_size", chunks, stage)
+    check_stages(layers, config.policy.megatron_cfg)
     _check_divides("policy.generation.vllm_cfg.tensor_parallel_size", layout.engine_tensor, [(heads, "heads")])
     if layout.expert > 1 and not experts:
         raise ConfigError(f"{megatron}.expert_model_parallel_size: the model in {config.policy.model_name} has no experts")
     if experts:
         _check_divides(f"{megatron}.expert_model_parallel_size", layout.expert, [(experts, "experts")])
+    for name in ("freeze_moe_router", "moe_router_dtype"):
+        if getattr(config.policy.megatron_cfg, name) and not experts:
+            raise ConfigError(f"{megatron}.{name}: has no effect, the model in {config.policy.model_name} has no experts; remove it")
     if experts and config.policy.lora.rank and {"gate_proj", "up_proj", "down_proj"} & set(config.policy.lora.target_modules):
         raise ConfigError(
             "policy.lora.target_modules: the model's experts cannot be adapted; leave out gate_proj, up_proj, down_proj"

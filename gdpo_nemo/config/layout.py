@@ -25,6 +25,11 @@ class Layout:
     colocated: bool = False
     """Whether engine ranks sit on the devices of policy ranks, and the two take turns."""
 
+    first_layers: int | None = None
+    """Layers of the first pipeline stage where that is uneven; ``config.stages`` places them."""
+    last_layers: int | None = None
+    """Layers of the last pipeline stage where that is uneven."""
+
     @property
     def model_ranks(self) -> int:
         """Ranks that hold one replica of the policy."""
@@ -75,6 +80,8 @@ def resolve_layout(config: Config) -> Layout:
         engine_tensor=generation.vllm_cfg.tensor_parallel_size,
         gpus=gpus,
         colocated=cluster.placement == "colocated",
+        first_layers=megatron.num_layers_in_first_pipeline_stage if pipeline > 1 else None,
+        last_layers=megatron.num_layers_in_last_pipeline_stage if pipeline > 1 else None,
     )
     _check_experts(layout)
     _check_shared(layout)

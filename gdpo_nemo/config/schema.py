@@ -114,7 +114,10 @@ class SchedulerConfig:
     lr_decay_style: str = "constant"
     """constant, linear or cosine."""
     lr_warmup_steps: int = 0
-    """Updates over which the learning rate rises linearly from 0."""
+    """Updates over which the learning rate rises linearly to lr."""
+    lr_warmup_init: Optional[float] = None
+    """Learning rate of the first update of the warm-up, which reaches lr after lr_warmup_steps further ones. Null: lr /
+    lr_warmup_steps, and the last update of the warm-up has lr."""
     lr_decay_steps: Optional[int] = None
     """Updates at which the decay ends; null: the updates of the whole run."""
 
@@ -129,6 +132,10 @@ class MegatronConfig:
     """Ranks that share the layers, in stages."""
     virtual_pipeline_model_parallel_size: Optional[int] = None
     """Model chunks per pipeline stage (interleaved schedule); null: one."""
+    num_layers_in_first_pipeline_stage: Optional[int] = None
+    """Layers of the first pipeline stage, which also has the embedding; the stages between share evenly what is left."""
+    num_layers_in_last_pipeline_stage: Optional[int] = None
+    """Layers of the last pipeline stage, which also has the output layer; the stages between share evenly what is left."""
     context_parallel_size: int = 1
     """Ranks that share each sequence."""
     expert_model_parallel_size: int = 1
@@ -153,6 +160,10 @@ class MegatronConfig:
     """auto, sdpa (torch's, in layers without TransformerEngine), or TransformerEngine's flash, fused, unfused."""
     transformer_engine: Optional[bool] = None
     """Layers of TransformerEngine. Null: when it imports and CUDA is there."""
+    moe_router_dtype: Optional[str] = None
+    """Precision in which a mixture's router scores its experts: float32 or float64 (or fp32, fp64); null: policy.precision."""
+    freeze_moe_router: bool = False
+    """Leave the routers of a mixture model as they are: they choose experts and pass gradients on, but are not trained."""
     fp8: Optional[str] = None
     """Matrix products of TransformerEngine in 8 bits: e4m3 or hybrid (e5m2 for gradients); null: off."""
     fp8_recipe: str = "delayed"
@@ -212,6 +223,8 @@ class LoraConfig:
     """Adapters count alpha / rank times."""
     dropout: float = 0.0
     """Dropout before the adapters while training."""
+    init: str = "uniform"
+    """How A is drawn (B starts at 0): uniform, as PEFT does, or xavier (normal), as NeMo's adapters do."""
     target_modules: List[str] = field(
         default_factory=lambda: ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
     )
@@ -311,7 +324,9 @@ class DatasetConfig:
     columns: Dict[str, str] = field(default_factory=dict)
     """Renames columns on loading: {new: old}."""
     system_prompt: Optional[str] = None
-    """System message put before each prompt. Null: the one the environment brings, if any."""
+    """System message put before each prompt. Null: the one the environment brings, if any; "": none."""
+    prompt_template: Optional[str] = None
+    """Text around each prompt, which stands in place of `{prompt}`. In a conversation the last message is the prompt."""
     chat: Optional[bool] = None
     """Render with the tokenizer's chat template. Null: when the tokenizer has one."""
     shuffle: bool = True

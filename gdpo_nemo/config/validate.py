@@ -17,6 +17,7 @@ from gdpo_nemo.config.layout import Layout, resolve_layout, updates_per_step
 from gdpo_nemo.config.learning import check_learning
 from gdpo_nemo.config.placement import Places, joined, place
 from gdpo_nemo.config.schema import Config, DatasetConfig
+from gdpo_nemo.config.stages import check_stages
 from gdpo_nemo.config.turns import check_turns_kept
 from gdpo_nemo.errors import ConfigError
 
@@ -26,6 +27,7 @@ _AT_LEAST_ONE = (
     "policy.max_total_sequence_length", "policy.train_global_batch_size", "policy.micro_batch_tokens",
     "policy.num_threads", "policy.megatron_cfg.tensor_model_parallel_size",
     "policy.megatron_cfg.pipeline_model_parallel_size", "policy.megatron_cfg.virtual_pipeline_model_parallel_size",
+    "policy.megatron_cfg.num_layers_in_first_pipeline_stage", "policy.megatron_cfg.num_layers_in_last_pipeline_stage",
     "policy.megatron_cfg.context_parallel_size", "policy.megatron_cfg.expert_model_parallel_size",
     "policy.megatron_cfg.expert_tensor_parallel_size", "policy.megatron_cfg.data_parallel_size",
     "policy.megatron_cfg.scheduler.lr_decay_steps", "policy.generation.engines", "policy.generation.max_new_tokens",
@@ -38,11 +40,12 @@ _NOT_NEGATIVE = (
     "run.seed", "policy.lora.rank", "gdpo.val_period", "gdpo.val_temperature", "loss_fn.ratio_clip_min", "loss_fn.ratio_clip_max",
     "loss_fn.reference_policy_kl_penalty", "loss_fn.off_policy.ratio_min", "policy.megatron_cfg.optimizer.lr",
     "policy.megatron_cfg.optimizer.min_lr", "policy.megatron_cfg.optimizer.weight_decay",
-    "policy.megatron_cfg.optimizer.clip_grad", "policy.megatron_cfg.scheduler.lr_warmup_steps",
+    "policy.megatron_cfg.optimizer.clip_grad", "policy.megatron_cfg.scheduler.lr_warmup_init", "policy.megatron_cfg.scheduler.lr_warmup_steps",
     "rollout.max_staleness", "rollout.max_env_failure_share", "cluster.gpus_per_node", "cluster.env_nodes", "checkpointing.keep_best",
 )  # fmt: skip
 _POSITIVE = (
-    "gdpo.epsilon", "gdpo.kl_in_reward", "policy.lora.alpha", "loss_fn.target_temperature", "loss_fn.off_policy.ratio_max", "policy.generation.temperature",
+    "gdpo.epsilon", "gdpo.kl_in_reward", "policy.lora.alpha", "loss_fn.kl_input_clamp_value", "loss_fn.kl_output_clamp_value",
+    "loss_fn.target_temperature", "loss_fn.off_policy.ratio_max", "policy.generation.temperature",
     "policy.generation.parity_limit", "policy.megatron_cfg.optimizer.adam_eps", "rollout.env_timeout_s",
     "rollout.generation_timeout_s", "rollout.train_timeout_s",
 )  # fmt: skip
@@ -160,6 +163,8 @@ def _check_environments(config: Config) -> None:
 
 
 def _check_environment(key: str, data: DatasetConfig, config: Config) -> None:
+    if data.prompt_template is not None and "{prompt}" not in data.prompt_template:
+        raise ConfigError(f"{key}.prompt_template: must contain {{prompt}}, where the prompt stands")
     names = list(config.env)
     if data.environment is None and data.environment_key is None and len(names) > 1:
         raise ConfigError(f"{key}.environment: must be set, env has several: {', '.join(names)}")
@@ -175,6 +180,9 @@ def _check_schedule(config: Config) -> None:
         raise ConfigError(
             f"{prefix}.lr_decay_steps: {schedule.lr_decay_steps} must be more than lr_warmup_steps {schedule.lr_warmup_steps}"
         )
+    lr = config.policy.megatron_cfg.optimizer.lr
+    if schedule.lr_warmup_init is not None and schedule.lr_warmup_init > lr:
+        raise ConfigError(f"{prefix}.lr_warmup_init: {schedule.lr_warmup_init} is above the {lr} of optimizer.lr that it rises to")
 
 
 def _check_lora(config: Config) -> None:
@@ -221,6 +229,7 @@ def check_parallelism(config: Config) -> None:
         raise ConfigError(
             f"{prefix}.virtual_pipeline_model_parallel_size: needs pipeline_model_parallel_size above 1"
         )
+    check_stages(None, megatron)
     if megatron.overlap_param_gather and megatron.use_distributed_optimizer and not megatron.overlap_grad_reduce:
         raise ConfigError(f"{prefix}.overlap_param_gather: needs overlap_grad_reduce")
     if megatron.recompute_layers is not None and (megatron.recompute != "full" or megatron.recompute_layers < 1):
@@ -260,7 +269,7 @@ def _notes(config: Config, layout: Layout) -> list[str]:
     if config.gdpo.val_temperature == 0 and config.gdpo.val_generations_per_prompt > 1:
         notes.append("gdpo.val_generations_per_prompt: greedy samples (val_temperature 0) are all alike")
     loss = config.loss_fn
-    if loss.reference_policy_kl_penalty and loss.reference_policy_kl_type == "k1":
+    if loss.reference_policy_kl_penalty and (loss.reference_policy_kl_type, loss.reference_policy_kl_gradient) == ("k1", "estimator"):
         notes.append(
             "loss_fn.reference_policy_kl_type: k1 in the loss has an expected gradient of 0 and does not hold the policy; "
             "k2 and k3 do, and so does gdpo.kl_in_reward"

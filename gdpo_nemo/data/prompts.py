@@ -177,7 +177,7 @@ class _Renderer:
         self.chat = has_template if dataset.chat is None else dataset.chat
         self._prompt = _PromptColumn(dataset, split)
         self._tokenizer, self._split = tokenizer, split
-        self._demanded = dataset.system_prompt
+        self._demanded, self._template = dataset.system_prompt, dataset.prompt_template
         self._own = {name: getattr(environment, "system_prompt", None) for name, environment in environments.items()}
         self._system: str | None = None
 
@@ -190,6 +190,7 @@ class _Renderer:
         self._system = self._own[environment] if self._demanded is None else self._demanded
         value = self._prompt(index, row)
         if isinstance(value, str):
+            value = self._around(value)
             messages = [*self._system_message(), {"role": "user", "content": value}]
             plain = f"{self._system}\n\n{value}" if self._system else value
             return (self._rendered(index, messages) if self.chat else plain), None
@@ -202,9 +203,16 @@ class _Renderer:
             raise self._prompt.error(
                 index, f"{self.key!r} holds messages, which need a chat template (data.{self._split}.chat)"
             )
+        if self._template is not None:
+            if not isinstance(value[-1]["content"], str):
+                raise self._prompt.error(index, f"prompt_template needs text in the last message of {self.key!r}")
+            value = [*value[:-1], {**value[-1], "content": self._around(value[-1]["content"])}]
         if value[0]["role"] != "system":
             return [*self._system_message(), *value]
         return value if self._demanded is None else [*self._system_message(), *value[1:]]
+
+    def _around(self, text: str) -> str:
+        return text if self._template is None else self._template.replace("{prompt}", text)
 
     def _system_message(self) -> Messages:
         return [{"role": "system", "content": self._system}] if self._system else []

@@ -19,7 +19,8 @@ from gdpo_nemo.environments.answers import (
 )
 from gdpo_nemo.environments.options import read_options
 
-_STRICT_BLOCKS = re.compile(r"<think>.*?</think>\n<answer>.*?</answer>", re.DOTALL)
+_STRICT_BLOCKS = re.compile(r"<think>.*?</think>\n<answer>.*?</answer>\n?", re.DOTALL)
+"""`$` of the originals also matches before a line break at the end."""
 _INTEGER = re.compile(r"[+-]?[0-9]+")
 
 

@@ -37,9 +37,14 @@ _SPLIT_BY_COLUMNS = ("self_attention.linear_proj", "mlp.linear_fc2")
 _OF_EXPERTS = ("gate_proj", "up_proj", "down_proj")
 
 
-def initial_a(module: str, rank: int, width: int, seed: int) -> torch.Tensor:
-    """float32 [rank, width]: the starting A of a Hugging Face module, uniform as in PEFT; the same at every layout."""
+def initial_a(module: str, rank: int, width: int, seed: int, init: str = "uniform") -> torch.Tensor:
+    """float32 [rank, width]: the starting A of a Hugging Face module; the same at every layout.
+
+    uniform is that of PEFT; xavier (Glorot and Bengio 2010, normal) is the default of NeMo's adapters.
+    """
     generator = torch.Generator().manual_seed((zlib.crc32(module.encode()) + seed) % 2**32)
+    if init == "xavier":
+        return torch.empty(rank, width).normal_(0.0, math.sqrt(2 / (rank + width)), generator=generator)
     bound = 1 / math.sqrt(width)
     return torch.empty(rank, width).uniform_(-bound, bound, generator=generator)
 
@@ -51,7 +56,7 @@ class Pair(torch.nn.Module):
         super().__init__()
         self.module, self.by_columns = module, by_columns
         group = parallel_state.get_tensor_model_parallel_group()
-        a = initial_a(module, settings.rank, width, seed)
+        a = initial_a(module, settings.rank, width, seed, settings.init)
         a = a.chunk(group.size(), 1)[group.rank()].contiguous() if by_columns else a
         rows = height if by_columns else height // group.size()
         self.a = torch.nn.Parameter(a.to(like))

@@ -20,6 +20,7 @@ from transformers import PretrainedConfig
 
 from gdpo_nemo.config.architectures import check_scaled_rope
 from gdpo_nemo.config.schema import LoraConfig, MegatronConfig
+from gdpo_nemo.config.stages import stage_layers
 from gdpo_nemo.errors import ConfigError
 from gdpo_nemo.megatron.families import layer_symbols, rotary, transformer_fields
 from gdpo_nemo.megatron.layers import layer_spec, transformer_engine_is_usable
@@ -151,6 +152,7 @@ def transformer_config(
         batch_p2p_comm=False,
         variable_seq_lengths=True,
         moe_token_dispatcher_type="alltoall",
+        moe_router_dtype=layout.moe_router_dtype and layout.moe_router_dtype.replace("float", "fp"),
         moe_grouped_gemm=use_te,
         calculate_per_token_loss=True,
         finalize_model_grads_func=_finalize,
@@ -162,10 +164,12 @@ def _finalize(model, num_tokens=None, **kwargs):
     finalize_model_grads(model, None, **kwargs)
 
 
-def layer_pattern(symbols: list[str], stages: int) -> str:
-    """The Hybrid layers, with ``|`` between the ``stages`` = pipeline x virtual stages, as even as they go."""
-    cuts = [round(i * len(symbols) / stages) for i in range(stages + 1)]
-    return "|".join("".join(symbols[start:stop]) for start, stop in zip(cuts, cuts[1:]))
+def layer_pattern(symbols: list[str], layout: MegatronConfig) -> str:
+    """The Hybrid layers, with ``|`` between the pipeline's stages (or between their virtual stages)."""
+    stages = layout.pipeline_model_parallel_size * (layout.virtual_pipeline_model_parallel_size or 1)
+    ends = layout.num_layers_in_first_pipeline_stage, layout.num_layers_in_last_pipeline_stage
+    cuts = stage_layers(len(symbols), stages, *(ends if stages > 1 else ()))
+    return "|".join("".join(symbols[layer] for layer in stage) for stage in cuts)
 
 
 def build_chunks(
@@ -188,9 +192,7 @@ def build_chunks(
             layer_spec(config, frequencies, use_te),
             vocab_size=-(-hf.vocab_size // tensor_size) * tensor_size,
             max_sequence_length=hf.max_position_embeddings,
-            hybrid_layer_pattern=layer_pattern(
-                layer_symbols(hf), layout.pipeline_model_parallel_size * (virtual or 1)
-            ),
+            hybrid_layer_pattern=layer_pattern(layer_symbols(hf), layout),
             pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
             post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
             share_embeddings_and_output_weights=hf.tie_word_embeddings,
@@ -204,6 +206,14 @@ def build_chunks(
         model.temperature, model.real_vocab_size = temperature, hf.vocab_size
         chunks.append(model.cuda() if torch.cuda.is_available() else model)
     return config, chunks
+
+
+def freeze_routers(chunks: list[PolicyModel]) -> None:
+    """Leave the mixtures' routers untrained. Before the wrappers, which give a gradient buffer to what is trained."""
+    for chunk in chunks:
+        for name, parameter in chunk.named_parameters():
+            if ".mlp.router." in name:
+                parameter.requires_grad_(False)
 
 
 def wrap(config: TransformerConfig, chunks: list[PolicyModel], layout: MegatronConfig) -> list[DistributedDataParallel]:
@@ -243,13 +253,16 @@ def build_optimizer(layout: MegatronConfig, dtype: torch.dtype, wrapped: list, t
         ),
         wrapped,
     )
-    decay_steps = s.lr_decay_steps or max(total_updates, s.lr_warmup_steps + 1)
+    warmup, decay_steps, init = s.lr_warmup_steps, s.lr_decay_steps or max(total_updates, s.lr_warmup_steps + 1), 0.0
+    if warmup and s.lr_warmup_init is not None:
+        # The first update is tick 1. One tick more on the same line puts the wanted rate there, and lr after `warmup` updates.
+        init, warmup, decay_steps = s.lr_warmup_init - (o.lr - s.lr_warmup_init) / warmup, warmup + 1, decay_steps + 1
     scheduler = OptimizerParamScheduler(
         optimizer,
-        init_lr=0.0,
+        init_lr=init,
         max_lr=o.lr,
         min_lr=o.lr if s.lr_decay_style == "constant" else o.min_lr,
-        lr_warmup_steps=s.lr_warmup_steps,
+        lr_warmup_steps=warmup,
         lr_decay_steps=decay_steps,
         lr_decay_style=s.lr_decay_style,
         start_wd=o.weight_decay,
@@ -288,6 +301,8 @@ def build(
     load_hf(chunks, open_weights(folder), hf)
     if lora:
         attach(chunks, hf, lora, seed)
+    elif layout.freeze_moe_router:
+        freeze_routers(chunks)
     wrapped = wrap(config, chunks, layout)
     # ``config.grad_scale_func`` stays empty: float32 and bfloat16 losses are not scaled, and with it model and optimizer would hold
     # each other, groups and all, through autograd nodes that Python's collector cannot see.

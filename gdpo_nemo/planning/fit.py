@@ -106,7 +106,8 @@ def _candidates(config: Config, shape: Shape) -> Iterator[dict[str, Any]]:
                 yield {"generation__vllm_cfg__gpu_memory_utilization": share}
     if megatron.tensor_model_parallel_size > 1 and not megatron.sequence_parallel:
         yield {"megatron_cfg__sequence_parallel": True}
-    for name, limit in (("tensor", shape.groups), ("pipeline", shape.layers)):
+    uneven = megatron.num_layers_in_first_pipeline_stage or megatron.num_layers_in_last_pipeline_stage
+    for name, limit in (("tensor", shape.groups), ("pipeline", shape.layers))[: 1 if uneven else 2]:
         key = f"{name}_model_parallel_size"
         for factor in (2, 4, 8):
             wider = getattr(megatron, key) * factor

@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 
 from gdpo_nemo.config.layout import Layout, resolve_layout, samples_per_step, updates_per_step
 from gdpo_nemo.config.schema import Config
-from gdpo_nemo.planning.shape import Shape, stage_layers
+from gdpo_nemo.planning.shape import Shape
 
 BYTES = {"float32": 4, "bfloat16": 2}
 _LOGIT_BYTES = 256 << 20
@@ -146,7 +146,7 @@ def _activations(config: Config, shape: Shape, layout: Layout, stage: int, token
     """Tensors kept for the backward pass by all micro-batches that are under way on ``stage``."""
     megatron = config.policy.megatron_cfg
     local = tokens // layout.context
-    count = len(stage_layers(shape.layers, layout.pipeline, stage))
+    count = len(shape.on_stage(layout, stage))
     inputs, attention, rest = _layer_floats(config, shape, layout)
     whole, again = inputs + attention + rest, count
     if megatron.recompute == "full" and megatron.recompute_layers:

@@ -9,6 +9,7 @@ from gdpo_nemo.config.architectures import FAMILIES, head_size, num_experts
 from gdpo_nemo.config.files import known_model_config
 from gdpo_nemo.config.layout import Layout
 from gdpo_nemo.config.schema import Config
+from gdpo_nemo.config.stages import stage_layers
 
 _QWEN25 = dict(model_type="qwen2", vocab_size=151936, num_key_value_heads=2)
 KNOWN: dict[str, dict[str, Any]] = {
@@ -113,7 +114,7 @@ class Shape:
 
     def on_rank(self, layout: Layout, stage: int) -> tuple[int, int]:
         """(dense, expert) parameters of a rank of pipeline stage ``stage``, tied copies and padding counted."""
-        layers = stage_layers(self.layers, layout.pipeline, stage)
+        layers = self.on_stage(layout, stage)
         dense, experts = self._layers(layout.tensor, layers, layout.expert, layout.expert_tensor)
         table = -(-self.vocabulary // layout.tensor) * self.hidden
         first, last = stage == 0, stage == layout.pipeline - 1
@@ -128,12 +129,11 @@ class Shape:
             "q_proj": h + self.query // t, "k_proj": h + one // t, "v_proj": h + one // t, "o_proj": self.query // t + h,
             "gate_proj": h + f // t, "up_proj": h + f // t, "down_proj": f // t + h,
         }  # fmt: skip
-        return len(stage_layers(self.layers, layout.pipeline, stage)) * rank * sum(sides[name] for name in targets)
+        return len(self.on_stage(layout, stage)) * rank * sum(sides[name] for name in targets)
 
-
-def stage_layers(layers: int, stages: int, stage: int) -> range:
-    """The model's layers on a pipeline stage, spread as evenly as they go."""
-    return range(round(stage * layers / stages), round((stage + 1) * layers / stages))
+    def on_stage(self, layout: Layout, stage: int) -> range:
+        """The model's layers on a pipeline stage."""
+        return stage_layers(self.layers, layout.pipeline, layout.first_layers, layout.last_layers)[stage]
 
 
 def shape_from(content: Mapping[str, Any]) -> Shape:

@@ -96,6 +96,8 @@ def _evaluated(base, shape, device, rates, gpus, tensor, pipeline, engines, engi
         megatron_cfg__sequence_parallel=tensor > 1,
         megatron_cfg__pipeline_model_parallel_size=pipeline,
         megatron_cfg__virtual_pipeline_model_parallel_size=None,
+        megatron_cfg__num_layers_in_first_pipeline_stage=None,
+        megatron_cfg__num_layers_in_last_pipeline_stage=None,
         megatron_cfg__data_parallel_size=None,
         megatron_cfg__use_distributed_optimizer=True,
         generation__engines=engines,

@@ -170,3 +170,33 @@ def test_dvao_shares_stay_bounded_with_a_penalty_of_negative_weight():
     rewards, ids = table(sizes=(8, 8))
     result = compute_advantages(rewards, ids, weights=[1, -1, 1], estimator="dvao", batch_norm=False)
     assert result.components.abs().max() < np.sqrt(7)
+
+
+def test_leave_one_out_grpo_is_each_reward_against_the_others_alone():
+    """Mean and sample deviation of the other members, as numpy has them; the only outlier of its group is not divided."""
+    rewards, groups = np.array([1.0, 0.0, 0.5, 0.0, 1.0, 0.0, 0.0, 0.0]), [0, 0, 0, 0, 1, 1, 1, 1]
+    got = compute_advantages({"r": rewards}, groups, estimator="grpo", leave_one_out=True).values.numpy()
+    for row, group in enumerate(groups):
+        others = np.array([rewards[i] for i in range(8) if groups[i] == group and i != row])
+        spread = others.std(ddof=1)
+        expected = (rewards[row] - others.mean()) / (spread + 1e-6 if spread > 0 else 1.0)
+        assert np.isclose(got[row], expected), row
+
+
+def test_leave_one_out_grpo_adds_its_components_up():
+    rewards = {"a": [1.0, 0.0, 0.5, 0.2], "b": [0.0, 2.0, 1.0, 0.0]}
+    both = compute_advantages(rewards, [0] * 4, estimator="grpo", leave_one_out=True)
+    total = compute_advantages({"sum": np.add(rewards["a"], rewards["b"])}, [0] * 4, estimator="grpo", leave_one_out=True)
+    np.testing.assert_allclose(both.values, total.values)
+    np.testing.assert_allclose(both.components.sum(1), both.values)
+
+
+def test_reinforce_plus_plus_is_mean_centred_dr_grpo_over_the_tokens_of_the_batch():
+    """The options that `config from-nemo-rl` writes against the formula: population statistics, every token once."""
+    rewards, lengths = np.array([1.0, 0.0, 0.0, 1.0]), np.array([3, 1, 2, 6])
+    options = {"batch_unit": "token", "batch_rows": "scored", "ddof": 0, "batch_epsilon": 0.0, "residue": 0.0}
+    got = compute_advantages(
+        {"r": rewards}, [0, 0, 1, 1], estimator="dr_grpo", batch_norm=True, lengths=lengths, **options
+    ).values.numpy()
+    tokens = np.repeat(rewards - 0.5, lengths)
+    np.testing.assert_allclose(got, (rewards - 0.5 - tokens.mean()) / tokens.std())

@@ -255,6 +255,50 @@ def test_kl_estimators_have_their_values_and_gradients(kind, value, slope):
     assert np.isclose(kl[0].item(), value) and np.isclose(gradient[0].item(), slope) and kl[1] == 0
 
 
+@pytest.mark.parametrize("kind, slope", [("k1", 1.5), ("k2", 0.125 + 0.5), ("k3", 0.5)])
+def test_with_the_score_the_gradient_is_that_of_the_sampled_divergence(kind, slope):
+    """d = 0.5: the estimator's own slope plus its value; for k3 that is d exactly."""
+    logprobs = torch.tensor([-1.0], dtype=torch.float64, requires_grad=True)
+    settings = LossSettings(
+        reference_policy_kl_penalty=1.0, reference_policy_kl_type=kind, reference_policy_kl_gradient="score",
+        kl_output_clamp_value=10.0,
+    )  # fmt: skip
+    assert np.isclose(kl_slope(logprobs, -1.5, settings), slope)
+
+
+@pytest.mark.parametrize("reference, slope", [(-1.0 + 2.45, -2.45), (-1.0 + 2.6, 0.0)])
+def test_an_estimate_beyond_the_output_clamp_has_no_gradient(reference, slope):
+    """k3 of a log-ratio of -2.45 is 8.1, of -2.6 it is 9.9 and more than 9."""
+    logprobs = torch.tensor([-1.0], dtype=torch.float64, requires_grad=True)
+    settings = LossSettings(reference_policy_kl_penalty=1.0, reference_policy_kl_gradient="score", kl_output_clamp_value=9.0)
+    assert np.isclose(kl_slope(logprobs, reference, settings), slope)
+
+
+def test_an_importance_weight_multiplies_the_estimate():
+    """Weight exp(-1 + 1.2) over d = 0.5, where k1's slope is weight x (1 + d)."""
+    logprobs = torch.tensor([-1.0], dtype=torch.float64, requires_grad=True)
+    settings = LossSettings(
+        reference_policy_kl_penalty=2.0, reference_policy_kl_type="k1", reference_policy_kl_gradient="importance"
+    )
+    assert np.isclose(kl_slope(logprobs, -1.5, settings, sampler=-1.2), 2.0 * np.exp(0.2) * 1.5)
+
+
+def test_the_input_clamp_takes_the_gradient_of_estimate_and_weight():
+    logprobs = torch.tensor([-1.0], dtype=torch.float64, requires_grad=True)
+    settings = LossSettings(reference_policy_kl_penalty=1.0, reference_policy_kl_gradient="score", kl_input_clamp_value=1.0)
+    assert kl_slope(logprobs, -3.0, settings) == 0.0
+
+
+def kl_slope(logprobs, reference: float, settings: LossSettings, sampler: float = -1.0) -> float:
+    """Slope of the loss of one token whose advantage is 0."""
+    one = torch.ones(1, dtype=torch.float64)
+    fields = TokenFields(
+        advantages=0 * one, weights=one, sequence_ids=torch.zeros(1, dtype=torch.int64), num_sequences=1,
+        sampler_logprobs=sampler * one, reference_logprobs=reference * one,
+    )  # fmt: skip
+    return torch.autograd.grad(policy_loss(logprobs, None, fields, settings)[0], logprobs)[0].item()
+
+
 @pytest.mark.parametrize("kind", ["k1", "k3"])
 def test_kl_estimators_agree_with_the_exact_divergence_on_average(kind):
     logits, reference = torch.tensor([0.1, 1.0, -0.5]).double(), torch.tensor([0.5, 0.0, 0.2]).double()

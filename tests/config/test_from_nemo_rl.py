@@ -9,7 +9,19 @@ import yaml
 from omegaconf import OmegaConf
 
 from gdpo_nemo import cli
-from gdpo_nemo.config.from_nemo_rl import ADDED, NONE, SAME, TRANSLATED, UNKNOWN, Translation, read_recipe, translate
+from gdpo_nemo.config.from_nemo_rl import (
+    ADDED,
+    ALREADY,
+    CANNOT_RUN,
+    DIFFERENT,
+    DIFFERS,
+    NO_EFFECT,
+    TRANSLATED,
+    UNKNOWN,
+    Translation,
+    translate,
+)
+from gdpo_nemo.config.from_nemo_rl_read import DEFAULTS, read_recipe
 from gdpo_nemo.config.load import load_config
 from gdpo_nemo.config.validate import validate
 from gdpo_nemo.errors import ConfigError
@@ -83,8 +95,9 @@ def test_every_canonical_key_is_translated_or_listed_and_the_result_is_valid(tmp
     absent = [key for key in canonical if not any(k == key or k.startswith(key + ".") for k in found)]
     assert len(canonical) > 150 and not absent
     assert [line for line in translation.lines if line.verdict == UNKNOWN] == []
-    assert set(leaves(read_recipe(EVERY_KEY))) == {line.key for line in translation.lines if line.verdict != ADDED}
-    assert translation.refusal == ""
+    named = {line.key for line in translation.lines if line.verdict != ADDED}
+    assert named == set(leaves(read_recipe(EVERY_KEY))) | set(DEFAULTS)
+    assert translation.status == DIFFERS
     validate(config_of(translation, tmp_path))
 
 
@@ -96,10 +109,10 @@ def test_values_arrive_where_they_mean_the_same(tmp_path):
         24,
         12,
     )
-    assert config.gdpo.rewards == {"correctness": 1.0, "format": 1.0, "integer": 1.0, "overlong": 1.0}
+    assert config.gdpo.rewards == {"correctness": 1.0, "format": 1.0, "integer": 1.0}
     assert {"component": "integer", "linear": {"from": [-1.0, 3.0], "to": [0.0, 1.0]}} in config.gdpo.shaping
     assert {
-        "component": "overlong",
+        "component": "correctness",
         "overlong": {"buffer": 100, "penalty": 0.7, "max_length": 700},
     } in config.gdpo.shaping
     assert (config.gdpo.dynamic_sampling.enabled, config.gdpo.dynamic_sampling.max_rounds) == (True, 6)
@@ -120,14 +133,15 @@ def test_values_arrive_where_they_mean_the_same(tmp_path):
         2,
         "selective",
     )
-    assert (megatron.scheduler.lr_decay_steps, megatron.scheduler.lr_warmup_steps) == (90, 5)
+    # A step there is two updates here: 24 x 12 samples in batches of 144.
+    assert (megatron.scheduler.lr_decay_steps, megatron.scheduler.lr_warmup_steps) == (180, 10)
     assert (config.policy.micro_batch_tokens, config.policy.train_global_batch_size) == (1536, 144)
     assert (config.policy.lora.rank, config.policy.lora.target_modules) == (
         24,
         ["q_proj", "k_proj", "v_proj", "down_proj"],
     )
     assert (generation.engines, generation.vllm_cfg.tensor_parallel_size, generation.max_new_tokens) == (2, 2, 512)
-    assert (config.env, config.data.validation.split, config.rollout.env_workers) == ({"gsm8k": {}}, "test", 6)
+    assert (config.env, config.data.validation.split, config.rollout.env_workers) == ({"gsm8k": {"strict": True}}, "test", 6)
     assert (config.run.dir, config.checkpointing.keep_best, config.checkpointing.keep_last) == (
         "results/from_there",
         2,
@@ -150,14 +164,14 @@ def test_engines_that_share_gpus_there_share_them_here_where_none_runs_ahead(tmp
 def test_parents_are_merged_and_a_marked_section_replaces_theirs(tmp_path):
     translation = translate(RECIPES / "gdpo.yaml")
     config = config_of(translation, tmp_path)
-    assert (
-        translation.refusal == "" and config.gdpo.estimator == "gdpo" and config.gdpo.options == {"leave_one_out": True}
-    )
-    # Weights stand in the order of the sorted names.
-    assert config.gdpo.rewards == {"correctness": 2.0, "format": 0.5, "integer": 1.0, "overlong": 1.0}
+    assert translation.status == DIFFERS and config.gdpo.estimator == "gdpo" and config.gdpo.preset == "nemo_rl"
+    assert config.gdpo.options == {"leave_one_out": True}
+    # Weights stand in the order of the sorted names; the shaped sum is nothing that gdpo sees there.
+    assert config.gdpo.rewards == {"correctness": 2.0, "format": 0.5, "integer": 1.0}
+    assert not any("overlong" in rule for rule in config.gdpo.shaping)
     assert config.data.validation is None and config.gdpo.val_period == 0
     assert (config.data.train.path, config.data.train.columns) == ("organisation/rows", {"answer": "gold"})
-    assert verdicts(translation)["grpo.val_period"] == NONE
+    assert verdicts(translation)["grpo.val_period"] == NO_EFFECT
 
 
 @pytest.mark.parametrize(
@@ -165,15 +179,15 @@ def test_parents_are_merged_and_a_marked_section_replaces_theirs(tmp_path):
     [
         ("grpo.num_prompts_per_stepp=3", "grpo.num_prompts_per_stepp", UNKNOWN),
         ("grpo.max_rollout_turns=5", "grpo.max_rollout_turns", TRANSLATED),
-        ("grpo.val_start_at=5", "grpo.val_start_at", NONE),
-        ("grpo.val_start_at=0", "grpo.val_start_at", SAME),
-        ("loss_fn.use_importance_sampling_correction=false", "loss_fn.use_importance_sampling_correction", SAME),
-        ("loss_fn.use_importance_sampling_correction=false", "loss_fn.truncated_importance_sampling_ratio", NONE),
+        ("grpo.val_start_at=5", "grpo.val_start_at", DIFFERENT),
+        ("grpo.val_start_at=0", "grpo.val_start_at", ALREADY),
+        ("loss_fn.use_importance_sampling_correction=false", "loss_fn.use_importance_sampling_correction", ALREADY),
+        ("loss_fn.use_importance_sampling_correction=false", "loss_fn.truncated_importance_sampling_ratio", NO_EFFECT),
         ("policy.megatron_cfg.fp8_cfg={enabled: true, fp8: e4m3}", "policy.megatron_cfg.fp8_cfg.fp8", TRANSLATED),
-        ("policy.megatron_cfg.fp8_cfg={enabled: true, fp8_param: true}", "policy.megatron_cfg.fp8_cfg.fp8_param", NONE),
+        ("policy.megatron_cfg.fp8_cfg={enabled: true, fp8_param: true}", "policy.megatron_cfg.fp8_cfg.fp8_param", DIFFERENT),
         ("policy.generation.backend=sglang", "policy.generation.backend", TRANSLATED),
-        ("env.math.something=1", "env.math.something", NONE),
-        ("loss_fn.reference_policy_kl_penalty=0.0", "loss_fn.reference_policy_kl_type", NONE),
+        ("env.math.something=1", "env.math.something", DIFFERENT),
+        ("loss_fn.reference_policy_kl_penalty=0.0", "loss_fn.reference_policy_kl_type", NO_EFFECT),
     ],
 )
 def test_each_value_gets_the_verdict_it_deserves(tmp_path, change, key, expected):
@@ -182,8 +196,8 @@ def test_each_value_gets_the_verdict_it_deserves(tmp_path, change, key, expected
     OmegaConf.save(recipe, path)
     translation = translate(path)
     assert verdicts(translation)[key] == expected
-    # What vLLM's place cannot take is refused by the check of every config, and said.
-    assert ("sglang" in translation.refusal) == ("sglang" in change)
+    assert (translation.status == CANNOT_RUN) == ("sglang" in change)
+    assert ("policy.generation.backend" in translation.blockers) == ("sglang" in change)
 
 
 @pytest.mark.parametrize("recipe", ["every_key.yaml", "gdpo.yaml"])
@@ -202,7 +216,7 @@ def test_what_is_called_translated_is_in_the_result(recipe):
 def test_the_command_prints_a_config_and_says_what_is_missing(tmp_path, capsys):
     out = tmp_path / "ours.yaml"
     assert cli.main(["config", "from-nemo-rl", str(EVERY_KEY), "--out", str(out)]) == 0
-    assert "grpo.max_num_epochs" in capsys.readouterr().out
+    assert capsys.readouterr().out.startswith("runs but differs in ")
     assert cli.main(["train", "--config", str(out), "--dry-run"]) == 0
     assert yaml.safe_load(capsys.readouterr().out)["gdpo"]["num_prompts_per_step"] == 24
 
@@ -210,7 +224,8 @@ def test_the_command_prints_a_config_and_says_what_is_missing(tmp_path, capsys):
     unusual.write_text(f"defaults: {EVERY_KEY}\ndata: {{default: {{env_name: code, processor: null}}}}\n")
     assert cli.main(["config", "from-nemo-rl", str(unusual)]) == 1
     captured = capsys.readouterr()
-    assert "there is no environment 'code' here" in captured.out and captured.err.startswith("to be completed: ")
+    assert "# cannot run:\n#   env.code: there is no environment 'code'" in captured.out
+    assert captured.err.startswith("cannot run:\n  env.code: ")
 
 
 @pytest.mark.parametrize(
@@ -220,6 +235,7 @@ def test_the_command_prints_a_config_and_says_what_is_missing(tmp_path, capsys):
         ("sft: {max_num_steps: 3}\n", "no section grpo"),
         ("defaults: recipe.yaml\n", "inherits from itself"),
         ("grpo: {seed: '${nowhere.at.all}'}\n", "nowhere"),
+        ("grpo: {seed: '${div:1,0}'}\n", "by zero"),
     ],
 )
 def test_a_recipe_that_cannot_be_read_is_one_line(tmp_path, text, named):

@@ -74,7 +74,7 @@ def test_only_what_costs_nothing_to_build_is_asked_for_its_components(minimal, t
         (["gdpo.options={missing: ignore}"], "gdpo.options: missing='ignore'"),
         (["gdpo.options={ddof: 2}"], "ddof must be 0 or 1"),
         (["gdpo.options={batch_unit: token}", "gdpo.estimator=grpo"], "has no effect without the batch norm"),
-        (["gdpo.options={leave_one_out: true}", "gdpo.estimator=grpo"], "which normalises the sum"),
+        (["gdpo.options={leave_one_out: true}", "gdpo.estimator=dr_grpo"], "which normalises the sum"),
         (["gdpo.epsilon=0.001", "gdpo.estimator=dr_grpo"], "gdpo.epsilon: has no effect"),
     ],
 )

@@ -6,7 +6,7 @@ import math
 import re
 from dataclasses import dataclass
 
-from gdpo_nemo.config.schema import MegatronConfig, OptimizerConfig
+from gdpo_nemo.config.schema import MegatronConfig, OptimizerConfig, SchedulerConfig
 
 _SIZES = {
     "TP": "tensor_model_parallel_size",
@@ -24,6 +24,11 @@ _FLAGS = {
     "SELECTIVE": dict(recompute="selective"),
     "FULL": dict(recompute="full"),
     "FIRST": dict(recompute="full", recompute_layers=1),
+    "SHORTHEAD": dict(num_layers_in_first_pipeline_stage=1),
+    "SHORTTAIL": dict(num_layers_in_last_pipeline_stage=1),
+    "FROZENROUTER": dict(freeze_moe_router=True),
+    "FLOAT64ROUTER": dict(moe_router_dtype="float64"),
+    "WARMUP": dict(scheduler=SchedulerConfig(lr_warmup_steps=4, lr_warmup_init=1e-3)),
 }
 
 

@@ -113,6 +113,31 @@ def by_sequence(shares, batch) -> list[np.ndarray]:
     return out
 
 
+def layers_held(place, folder) -> list[int]:
+    """Numbers of the Hugging Face layers whose weights this rank has."""
+    policy = build_policy(place, folder)
+    return [(layer.layer_number - 1) // 2 for chunk in policy.chunks for layer in chunk.decoder.layers]
+
+
+def starting_a(place, init) -> np.ndarray:
+    """[64, 192]: a starting A."""
+    from gdpo_nemo.megatron.lora import initial_a
+
+    return initial_a("self_attn.q_proj", 64, 192, 3, init).numpy()
+
+
+def learning_rates(place, folder, batch, count) -> list[float]:
+    """The learning rate of each of ``count`` updates."""
+    policy = build_policy(place, folder)
+    return [_rate(policy, batch, spread(place, batch)) for _ in range(count)]
+
+
+def _rate(policy, batch, assignment) -> float:
+    from gdpo_nemo.algorithms.policy_loss import LossSettings
+
+    return policy.train(batch, assignment, LossSettings()).lr
+
+
 def round_trips(place, folders) -> dict:
     """Load and export every model in ``folders``: {model: {Hugging Face name: array}} (rank 0)."""
     import torch

@@ -53,6 +53,19 @@ def test_plain_and_distributed_optimizers_read_each_other(on_ranks, model_folder
     assert relative_error(go_on(on_ranks, model_folder, after, checkpoint), undisturbed) < 1e-5
 
 
+@pytest.mark.parametrize("before, after", [("PP2+SHORTHEAD", "PP2"), ("DP2+DIST", "PP2+SHORTTAIL+DIST")])
+def test_stages_may_be_cut_elsewhere_on_resuming(on_ranks, model_folder, saved, before, after):
+    checkpoint, undisturbed = saved(before)
+    assert relative_error(go_on(on_ranks, model_folder, after, checkpoint), undisturbed) < 1e-5
+
+
+def test_a_run_with_frozen_routers_goes_on_where_it_was(on_ranks, model_folder, saved_mixture):
+    layout = "DP2xEP2+DIST+FROZENROUTER"
+    checkpoint, undisturbed = saved_mixture(layout)
+    arguments = (model_folder("qwen3-moe"), tiny_models.make_batch(), checkpoint)
+    np.testing.assert_array_equal(on_ranks(layout, rank_cases.load_and_go_on, *arguments)[0], undisturbed)
+
+
 @pytest.mark.parametrize("before, after", [("TP2", "DP2+DIST"), ("DP2+DIST", "TP2")])
 def test_bfloat16_main_weights_survive_a_change_of_optimizer(on_ranks, model_folder, tmp_path, before, after):
     """Main weights are float32: had they been read back from the bfloat16 model, the updates would differ in the third digit."""

@@ -13,7 +13,7 @@ MODELS = ["llama", "mistral", "qwen2", "qwen2-tied", "qwen3"]
 MIXTURES = ["mixtral", "qwen3-moe", "qwen3-moe-mixed"]
 
 
-@pytest.mark.parametrize("layout", ["TP1", "TP2", "PP2"])
+@pytest.mark.parametrize("layout", ["TP1", "TP2", "PP2", "PP2+SHORTHEAD"])
 def test_round_trip_is_bit_exact(on_ranks, model_folder, layout):
     check({name: model_folder(name) for name in MODELS}, on_ranks, layout)
 

@@ -5,14 +5,20 @@ Every family on one rank and on two, every other layout with some of the familie
 
 from __future__ import annotations
 
+import json
 from itertools import product
 
 import numpy as np
 import pytest
 import rank_cases
 import tiny_models
+import torch
 from hf_reference import relative_error
-from layouts import in_turn
+from layouts import in_turn, parse
+
+from gdpo_nemo.config.layout import resolve_layout
+from gdpo_nemo.config.schema import Config, PolicyConfig
+from gdpo_nemo.planning.shape import shape_from
 
 LAYOUTS = ["TP1", "TP2", "TP2+SP", "DP2", "DP2+DIST", "PP2", "CP2"]
 MODELS = ["llama", "mistral", "qwen2", "qwen2-tied", "qwen3"]
@@ -45,6 +51,65 @@ def test_overlap_and_recompute_change_nothing(on_ranks, model_folder, reference,
     results = on_ranks(layout, rank_cases.updates, model_folder("qwen3"), tiny_models.make_batch())
     assert max(relative_error(result.steps, expected.steps) for result in results) < 1e-5
     assert weight_error(results[0].weights, expected.weights) < 1e-6
+
+
+@pytest.mark.parametrize("layout", ["PP2+SHORTHEAD", "PP2+SHORTTAIL", "PP3+SHORTHEAD+SHORTTAIL"])
+def test_an_uneven_pipeline_computes_exports_and_plans_what_an_even_one_does(on_ranks, model_folder, reference, layout):
+    expected, folder = reference("qwen3"), model_folder("qwen3")
+    results = on_ranks(layout, rank_cases.updates, folder, tiny_models.make_batch())
+    assert max(relative_error(result.steps, expected.steps) for result in results) < 1e-5
+    assert set(results[0].weights) == set(expected.weights)
+    assert weight_error(results[0].weights, expected.weights) < 1e-6
+    planned = planned_layers(parse(layout).config, folder)
+    held = on_ranks(layout, rank_cases.layers_held, folder)
+    assert [sorted(set(layers)) for layers in held] == planned and len({len(layers) for layers in planned}) > 1
+
+
+def planned_layers(megatron, folder) -> list[list[int]]:
+    """The layers of every stage as the plan counts them."""
+    config = Config(policy=PolicyConfig(model_name=str(folder), megatron_cfg=megatron))
+    shape, layout = shape_from(json.loads((folder / "config.json").read_text())), resolve_layout(config)
+    return [list(shape.on_stage(layout, stage)) for stage in range(layout.pipeline)]
+
+
+@pytest.mark.parametrize("layout", ["TP1", "DP2xEP2+DIST"])
+def test_frozen_routers_stay_bit_for_bit_while_everything_else_is_trained(on_ranks, model_folder, layout):
+    from safetensors.numpy import load_file
+
+    folder = model_folder("qwen3-moe")
+    start = load_file(folder / "model.safetensors")
+    frozen, trained = (
+        on_ranks(layout + flag, rank_cases.updates, folder, tiny_models.make_batch())[0].weights for flag in ("+FROZENROUTER", "")
+    )
+    routers = [name for name in frozen if name.endswith(".mlp.gate.weight")]
+    assert len(routers) == 4
+    for name in frozen:
+        assert np.array_equal(frozen[name], start[name]) == (name in routers), name
+    assert not any(np.array_equal(trained[name], start[name]) for name in routers)
+
+
+def test_the_routers_precision_is_that_of_the_config(on_ranks, model_folder):
+    """In bfloat16 the scores of a float64 router differ from those of a bfloat16 one, and so do the log-probs."""
+    folder, batch = model_folder("qwen3-moe"), tiny_models.make_batch()
+    plain, exact = (
+        on_ranks(layout, rank_cases.updates, folder, batch, 0, 80, None, None, "bfloat16")[0].before.values
+        for layout in ("TP1", "TP1+FLOAT64ROUTER")
+    )
+    assert 0 < np.abs(plain - exact).max() < 0.2
+
+
+def test_a_warm_up_with_its_own_start_has_the_rates_of_torchs_linear_schedule(on_ranks, model_folder):
+    rates = on_ranks("TP1+WARMUP", rank_cases.learning_rates, model_folder("qwen3"), tiny_models.make_batch(), 6)[0]
+    weight = torch.nn.Parameter(torch.zeros(1))
+    theirs = torch.optim.AdamW([weight], lr=1e-2)
+    schedules = torch.optim.lr_scheduler
+    parts = [schedules.LinearLR(theirs, 0.1, 1.0, 4), schedules.ConstantLR(theirs, 1.0, 10**10)]
+    schedule, expected = schedules.SequentialLR(theirs, parts, [4]), []
+    for _ in range(6):
+        expected.append(theirs.param_groups[0]["lr"])
+        theirs.step()
+        schedule.step()
+    np.testing.assert_allclose(rates, expected, rtol=1e-9)
 
 
 @pytest.mark.parametrize("layout", ["TP2+SP", "CP2", "DP2"])

@@ -138,3 +138,10 @@ def test_experts_cannot_be_adapted_and_attention_beside_them_can(on_ranks, model
     assert "experts" in on_ranks("TP1", rank_cases.lora_targets_refused, folder, SETTINGS)[0]
     attention = LoraConfig(rank=4, alpha=8.0, target_modules=["q_proj", "o_proj"])
     assert on_ranks("TP1", rank_cases.lora_targets_refused, folder, attention)[0] == ""
+
+
+def test_a_starts_from_the_distribution_that_is_asked_for(on_ranks):
+    """Uniform within 1 / sqrt(width), or normal with variance 2 / (rank + width)."""
+    uniform, xavier = (on_ranks("TP1", rank_cases.starting_a, init)[0] for init in ("uniform", "xavier"))
+    assert np.abs(uniform).max() <= 192**-0.5 and np.isclose(uniform.std(), (3 * 192) ** -0.5, rtol=0.05)
+    assert np.isclose(xavier.std(), (2 / 256) ** 0.5, rtol=0.05) and np.abs(xavier).max() > 3 * xavier.std()

@@ -1,0 +1,82 @@
+"""The kinds of rule for one key of a recipe, and what they answer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Callable
+
+from gdpo_nemo.config.from_nemo_rl_read import Recipe
+
+
+@dataclass
+class Said:
+    """A rule's answer: values for our keys, or why there are none."""
+
+    values: dict[str, Any] = field(default_factory=dict)
+    text: str = ""
+    same: bool = False
+    """Done here without being written."""
+    matters: bool = False
+    """Not done here, and the result is another."""
+    elsewhere: tuple[str, ...] = ()
+    """Our keys that it makes together with other keys."""
+
+
+Act = Callable[[Any, Recipe], Said]
+
+
+def is_off(value: Any, *off: Any) -> bool:
+    """Whether a value says that a feature is not used."""
+    return value is None or value is False or value in ({}, [], "") or any(value == other for other in off)
+
+
+def to(key: str, convert: Callable[[Any], Any] = lambda value: value, note: str = "") -> Act:
+    """Our ``key`` means the same. Null means: not set, so ours is not set either."""
+
+    def act(value: Any, recipe: Recipe) -> Said:
+        if value is None:
+            return Said(text=f"not set there, and the default of {key} here", same=True)
+        return Said({key: convert(value)}, note)
+
+    return act
+
+
+def via(*keys: str) -> Act:
+    """Works on ours together with other keys; the lines under "added" have the result."""
+    return lambda value, recipe: Said(elsewhere=keys)
+
+
+def only(wanted: Any, why: str) -> Act:
+    """We always do what ``wanted`` says (a value, or a function of the recipe); another value matters."""
+
+    def act(value: Any, recipe: Recipe) -> Said:
+        expected = wanted(recipe) if callable(wanted) else wanted
+        same = value is None or value == expected
+        return Said(text=why, same=same, matters=not same)
+
+    return act
+
+
+def idle(why: str) -> Act:
+    """The result does not depend on it: speed, memory, logs, or how a thing is done rather than what."""
+    return lambda value, recipe: Said(text=why)
+
+
+def missing(why: str, *off: Any) -> Act:
+    """No such feature here, and it would change the result; ``off`` and the usual empty values switch it off."""
+
+    def act(value: Any, recipe: Recipe) -> Said:
+        unused = is_off(value, *off)
+        return Said(text=f"{why}{', and not used there' if unused else ''}", same=unused, matters=not unused)
+
+    return act
+
+
+def where(condition: Callable[[Recipe], Any], act: Act, otherwise: Act) -> Act:
+    """``act`` where the recipe meets ``condition``."""
+    return lambda value, recipe: (act if condition(recipe) else otherwise)(value, recipe)
+
+
+def gated(switch: str, act: Act) -> Act:
+    """``act`` where the recipe's key ``switch`` is on; else the key does nothing there."""
+    return where(lambda recipe: recipe.get(switch), act, idle(f"does nothing there: {switch} is off"))

@@ -1,0 +1,79 @@
+"""What NeMo-RL's own recipes come to here: ``python tests/compat/nemo_rl_recipes.py --recipes CHECKOUT [--reasons]``.
+
+Every YAML below the folder that has a section ``grpo`` once its ``defaults`` are merged in; see ``docs/plan.md``.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Iterator
+
+from gdpo_nemo.config.from_nemo_rl import CANNOT_RUN, DIFFERS, SAME, Translation, translate
+from gdpo_nemo.config.from_nemo_rl_read import open_recipe
+from gdpo_nemo.errors import ConfigError
+
+UNREADABLE = "cannot be read"
+
+
+@dataclass
+class Row:
+    """One recipe and what it came to."""
+
+    name: str
+    status: str
+    reasons: dict[str, str]
+    family: bool = False
+    """Whether the model's family and the sampling engine exist here."""
+
+
+def rows(folder: Path) -> Iterator[Row]:
+    """The recipes below ``folder``, in order of their paths."""
+    for path in sorted(folder.rglob("*.yaml")):
+        text = path.read_text(encoding="utf-8", errors="replace")
+        if "grpo" not in text and "defaults" not in text:
+            continue
+        name = str(path.relative_to(folder))
+        try:
+            recipe = open_recipe(path)
+            yield _row(name, translate(path), recipe)
+        except ConfigError as error:
+            if text.startswith("grpo:") or "\ngrpo:" in text:
+                yield Row(name, UNREADABLE, {"recipe": str(error)})
+
+
+def _row(name: str, translation: Translation, recipe) -> Row:
+    exists = recipe.model.supported and recipe.get("policy.generation.backend", "vllm") == "vllm"
+    return Row(name, translation.status, translation.blockers or translation.differences, exists)
+
+
+def report(found: list[Row], reasons: bool) -> str:
+    """The table: a line a recipe, then how many came to what, then the reasons by frequency."""
+    lines = []
+    for row in found:
+        lines.append(f"{row.status:<14} {len(row.reasons):>2}  {row.name}  {'; '.join(row.reasons)}")
+        lines += [f"                    {key}: {why}" for key, why in row.reasons.items()] if reasons else []
+    lines += ["", f"{'':<34}all  family and engine exist here"]
+    for status in (SAME, DIFFERS, CANNOT_RUN, UNREADABLE):
+        chosen = [row for row in found if row.status == status]
+        lines.append(f"{status:<34}{len(chosen):>3}  {sum(row.family for row in chosen):>3}")
+    lines.append(f"{'together':<34}{len(found):>3}  {sum(row.family for row in found):>3}")
+    for status in (DIFFERS, CANNOT_RUN):
+        counts = Counter(key for row in found if row.status == status for key in row.reasons)
+        lines += ["", f"{status}, by reason:", *(f"{count:>4}  {key}" for key, count in counts.most_common())]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--recipes", type=Path, required=True, metavar="DIR", help="a checkout of NVIDIA-NeMo/RL")
+    parser.add_argument("--reasons", action="store_true", help="every reason in full")
+    arguments = parser.parse_args()
+    print(report(list(rows(arguments.recipes)), arguments.reasons))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,243 @@
+"""Recipes of different kind, after NeMo-RL's own: each comes to what it is, with the values that make it so.
+
+What their keys mean was read in NVIDIA-NeMo/RL at 7ea279ab; the place is named where a meaning may surprise.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache, reduce
+from math import inf
+from pathlib import Path
+
+import pytest
+
+from gdpo_nemo import cli
+from gdpo_nemo.config.effects import keys_without_effect
+from gdpo_nemo.config.from_nemo_rl import CANNOT_RUN, DIFFERS, SAME, Translation, translate
+from gdpo_nemo.config.from_nemo_rl_models import model_by_name
+from gdpo_nemo.config.load import load_config
+from gdpo_nemo.config.validate import validate
+
+FOLDER = Path(__file__).with_name("nemo_rl")
+
+STATUS = {
+    "base": SAME,
+    "megatron": SAME,
+    "async_untruncated": SAME,
+    "async_in_flight": DIFFERS,
+    "mixture_seq_mask": SAME,
+    "gspo_four_updates": SAME,
+    "dapo": DIFFERS,
+    "gdpo_gsm8k": SAME,
+    "uneven_pipeline": SAME,
+    "lora": SAME,
+    "reinforce_plus_plus": SAME,
+    "gym": CANNOT_RUN,
+    "images_sglang": CANNOT_RUN,
+}
+
+DIFFERENCES = {
+    "async_in_flight": {"grpo.async_grpo.in_flight_weight_updates"},
+    "dapo": {"env.math.math_verify_impl", "grpo.use_dynamic_sampling"},
+}
+
+BLOCKERS = {
+    "gym": {"env.nemo_gym", "policy.model_name"},
+    "images_sglang": {"data.default.processor", "env.clevr-cogent", "policy.model_name", "policy.generation.backend"},
+}
+
+M, S = "policy.megatron_cfg", "policy.megatron_cfg.scheduler"
+VALUES = {
+    "base": {
+        # Mean and deviation of the other members (calculate_baseline_and_std_per_prompt).
+        "gdpo.estimator": "grpo",
+        "gdpo.options": {"leave_one_out": True},
+        # exp(x - x.detach()) weighs every KL estimate, which is clamped at 20 before and at 10 after (calculate_kl).
+        "loss_fn.reference_policy_kl_gradient": "score",
+        "loss_fn.kl_output_clamp_value": 10.0,
+        # train_test_split of one million rows; one epoch of what is left in steps of 32.
+        "data.train.split": "train_1M[:95%]",
+        "data.validation.split": "train_1M[95%:]",
+        "gdpo.max_num_steps": 29687,
+        "data.train.prompt_template": "Answer the question below, and box the result as \\boxed{}.\n{prompt}\n",
+        "data.train.system_prompt": "",
+        # torch's LinearLR; DTensor's optimizer and not the one under megatron_cfg.
+        f"{S}.lr_warmup_steps": 50,
+        f"{S}.lr_warmup_init": 5e-7,
+        f"{M}.optimizer.lr": 5e-6,
+        f"{M}.use_distributed_optimizer": True,
+    },
+    "megatron": {
+        f"{S}.lr_warmup_steps": 13,
+        f"{S}.lr_warmup_init": 2e-7,
+        f"{M}.overlap_grad_reduce": True,
+        f"{M}.overlap_param_gather": True,
+    },
+    "async_untruncated": {
+        "rollout.max_staleness": 1,
+        "loss_fn.old_logprobs": "trainer",
+        "loss_fn.off_policy.mode": "truncate",
+        "loss_fn.off_policy.ratio_max": inf,
+        "cluster.placement": "separate",
+    },
+    "async_in_flight": {"loss_fn.off_policy.ratio_max": 2.0, "loss_fn.off_policy.mode": "truncate"},
+    "mixture_seq_mask": {
+        # The geometric mean decides who stays; those keep the weights of their tokens.
+        "loss_fn.off_policy.mode": "icepop",
+        "loss_fn.off_policy.level": "geometric",
+        "loss_fn.off_policy.ratio_max": 1.002,
+        "loss_fn.off_policy.ratio_min": 0.999,
+        f"{M}.freeze_moe_router": True,
+        f"{M}.moe_router_dtype": "fp64",
+        f"{M}.sequence_parallel": True,
+    },
+    "gspo_four_updates": {
+        "loss_fn.type": "gspo",
+        "loss_fn.aggregation": "sequence_mean",
+        "loss_fn.off_policy.level": "sequence",
+        "loss_fn.off_policy.ratio_max": 5.0,
+        # 13 steps of 4 updates: the schedule ticks once a step there (megatron_policy_worker.train).
+        f"{S}.lr_warmup_steps": 52,
+        f"{S}.lr_decay_steps": None,
+    },
+    "dapo": {
+        "loss_fn.ratio_clip_c": 10.0,
+        "loss_fn.ratio_clip_max": 0.28,
+        "loss_fn.reference_policy_kl_penalty": 0.0,
+        "data.train.path": "BytedTsinghua-SIA/DAPO-Math-17k",
+        "data.train.columns": {"answer": "reward_model.ground_truth"},
+        "gdpo.shaping": [
+            {"component": "correctness", "clip": [0.0, 1.0]},
+            {"component": "correctness", "linear": {"from": [0.0, 1.0], "to": [-1.0, 1.0]}},
+            {"component": "correctness", "overlong": {"buffer": 64, "penalty": 1, "max_length": 512}},
+        ],
+    },
+    "gdpo_gsm8k": {
+        "gdpo.preset": "nemo_rl",
+        # Weights stand in the order of the sorted names.
+        "gdpo.rewards": {"correctness": 2.0, "format": 0.5, "integer": 1.0},
+        "env": {"gsm8k": {"strict": True}},
+        "data.train.path": "openai/gsm8k:main",
+        "data.validation.split": "test",
+        # GDPOAdvantageEstimator has no KL, and use_kl_in_reward takes it out of the loss.
+        "gdpo.shaping": [],
+        "loss_fn.reference_policy_kl_penalty": 0.0,
+        "gdpo.max_num_steps": 233,
+    },
+    "uneven_pipeline": {
+        f"{M}.num_layers_in_first_pipeline_stage": 11,
+        f"{M}.num_layers_in_last_pipeline_stage": 11,
+        f"{S}.lr_decay_style": "cosine",
+        f"{S}.lr_decay_steps": 1000,
+        "gdpo.val_generations_per_prompt": 16,
+        "gdpo.val_prompts": 16,
+        # DeepScalerDataset ignores split_validation_size.
+        "data.train.split": "train",
+        "gdpo.max_num_steps": 2 * (40315 // 32),
+    },
+    "lora": {"policy.lora.init": "xavier", "policy.lora.rank": 16, "policy.lora.alpha": 64.0, "policy.lora.target_modules": ["q_proj", "v_proj"]},
+    "reinforce_plus_plus": {
+        "gdpo.estimator": "dr_grpo",
+        "gdpo.batch_norm": True,
+        "gdpo.options": {"batch_unit": "token", "batch_rows": "scored", "ddof": 0, "batch_epsilon": 0.0, "residue": 0.0},
+        # REINFORCE has no ratio and so nothing to clip: what stands here is our default.
+        "loss_fn.ratio_clip_max": 0.28,
+    },
+}
+
+
+@lru_cache
+def translated(name: str) -> Translation:
+    return translate(FOLDER / f"{name}.yaml")
+
+
+def loaded(name: str, folder: Path):
+    path = folder / "ours.yaml"
+    path.write_text(translated(name).to_text(name))
+    return load_config(path)
+
+
+@pytest.mark.parametrize("name", STATUS)
+def test_a_recipe_comes_to_what_it_is(name):
+    translation = translated(name)
+    assert translation.status == STATUS[name], translation.summary()
+    assert set(translation.differences) >= DIFFERENCES.get(name, set()) and set(translation.blockers) == BLOCKERS.get(name, set())
+    if STATUS[name] != CANNOT_RUN:
+        assert set(translation.differences) == DIFFERENCES.get(name, set())
+
+
+@pytest.mark.parametrize("name", [name for name, status in STATUS.items() if status != CANNOT_RUN])
+def test_what_is_said_to_run_passes_the_dry_run_and_has_its_values(name, tmp_path):
+    config = loaded(name, tmp_path)
+    validate(config)
+    assert keys_without_effect(config) == []
+    found = {key: reduce(getattr, key.split("."), config) for key in VALUES[name]}
+    assert found == VALUES[name]
+
+
+def test_without_a_partner_overlap_param_gather_is_not_written(tmp_path):
+    path = tmp_path / "recipe.yaml"
+    path.write_text(
+        f"defaults: {FOLDER / 'megatron.yaml'}\n"
+        "policy: {megatron_cfg: {distributed_data_parallel_config: {overlap_grad_reduce: false}}}\n"
+    )
+    content = translate(path).content["policy"]["megatron_cfg"]
+    assert "overlap_param_gather" not in content and "overlap_grad_reduce" not in content
+
+
+def test_an_environment_variable_that_is_not_set_stays_an_interpolation():
+    translation = translated("gym")
+    assert translation.content["data"]["train"]["path"] == "${oc.env:GDPO_TEST_UNSET}/train.jsonl"
+    assert translation.variables == ["GDPO_TEST_UNSET"] and "GDPO_TEST_UNSET" in translation.summary()
+
+
+def test_what_nemo_rl_fills_in_counts_where_a_recipe_says_nothing(tmp_path):
+    path = tmp_path / "recipe.yaml"
+    path.write_text("grpo: {max_num_steps: 5}\npolicy: {model_name: Qwen/Qwen3-8B, max_total_sequence_length: 512}\n")
+    translation = translate(path)
+    assert translation.content["loss_fn"]["ratio_clip_max"] == 0.2
+    assert translation.content["loss_fn"]["reference_policy_kl_penalty"] == 0.01
+    assert translation.content["gdpo"]["num_generations_per_prompt"] == 16
+
+
+@pytest.mark.parametrize(
+    "name, status", [("base", 0), ("async_in_flight", 3), ("gym", 1)]
+)
+def test_the_exit_status_tells_the_three_apart_where_it_is_asked_to(name, status, tmp_path, capsys):
+    recipe = ["config", "from-nemo-rl", str(FOLDER / f"{name}.yaml"), "--out", str(tmp_path / "ours.yaml")]
+    assert cli.main([*recipe, "--strict"]) == status
+    assert cli.main(recipe) == (1 if status == 1 else 0)
+    summary = capsys.readouterr().out
+    assert {0: "same: ", 3: "runs but differs in 1 way", 1: "cannot run:"}[status] in summary
+    assert "no effect on the result" not in summary and "no effect on the result" in (tmp_path / "ours.yaml").read_text()
+
+
+@pytest.mark.parametrize(
+    "name, family",
+    [
+        ("Qwen/Qwen3-30B-A3B", "qwen3_moe"),
+        ("Qwen/Qwen3-1.7B", "qwen3"),
+        ("Qwen/Qwen2.5-Math-1.5B-Instruct", "qwen2"),
+        ("deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B", "qwen2"),
+        ("meta-llama/Llama-3.1-8B-Instruct", "llama"),
+        ("mistralai/Mixtral-8x7B-v0.1", "mixtral"),
+        ("deepseek-ai/DeepSeek-V3", None),
+        ("Qwen/Qwen3.5-35B-A3B-Base", None),
+        ("Qwen/Qwen2.5-VL-3B-Instruct", None),
+        ("Qwen/Qwen3-Omni-30B-A3B-Instruct", None),
+        ("google/gemma-3-1b-it", None),
+        ("openai/gpt-oss-20b", None),
+        ("nvidia/NVIDIA-Nemotron-Nano-9B-v2", None),
+        ("/path/to/model", None),
+    ],
+)
+def test_a_name_tells_its_family(name, family):
+    known = model_by_name(name)
+    assert known.supported == (family is not None) and (family is None or known.model_type == family)
+
+
+def test_every_supported_name_is_a_family_that_can_be_built():
+    from gdpo_nemo.config.from_nemo_rl_models import supported_types
+    from gdpo_nemo.megatron.families import FAMILIES
+
+    assert set(supported_types()) == set(FAMILIES)
