@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from gdpo_nemo.config.from_nemo_rl_account import Account
-from gdpo_nemo.config.from_nemo_rl_models import supported_types
 from gdpo_nemo.config.from_nemo_rl_read import Recipe
 
 _MEGATRON = "policy.megatron_cfg"
@@ -19,10 +18,8 @@ def machines(recipe: Recipe, account: Account) -> None:
 
 
 def _model(recipe: Recipe, account: Account) -> None:
-    name, known = recipe.get("policy.model_name"), recipe.model
-    if not known.supported:
-        what = f"is {known.model_type}, which is not supported" if known.model_type else "does not tell a supported family"
-        account.blocks("policy.model_name", f"{name!r} {what}; supported: {', '.join(supported_types())}")
+    if recipe.model.refusal:
+        account.blocks("policy.model_name", recipe.model.refusal)
     backend = recipe.get("policy.generation.backend", "vllm")
     if backend != "vllm":
         account.blocks("policy.generation.backend", f"{backend} is not a sampling engine here; vllm is")

@@ -1,57 +1,69 @@
-"""What the name of a model on the hub tells about its family, for recipes, which name a model and have no config.json."""
+"""What is known of a recipe's model: from its config.json where the folder is here, else from what its name on the hub tells."""
 
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import NamedTuple
+
+from gdpo_nemo.config.architectures import FAMILIES, check_model_content, num_experts
+from gdpo_nemo.config.files import read_model_config
+from gdpo_nemo.errors import ConfigError
 
 
 class KnownModel(NamedTuple):
-    """A model by its name."""
+    """A model and whether the policy can be built of it."""
 
     model_type: str
     """As in config.json; empty where the name does not tell."""
-    supported: bool
-    """Whether the policy can be built."""
     mixture: bool = False
     """Whether it has experts."""
+    refusal: str = ""
+    """Why it is not supported; empty where it is."""
 
 
-_FAMILIES = (
-    (r".*(VL|Omni|Vision|Audio)(?![a-z]).*", "a model of images or sound", False, False),
-    (r"Qwen/Qwen3\.5-.*", "qwen3_5", False, False),
-    (r"Qwen/Qwen3-Next-.*", "qwen3_next", False, True),
-    (r"Qwen/Qwen3-(Coder-)?\d+B-A\d+B.*", "qwen3_moe", True, True),
-    (r"Qwen/Qwen3-[\d.]+B.*", "qwen3", True, False),
-    (r"Qwen/(Qwen1\.5-MoE|Qwen2-57B-A14B).*", "qwen2_moe", False, True),
-    (r"Qwen/(Qwen2(\.5)?-|QwQ-).*", "qwen2", True, False),
-    (r"deepseek-ai/DeepSeek-R1-Distill-Qwen-.*", "qwen2", True, False),
-    (r"deepseek-ai/DeepSeek-R1-Distill-Llama-.*", "llama", True, False),
-    (r"(agentica-org/DeepScaleR|nvidia/OpenMath-Nemotron|nvidia/AceReason-Nemotron)-.*", "qwen2", True, False),
-    (r"deepseek-ai/DeepSeek-.*", "deepseek_v3", False, True),
-    (r"moonshotai/Moonlight-.*", "deepseek_v3", False, True),
-    (r"meta-llama/Llama-4-.*", "llama4", False, True),
-    (r"(meta-llama/(Meta-)?Llama-[23]|TinyLlama/|nvidia/OpenMath2-Llama).*", "llama", True, False),
-    (r"mistralai/Mixtral-.*", "mixtral", True, True),
-    (r"mistralai/Mistral-(7B-(Instruct-)?v0\.[23]|Nemo-).*", "mistral", True, False),
-    (r"mistralai/.*", "a newer family of Mistral", False, False),
-    (r"google/gemma-.*", "gemma", False, False),
-    (r"openai/gpt-oss-.*", "gpt_oss", False, True),
-    (r"nvidia/(NVIDIA-)?Nemotron-.*", "nemotron_h", False, True),
-    (r"zai-org/GLM-.*", "glm", False, True),
-    (r"MiniMaxAI/.*", "minimax", False, True),
+_NAMES = (
+    (r".*(VL|Omni|Vision|Audio)(?![a-z]).*", "a model of images or sound", False),
+    (r"Qwen/Qwen3\.5-.*", "qwen3_5", False),
+    (r"Qwen/Qwen3-Next-.*", "qwen3_next", True),
+    (r"Qwen/Qwen3-(Coder-)?\d+B-A\d+B.*", "qwen3_moe", True),
+    (r"Qwen/Qwen3-[\d.]+B.*", "qwen3", False),
+    (r"Qwen/(Qwen1\.5-MoE|Qwen2-57B-A14B).*", "qwen2_moe", True),
+    (r"Qwen/(Qwen2(\.5)?-|QwQ-).*", "qwen2", False),
+    (r"deepseek-ai/DeepSeek-R1-Distill-Qwen-.*", "qwen2", False),
+    (r"deepseek-ai/DeepSeek-R1-Distill-Llama-.*", "llama", False),
+    (r"(agentica-org/DeepScaleR|nvidia/OpenMath-Nemotron|nvidia/AceReason-Nemotron)-.*", "qwen2", False),
+    (r"deepseek-ai/DeepSeek-.*", "deepseek_v3", True),
+    (r"moonshotai/Moonlight-.*", "deepseek_v3", True),
+    (r"meta-llama/Llama-4-.*", "llama4", True),
+    (r"(meta-llama/(Meta-)?Llama-[23]|TinyLlama/|nvidia/OpenMath2-Llama).*", "llama", False),
+    (r"mistralai/Mixtral-.*", "mixtral", True),
+    (r"mistralai/Mistral-(7B-(Instruct-)?v0\.[23]|Nemo-).*", "mistral", False),
+    (r"mistralai/.*", "a newer family of Mistral", False),
+    (r"google/gemma-.*", "gemma", False),
+    (r"openai/gpt-oss-.*", "gpt_oss", True),
+    (r"nvidia/(NVIDIA-)?Nemotron-.*", "nemotron_h", True),
+    (r"zai-org/GLM-.*", "glm", True),
+    (r"MiniMaxAI/.*", "minimax", True),
 )
-"""(name on the hub, model_type, supported, mixture), the first that fits."""
+"""(name on the hub, model_type, mixture), the first that fits."""
 
 
-def model_by_name(name: str) -> KnownModel:
-    """The family behind a name on the hub."""
-    for pattern, *family in _FAMILIES:
+def known_model(name: str) -> KnownModel:
+    """The model in a folder or of a name on the hub."""
+    if (Path(name) / "config.json").is_file():
+        return _of_folder(Path(name))
+    for pattern, kind, mixture in _NAMES:
         if re.fullmatch(pattern, name, re.IGNORECASE if pattern.startswith(".") else 0):
-            return KnownModel(*family)
-    return KnownModel("", False)
+            refusal = "" if kind in FAMILIES else f"{name!r} is {kind}, which is not supported; supported: {', '.join(sorted(FAMILIES))}"
+            return KnownModel(kind, mixture, refusal)
+    return KnownModel("", refusal=f"{name!r} does not tell a supported family; supported: {', '.join(sorted(FAMILIES))}")
 
 
-def supported_types() -> list[str]:
-    """Model types that some name stands for and that can be built."""
-    return sorted({family for _, family, supported, _ in _FAMILIES if supported})
+def _of_folder(folder: Path) -> KnownModel:
+    try:
+        content = read_model_config(folder / "config.json")
+        check_model_content(content)
+    except ConfigError as error:
+        return KnownModel("", refusal=str(error).removeprefix("policy.model_name: "))
+    return KnownModel(content["model_type"], num_experts(content) > 0)

@@ -15,7 +15,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from gdpo_nemo.config.from_nemo_rl_models import KnownModel, model_by_name
+from gdpo_nemo.config.from_nemo_rl_models import KnownModel, known_model
 from gdpo_nemo.errors import ConfigError
 
 _ARITHMETIC = {
@@ -97,8 +97,8 @@ class Recipe:
 
     @property
     def model(self) -> KnownModel:
-        """What the name of the model tells."""
-        return model_by_name(str(self.get("policy.model_name", "")))
+        """What is known of the model."""
+        return known_model(str(self.get("policy.model_name", "")))
 
     @property
     def lora(self) -> str:

@@ -45,7 +45,7 @@ def rows(folder: Path) -> Iterator[Row]:
 
 
 def _row(name: str, translation: Translation, recipe) -> Row:
-    exists = recipe.model.supported and recipe.get("policy.generation.backend", "vllm") == "vllm"
+    exists = not recipe.model.refusal and recipe.get("policy.generation.backend", "vllm") == "vllm"
     return Row(name, translation.status, translation.blockers or translation.differences, exists)
 
 

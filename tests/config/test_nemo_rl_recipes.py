@@ -14,7 +14,7 @@ import pytest
 from gdpo_nemo import cli
 from gdpo_nemo.config.effects import keys_without_effect
 from gdpo_nemo.config.from_nemo_rl import CANNOT_RUN, DIFFERS, SAME, Translation, translate
-from gdpo_nemo.config.from_nemo_rl_models import model_by_name
+from gdpo_nemo.config.from_nemo_rl_models import known_model
 from gdpo_nemo.config.load import load_config
 from gdpo_nemo.config.validate import validate
 
@@ -232,12 +232,12 @@ def test_the_exit_status_tells_the_three_apart_where_it_is_asked_to(name, status
     ],
 )
 def test_a_name_tells_its_family(name, family):
-    known = model_by_name(name)
-    assert known.supported == (family is not None) and (family is None or known.model_type == family)
+    known = known_model(name)
+    assert (known.refusal == "") == (family is not None) and (family is None or known.model_type == family)
 
 
-def test_every_supported_name_is_a_family_that_can_be_built():
-    from gdpo_nemo.config.from_nemo_rl_models import supported_types
-    from gdpo_nemo.megatron.families import FAMILIES
+def test_every_family_that_can_be_built_is_known_by_some_name():
+    from gdpo_nemo.config.from_nemo_rl_models import _NAMES
+    from gdpo_nemo.config.architectures import FAMILIES
 
-    assert set(supported_types()) == set(FAMILIES)
+    assert set(FAMILIES) <= {kind for _, kind, _ in _NAMES}
