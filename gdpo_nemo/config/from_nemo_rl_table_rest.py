@@ -64,6 +64,9 @@ DATA = [
     ("data.*prompt_file", via("data.train.prompt_template")),
     ("data.*processor", via("env")),
     ("data.*env_name", via("env")),
+    ("data.validation.dataset_name", via("data.validation.path")),
+    ("data.validation.data_path", via("data.validation.path")),
+    ("data.validation.split", via("data.validation.split")),
     ("data.*dataset_name", via("data.train.path")),
     ("data.*data_path", via("data.train.path")),
     ("data.train.split_validation_size", where(
@@ -120,6 +123,9 @@ REST = [
     ("on_policy_distillation.*", gated("on_policy_distillation.enabled", missing("no distillation"))),
     ("on_policy_distillation", missing("no distillation")),
     ("async_rl.sampler.max_*_versions", via("rollout.max_staleness")),
+    ("async_rl.sampler.name", where(
+        lambda r: not r.stale, only("in_order", "a step is generated and trained with one version"),
+        missing("one loop schedules and updates; rollout.max_staleness bounds the age"))),
     ("async_rl.sampler*", missing("one loop schedules and updates; rollout.max_staleness bounds the age")),
     ("async_rl.min_groups_for_streaming_train", idle("a step's gradient is gathered when all of its groups are there, not as they arrive")),
     ("async_rl*", idle("limits and watchdogs of another scheduler")),
