@@ -87,9 +87,8 @@ def _rewards(recipe: Recipe, account: Account) -> None:
     if workers:
         account.set("rollout.env_workers", workers, f"env.{env_name(recipe)}.num_workers")
     account.set("gdpo.rewards", rewards, f"components of {env_name(recipe)}")
-    if recipe.get("grpo.use_dynamic_sampling") and any("overlong" in rule for rule in rules):
-        # NeMo-RL asks the reward before shaping (unshaped_total_reward), ours the component as it is trained.
-        account.differs("grpo.use_dynamic_sampling", "a group whose lengths alone differ is kept; there it is dropped")
+    if recipe.get("grpo.use_dynamic_sampling") and any("overlong" in rule or "truncated" in rule for rule in rules):
+        account.set("gdpo.dynamic_sampling.before_shaping", True, "NeMo-RL judges unshaped_total_reward")
 
 
 def _no_environment(recipe: Recipe, account: Account) -> None:
