@@ -55,6 +55,8 @@ def _reinforce_plus_plus(recipe: Recipe, account: Account) -> None:
     account.set("gdpo.batch_norm", True, "reinforce_plus_plus standardises over the batch")
     options = {"batch_unit": "token", "batch_rows": "scored", "ddof": 0, "batch_epsilon": 0.0, "residue": 0.0}
     account.set("gdpo.options", options, "reinforce_plus_plus weighs the batch by tokens")
+    if recipe.get("grpo.overlong_filtering"):
+        account.differs("grpo.overlong_filtering", "truncated samples count in the batch's mean and deviation; there they do not")
     if not recipe.get("grpo.adv_estimator.minus_baseline", True):
         account.differs("grpo.adv_estimator.minus_baseline", "the group's mean is always subtracted")
     if recipe.get("loss_fn.use_kl_in_reward") and recipe.get("loss_fn.reference_policy_kl_penalty"):
@@ -85,9 +87,8 @@ def _rewards(recipe: Recipe, account: Account) -> None:
     if workers:
         account.set("rollout.env_workers", workers, f"env.{env_name(recipe)}.num_workers")
     account.set("gdpo.rewards", rewards, f"components of {env_name(recipe)}")
-    if recipe.get("grpo.use_dynamic_sampling") and any("overlong" in rule for rule in rules):
-        # NeMo-RL asks the reward before shaping (unshaped_total_reward), ours the component as it is trained.
-        account.differs("grpo.use_dynamic_sampling", "a group whose lengths alone differ is kept; there it is dropped")
+    if recipe.get("grpo.use_dynamic_sampling") and any("overlong" in rule or "truncated" in rule for rule in rules):
+        account.set("gdpo.dynamic_sampling.before_shaping", True, "NeMo-RL judges unshaped_total_reward")
 
 
 def _no_environment(recipe: Recipe, account: Account) -> None:
@@ -230,6 +231,11 @@ def _lora(recipe: Recipe, account: Account) -> None:
     if recipe.get(f"{section}.alpha") is None:
         account.set("policy.lora.alpha", 32.0, "NeMo-RL's default")
     names = recipe.get(f"{section}.target_modules")
+    if recipe.megatron and (not names or {"linear_qkv", "linear_fc1"} & {name.rpartition(".")[2] for name in names}):
+        what = "query, key and value (gate and up) have an A each; there they share the A of linear_qkv (linear_fc1)"
+        account.differs(f"{section}.target_modules", what)
+    if not recipe.megatron and recipe.get(f"{section}.match_all_linear"):
+        account.differs(f"{section}.match_all_linear", "the output layer has no adapter; there it has one")
     if names and not recipe.get(f"{section}.match_all_linear"):
         account.set("policy.lora.target_modules", adapted(names), "target_modules")
     key = f"{section}.lora_A_init" + ("_method" if recipe.megatron else "")

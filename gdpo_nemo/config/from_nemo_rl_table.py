@@ -151,7 +151,7 @@ def _lora_rules(section: str) -> list[tuple[str, Act]]:
         return where(lambda recipe: recipe.lora == section, act, idle("adapters are off"))
 
     return [
-        (f"{section}.enabled", via("policy.lora.rank")),
+        (f"{section}.enabled", where(lambda r: r.lora in (section, ""), via("policy.lora.rank"), idle("of the trainer that is not used"))),
         (f"{section}.dim", on(via("policy.lora.rank"))),
         (f"{section}.alpha", on(to("policy.lora.alpha", float))),
         (f"{section}.dropout", on(to("policy.lora.dropout", float))),
@@ -163,7 +163,7 @@ def _lora_rules(section: str) -> list[tuple[str, Act]]:
         (f"{section}.lora_A_init*", on(via("policy.lora.init"))),
         (f"{section}.lora_B_init*", on(only("zero", "B starts at 0"))),
         (f"{section}.*", on(idle("how adapters are computed"))),
-        (section, via("policy.lora.rank")),
+        (section, idle("no adapters")),
     ]  # fmt: skip
 
 
@@ -278,7 +278,8 @@ MEGATRON = [
     (f"{_MEGATRON}.scheduler.weight_decay_incr_style", _of_megatron(only("constant", "weight decay is constant"))),
     (f"{_MEGATRON}.scheduler.override_opt_param_scheduler", idle("the config's schedule counts on resuming, too")),
     (f"{_MEGATRON}.scheduler.lr_*", _of_megatron(via(f"{_MEGATRON}.scheduler"))),
-    (f"{_DDP}.overlap_*", _of_megatron(via(f"{_MEGATRON}.overlap_grad_reduce"))),
+    (f"{_DDP}.overlap_grad_reduce", _of_megatron(via(f"{_MEGATRON}.overlap_grad_reduce"))),
+    (f"{_DDP}.overlap_param_gather", _of_megatron(via(f"{_MEGATRON}.overlap_param_gather"))),
     (f"{_DDP}.grad_reduce_in_fp32", idle("gradients are reduced in float32, which rounds less")),
     (f"{_DDP}.*", idle("how gradients are reduced; the loss carries the weights of the whole batch")),
     *_lora_rules(f"{_MEGATRON}.peft"),

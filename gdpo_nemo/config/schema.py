@@ -36,6 +36,8 @@ class DynamicSamplingConfig:
     rollout.max_staleness 0."""
     max_rounds: int = 4
     """Generation rounds after which the step goes on with the groups it has."""
+    before_shaping: bool = False
+    """Judge the components as the environments give them, so that a group whose lengths alone differ is replaced."""
 
 
 @dataclass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Callable, Sequence
 
 import numpy as np
@@ -107,7 +108,9 @@ def check_own_estimator(config: Config) -> None:
 
 
 def has_signal(group: Group, config: Config) -> bool:
-    """Whether some weighted component, as shaped, varies inside the group."""
+    """Whether some weighted component varies inside the group, as shaped (or ``dynamic_sampling.before_shaping``)."""
+    if config.gdpo.dynamic_sampling.before_shaping:
+        config = replace(config, gdpo=replace(config.gdpo, shaping=[]))
     members = [t for t in group.trajectories if t.trains]
     if len(members) < 2:
         return False

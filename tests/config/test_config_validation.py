@@ -259,3 +259,52 @@ def test_a_null_constant_length_is_what_its_documentation_says(turns, tokens):
     assert longest_completion(config) == tokens
     said = " ".join(explain("loss_fn.constant_length").split())
     assert "rollout.turns.max_tokens" in said and "policy.generation.max_new_tokens times rollout.turns.max_turns" in said
+
+
+STAGES = f"{MEGATRON}.pipeline_model_parallel_size=4"
+FIRST, LAST = (f"{MEGATRON}.num_layers_in_{end}_pipeline_stage" for end in ("first", "last"))
+
+
+@pytest.mark.parametrize(
+    "overrides, expected",
+    [
+        ([STAGES, f"{FIRST}=2"], "first_pipeline_stage: 2 of the model's 6 layers leave 4 for the 3 other stages"),
+        ([STAGES, f"{FIRST}=2", f"{LAST}=3"], "2 and 3 of the model's 6 layers leave 1 for the 2 other stages"),
+        ([f"{MEGATRON}.pipeline_model_parallel_size=2", f"{FIRST}=2", f"{LAST}=3"], "hold 2 and 3 layers together, the model has 6"),
+        ([STAGES, f"{FIRST}=0"], "first_pipeline_stage: must be at least 1"),
+        ([f"{FIRST}=2"], "num_layers_in_first_pipeline_stage: has no effect while"),
+        ([STAGES, f"{FIRST}=3", f"{MEGATRON}.virtual_pipeline_model_parallel_size=2"], "cannot go with virtual_pipeline"),
+        ([STAGES], "or set num_layers_in_first_pipeline_stage"),
+        ([f"{MEGATRON}.freeze_moe_router=true"], "freeze_moe_router: has no effect, the model in"),
+        ([f"{MEGATRON}.moe_router_dtype=float64"], "moe_router_dtype: has no effect, the model in"),
+    ],
+)
+def test_an_uneven_pipeline_has_to_hold_the_models_layers(minimal, model, overrides, expected):
+    assert expected in refused(minimal, f"policy.model_name={model}", *overrides)
+
+
+@pytest.mark.parametrize("ends, layers", [([f"{FIRST}=3"], [3, 1, 1, 1]), ([f"{FIRST}=2", f"{LAST}=2"], [2, 1, 1, 2]), ([f"{LAST}=3"], [1, 1, 1, 3])])
+def test_what_the_check_takes_the_plan_places(minimal, model, ends, layers):
+    from gdpo_nemo.config.stages import stage_layers
+
+    config = load_config(minimal, [f"policy.model_name={model}", STAGES, *ends])
+    validate(config)
+    layout = resolve_layout(config)
+    placed = stage_layers(6, layout.pipeline, layout.first_layers, layout.last_layers)
+    assert [len(stage) for stage in placed] == layers
+    assert [layer for stage in placed for layer in stage] == list(range(6))
+
+
+@pytest.mark.parametrize(
+    "overrides, expected",
+    [
+        ([f"{MEGATRON}.scheduler.lr_warmup_init=1.0e-7"], "lr_warmup_init: has no effect while"),
+        ([f"{MEGATRON}.scheduler.lr_warmup_steps=5", f"{MEGATRON}.scheduler.lr_warmup_init=1"], "lr_warmup_init: 1.0 is above the 1e-06"),
+        (["loss_fn.reference_policy_kl_gradient=score"], "reference_policy_kl_gradient: has no effect while"),
+        (["loss_fn.kl_output_clamp_value=0"], "loss_fn.kl_output_clamp_value: must be more than 0"),
+        (["data.train.prompt_template=Solve this"], "data.train.prompt_template: must contain {prompt}"),
+        ([f"{MEGATRON}.freeze_moe_router=true", "policy.lora.rank=8"], "freeze_moe_router: has no effect with policy.lora"),
+    ],
+)
+def test_settings_that_a_recipe_of_nemo_rl_brings_are_checked_like_all(minimal, overrides, expected):
+    assert expected in refused(minimal, *overrides)

@@ -38,7 +38,7 @@ STATUS = {
 
 DIFFERENCES = {
     "async_in_flight": {"grpo.async_grpo.in_flight_weight_updates"},
-    "dapo": {"env.math.math_verify_impl", "grpo.use_dynamic_sampling"},
+    "dapo": {"env.math.math_verify_impl"},
 }
 
 BLOCKERS = {
@@ -102,6 +102,7 @@ VALUES = {
     },
     "dapo": {
         "loss_fn.ratio_clip_c": 10.0,
+        "gdpo.dynamic_sampling.before_shaping": True,
         "loss_fn.ratio_clip_max": 0.28,
         "loss_fn.reference_policy_kl_penalty": 0.0,
         "data.train.path": "BytedTsinghua-SIA/DAPO-Math-17k",

@@ -281,3 +281,17 @@ def test_training_and_validation_rows_of_an_environment_do_not_meet():
 def test_data_does_not_import_the_environments_above_it():
     code = "import sys, gdpo_nemo.data.prompts; sys.exit(any(name.startswith('gdpo_nemo.env') for name in sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("row", [{"prompt": "2 {x}"}, {"messages": [{"role": "user", "content": "2 {x}"}]}])
+def test_a_template_stands_around_each_prompt_and_only_its_own_mark_counts(tmp_path, row):
+    path = write(tmp_path / "rows.jsonl", [row])
+    dataset = DatasetConfig(path=path, prompt_template="Solve {y}: {prompt}!", system_prompt="")
+    [prompt] = source(dataset, tokenizer=character_tokenizer(chat=True)).head()
+    assert prompt.text == "[user]Solve {y}: 2 {x}![assistant]"
+
+
+def test_a_template_needs_text_to_stand_around(tmp_path):
+    path = write(tmp_path / "rows.jsonl", [{"messages": [{"role": "user", "content": [{"type": "image"}]}]}])
+    with pytest.raises(ConfigError, match="row 0: prompt_template needs text in the last message of 'messages'"):
+        source(DatasetConfig(path=path, prompt_template="Solve: {prompt}"), tokenizer=character_tokenizer(chat=True))

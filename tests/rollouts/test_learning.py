@@ -273,6 +273,16 @@ def test_signal_is_judged_on_the_rewards_as_shaped():
     assert has_signal(group("a", {C: 0.0}, {C: 0.0}), made)
 
 
+def test_signal_may_be_judged_before_shaping():
+    """Two right answers, one of which hit the limit and loses its reward."""
+    settings = config("gdpo.shaping=[{component: correctness, truncated: {value: 0.0}}]", "gdpo.dynamic_sampling.enabled=true")
+    right = group("a", {C: 1.0, F: 1.0}, {C: 1.0, F: 1.0})
+    right.trajectories[1].finish_reason = "length"
+    assert has_signal(right, settings)
+    settings.gdpo.dynamic_sampling.before_shaping = True
+    assert not has_signal(right, settings)
+
+
 # -- updates --------------------------------------------------------------------------------------------------------
 
 
