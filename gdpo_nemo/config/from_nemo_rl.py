@@ -7,6 +7,7 @@ A recipe's ``defaults:`` chain and its ``${...}`` are resolved first; then each 
 
 from __future__ import annotations
 
+import os
 import tempfile
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -123,7 +124,7 @@ def read_recipe(path: Path) -> dict[str, Any]:
 
 
 def _merged(path: Path, children: tuple[Path, ...]) -> dict[str, Any]:
-    if path.resolve() in children:
+    if Path(os.path.realpath(path)) in children:
         raise ConfigError(f"{path}: inherits from itself")
     try:
         content = OmegaConf.load(path)
@@ -138,7 +139,7 @@ def _merged(path: Path, children: tuple[Path, ...]) -> dict[str, Any]:
     parents = own.pop("defaults", None) or []
     result: dict[str, Any] = {}
     for parent in [parents] if isinstance(parents, str) else parents:
-        result = _over(result, _merged(path.parent / parent, (*children, path.resolve())))
+        result = _over(result, _merged(path.parent / parent, (*children, Path(os.path.realpath(path)))))
     return _over(result, own)
 
 
