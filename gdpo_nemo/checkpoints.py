@@ -135,8 +135,11 @@ class Checkpoints:
 
 
 def read_state(folder: Path) -> RunState:
-    """The driver's state in a checkpoint folder."""
-    return RunState(**json.loads((folder / _STATE).read_text()))
+    """The driver's state in a checkpoint folder. Raises RunError: it cannot be read."""
+    try:
+        return RunState(**json.loads((folder / _STATE).read_text()))
+    except (OSError, ValueError, TypeError) as error:
+        raise RunError(f"checkpoint {folder} is damaged ({_STATE} is not readable: {type(error).__name__})") from None
 
 
 def check_whole(folder: Path) -> None:
@@ -159,8 +162,8 @@ def _write_listing(folder: Path) -> None:
 def _damage(folder: Path) -> str | None:
     """What is wrong with a checkpoint's files, or None."""
     try:
-        listing = json.loads((folder / _FILES).read_text())
-    except ValueError:
+        listing = {name: (size, checksum) for name, (size, checksum) in json.loads((folder / _FILES).read_text()).items()}
+    except (OSError, ValueError, TypeError, AttributeError):
         return f"{_FILES} is not readable"
     for name, (size, checksum) in listing.items():
         file = folder / name

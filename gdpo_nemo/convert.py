@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Iterator
 
 from gdpo_nemo.checkpoints import Checkpoints, RunState, check_whole, model_fingerprint
+from gdpo_nemo.config.files import check_folder_can_be
 from gdpo_nemo.config.load import load_config
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.config.standalone import standalone_config
@@ -79,6 +80,7 @@ def to_checkpoint(model: str | Path, out: str | Path, layout: str = "", precisio
 
 
 def _must_be_new(out: Path) -> None:
+    check_folder_can_be(str(out), out.parent)
     if out.exists() and any(out.iterdir() if out.is_dir() else [out]):
         raise ConfigError(f"{out}: exists and is not empty")
 

@@ -82,6 +82,7 @@ def _subject(arguments: argparse.Namespace):
     """Options, environment, rows, prompt column and rollout settings of what is to be checked."""
     from gdpo_nemo.config.load import load_config
     from gdpo_nemo.config.schema import DatasetConfig, RolloutConfig
+    from gdpo_nemo.config.validate import check_ranges
     from gdpo_nemo.data.rows import load_rows
     from gdpo_nemo.data.wording import nearest
     from gdpo_nemo.environments.registry import load_environment
@@ -96,6 +97,7 @@ def _subject(arguments: argparse.Namespace):
         dataset = DatasetConfig(environment=name, size=arguments.rows)
         return {}, environment, load_rows(dataset, {name: environment}, "train", 0), None, RolloutConfig()
     config = load_config(arguments.config, arguments.overrides)
+    check_ranges(config)
     if name not in config.env:
         raise ConfigError(f"env has no {name!r}{nearest(name, config.env)}")
     options: Mapping[str, Any] = config.env[name] or {}

@@ -17,6 +17,7 @@ from typing import Sequence
 import numpy as np
 
 from gdpo_nemo.checkpoints import Checkpoints, check_whole, read_state
+from gdpo_nemo.config.files import check_folder_can_be
 from gdpo_nemo.config.load import load_config
 from gdpo_nemo.config.schema import Config, MegatronConfig
 from gdpo_nemo.config.validate import validate
@@ -92,6 +93,8 @@ def evaluate(
         raise ConfigError("data.validation: eval needs held-out prompts; name them, for instance data.validation.path=FILE")
     if out is not None and Path(out).exists():
         raise ConfigError(f"--out: {out} exists")
+    if out is not None:
+        check_folder_can_be("--out", Path(out).parent)
     if subject.model is not None:
         config.policy.model_name = str(subject.model)
     without_policy(config)
@@ -123,6 +126,8 @@ def without_policy(config: Config) -> None:
 
 def find_subject(source: Path, config_file: str | Path | None = None, step: int | None = None) -> Subject:
     """What ``source`` names. Raises ConfigError."""
+    if config_file is not None and not Path(config_file).is_file():
+        raise ConfigError(f"--config: {config_file} does not exist")
     if (source / "config.json").is_file():
         config = Path(config_file) if config_file else source.resolve().parent / "config.yaml"
         if step is not None:

@@ -62,6 +62,8 @@ def measure_parity(
     Raises:
         ConfigError: no such model, layout or record. RunError: ranks or engine failed.
     """
+    if not threshold >= 0:
+        raise ConfigError(f"--threshold: must be 0 or more, got {threshold:g}")
     sequences, recorded = _recorded(record) if record else (None, None)
     longest = max(map(len, sequences)) + 1 if sequences else 256  # one more: vLLM scores a sequence only by going on
     one, many = (standalone_config(model, text, precision, longest) for text in ("", layout))
@@ -165,8 +167,10 @@ def _recorded(path: str | Path) -> tuple[list[TrainSequence], list[np.ndarray]]:
         masks = [loss_mask_of(r) for r in records]
     except FileNotFoundError:
         raise ConfigError(f"--record: {path} does not exist") from None
-    except (KeyError, ValueError) as error:
-        raise ConfigError(f"--record: {path} is not a rollouts file ({error})") from None
+    except OSError as error:
+        raise ConfigError(f"--record: {path} cannot be read ({error.strerror})") from None
+    except (KeyError, ValueError, TypeError, AttributeError) as error:
+        raise ConfigError(f"--record: {path} is not a rollouts file ({type(error).__name__}: {error})") from None
     if not pairs:
         raise ConfigError(f"--record: {path} is empty")
     return _weighted(pairs, np.array([r.get("advantage") or 0.0 for r in records]), masks), logprobs

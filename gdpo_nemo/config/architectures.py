@@ -99,6 +99,8 @@ def check_family(content: Mapping[str, Any]) -> Family:
     """
     family = _family(content)
     given = content.get("architectures")
+    if given and not isinstance(given, list):
+        raise _refusal(f"architectures in the model's config.json must be a list, got {given!r}")
     if given and family.architecture not in given:
         raise _refusal(f"architecture {', '.join(map(str, given))} is not supported; supported: {family.architecture}")
     window = content.get("sliding_window", family.window) if content.get("use_sliding_window", True) else None

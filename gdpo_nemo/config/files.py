@@ -27,6 +27,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 FACTORY_CONFIGS = "MODEL_CONFIGS"
 """Name in a factory's module of what its functions will make: {function: fields of config.json}, a literal, read without running it."""
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 DATA_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 """Files that rows are read from."""
 
@@ -37,12 +38,21 @@ def check_files(config: Config, layout: Layout) -> None:
     Raises:
         ConfigError: something is missing, incomplete, or does not fit the layout.
     """
+    check_folder_can_be("run.dir", config.run.dir)
     check_model(config, layout)
     check_engines(config)
-    _check_tokenizer(config.policy.tokenizer_name)
+    _check_tokenizer(config)
     check_data_file("data.train", config.data.train)
     if config.data.validation:
         check_data_file("data.validation", config.data.validation)
+
+
+def check_folder_can_be(key: str, folder: str | Path) -> None:
+    """``folder`` is one, or nothing but folders stands where it would be made. Raises ConfigError."""
+    path = Path(folder).absolute()
+    there = next(p for p in (path, *path.parents) if os.path.lexists(p))
+    if not there.is_dir():
+        raise ConfigError(f"{key}: {there} is no folder")
 
 
 def find_function(key: str, reference: str) -> tuple[Path, str]:
@@ -214,14 +224,14 @@ def _check_divides(key: str, size: int, counts: list[tuple[int, str]]) -> None:
             raise ConfigError(f"{key}: {size} does not divide the model's {count} {what}; possible: {', '.join(map(str, works))}")
 
 
-def _check_tokenizer(name: str | None) -> None:
-    if name is None:
-        return
-    folder = Path(name)
+def _check_tokenizer(config: Config) -> None:
+    """A folder that is to have the tokenizer has one: without files transformers makes an empty one. Raises ConfigError."""
+    name = config.policy.tokenizer_name
+    folder = Path(name or config.policy.model_name)
     if folder.is_dir():
-        if not any((folder / file).is_file() for file in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")):
-            raise ConfigError(f"policy.tokenizer_name: {folder} holds no tokenizer")
-    elif not _may_be_on_the_hub(name):
+        if not any((folder / file).is_file() for file in _TOKENIZER_FILES):
+            raise ConfigError(f"policy.tokenizer_name: {folder} holds no tokenizer ({', '.join(_TOKENIZER_FILES)})")
+    elif name is not None and not _may_be_on_the_hub(name):
         raise ConfigError(f"policy.tokenizer_name: {name} is neither a folder nor a hub name (organisation/model)")
 
 

@@ -6,6 +6,7 @@ Held against NVIDIA-NeMo/RL at 7ea279ab: ``utils/config.py`` (inheritance, resol
 from __future__ import annotations
 
 import os
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -204,7 +205,7 @@ def _map_texts(node: Any, change) -> Any:
 
 
 def _merged(path: Path, children: tuple[Path, ...]) -> dict[str, Any]:
-    if path.resolve() in children:
+    if Path(os.path.realpath(path)) in children:
         raise ConfigError(f"{path}: inherits from itself")
     try:
         content = OmegaConf.load(path)
@@ -219,7 +220,7 @@ def _merged(path: Path, children: tuple[Path, ...]) -> dict[str, Any]:
     parents = own.pop("defaults", None) or []
     result: dict[str, Any] = {}
     for parent in [parents] if isinstance(parents, str) else parents:
-        result = _over(result, _merged(path.parent / parent, (*children, path.resolve())))
+        result = _over(result, _merged(path.parent / parent, (*children, Path(os.path.realpath(path)))))
     return _over(result, own)
 
 

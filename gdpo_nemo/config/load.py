@@ -83,7 +83,7 @@ def to_yaml(config: Config) -> str:
 
 def _read_with_parents(path: Path, children: tuple[Path, ...]) -> list[tuple[str, dict]]:
     """The file's parents, oldest first, then the file itself, each as (name for messages, content)."""
-    resolved = path.resolve()
+    resolved = Path(os.path.realpath(path))  # unlike Path.resolve, never raises
     if resolved in children:
         chain = " -> ".join(p.name for p in (*children, resolved))
         raise ConfigError(f"defaults: {path} inherits from itself ({chain})")
@@ -115,6 +115,8 @@ def _read_yaml(path: Path) -> dict:
         raise ConfigError(_yaml_message(error, path)) from None
     except OmegaConfBaseException as error:
         raise ConfigError(f"{path}: {_first_line(error)}") from None
+    except RecursionError:
+        raise ConfigError(f"{path}: an alias holds itself") from None
     if not isinstance(content, DictConfig):
         raise ConfigError(f"{path}: expected sections (run:, gdpo:, policy:, ...), found a list")
     return OmegaConf.to_container(content, resolve=False)

@@ -58,7 +58,7 @@ def validate(config: Config) -> list[str]:
         ConfigError: names the key and the remedy.
     """
     _check_names(config)
-    _check_ranges(config)
+    check_ranges(config)
     _check_rewards(config)
     _check_lengths(config)
     _check_environments(config)
@@ -91,7 +91,8 @@ def _check_names(config: Config) -> None:
             )
 
 
-def _check_ranges(config: Config) -> None:
+def check_ranges(config: Config) -> None:
+    """Refuses numbers outside the range of their key. Raises ConfigError."""
     for keys, good, rule in (
         (_AT_LEAST_ONE, lambda v: v >= 1, "at least 1"),
         (_NOT_NEGATIVE, lambda v: v >= 0, "0 or more"),

@@ -44,7 +44,7 @@ def find_file(place: str) -> Path | None:
 def _load_module(place: str) -> ModuleType:
     try:
         return importlib.import_module(place)
-    except Exception as error:  # the module is the user's: whatever its import raises is theirs to read
+    except (Exception, SystemExit) as error:  # the module is the user's: whatever its import raises is theirs to read
         raise ConfigError(f"cannot import {place}: {first_line(error)}") from error
 
 
@@ -62,7 +62,7 @@ def _load_file(place: str) -> ModuleType:
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         del sys.modules[name]
         raise ConfigError(f"cannot import {place}: {first_line(error)}") from error
     return module

@@ -73,6 +73,8 @@ def _verified_by_workers(make: Any) -> bool:
 
 def environment_class(name: str, options: Mapping[str, Any] | None = None) -> Any:
     """What ``load_environment`` would build the environment from. Raises ConfigError where there is no such thing."""
+    if options is not None and not isinstance(options, Mapping):
+        raise ConfigError(f"env.{name}: expected options as keys and values, got {options!r}")
     plugin = (options or {}).get("plugin", name)
     if not isinstance(plugin, str):
         raise ConfigError(f"env.{name}.plugin: must be a name or a place such as file.py:Class, not {plugin!r}")

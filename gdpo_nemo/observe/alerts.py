@@ -7,6 +7,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from gdpo_nemo.errors import RunError
+
 FILE = "alerts.jsonl"
 
 
@@ -17,9 +19,26 @@ def write_alert(run_dir: str | Path, step: int, text: str) -> None:
 
 
 def read_alerts(run_dir: str | Path) -> list[dict[str, Any]]:
-    """All alerts in order; a torn last line is ignored."""
+    """All alerts in order; a torn last line is ignored.
+
+    Raises:
+        RunError: a line is not an alert, or the file cannot be read.
+    """
     path = Path(run_dir) / FILE
-    if not path.exists():
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except FileNotFoundError:
         return []
-    lines = path.read_text(encoding="utf-8").split("\n")
-    return [json.loads(line) for line in lines[:-1]]
+    except OSError as error:
+        raise RunError(f"{path} cannot be read: {error.strerror}") from None
+    return [_alert(line, f"{path}, line {number}") for number, line in enumerate(lines[:-1], start=1)]
+
+
+def _alert(line: bytes, where: str) -> dict[str, Any]:
+    try:
+        alert = json.loads(line)
+    except ValueError:
+        alert = None
+    if not isinstance(alert, dict) or not {"step", "text"} <= set(alert):
+        raise RunError(f"{where}: not an alert")
+    return alert

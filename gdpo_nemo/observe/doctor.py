@@ -77,13 +77,15 @@ def examine(run_dir: str | Path, out: str | Path | None = None) -> Diagnosis:
     """Look at a run, write the bundle to ``out`` (default ``doctor/<time>/`` in the run folder), and say who blocks.
 
     Raises:
-        ConfigError: the folder holds no run with a status.
+        ConfigError: the folder holds no run with a status, or a damaged one.
     """
     run_dir = Path(run_dir)
     try:
         status = json.loads((run_dir / FILE).read_text())
     except (OSError, ValueError):
         raise ConfigError(f"{run_dir}: no {FILE}; it is written while a run is under way") from None
+    if not isinstance(status, dict) or not {"time", "host", "driver", "waits"} <= set(status):
+        raise ConfigError(f"{run_dir / FILE}: is not the status of a run")
     folder = Path(out) if out else run_dir / "doctor" / time.strftime("%Y%m%d-%H%M%S")
     folder.mkdir(parents=True, exist_ok=True)
     patients = _patients(status)

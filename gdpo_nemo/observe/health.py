@@ -51,6 +51,8 @@ def load_thresholds(path: str | Path) -> list[Check]:
         content = OmegaConf.to_container(OmegaConf.load(path))
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: is no text ({error.reason})") from None
     except YAMLError as error:
         raise ConfigError(f"{path}: invalid YAML ({getattr(error, 'problem', None) or error})") from None
     checks = content.get("checks") if isinstance(content, dict) else None

@@ -70,12 +70,15 @@ def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:
     """All complete rows in order; empty where there is no file. A torn last line, as a crash leaves it, is ignored.
 
     Raises:
-        RunError: a line before the last is not a row.
+        RunError: a line before the last is not a row, or the file cannot be read.
     """
     path = Path(run_dir) / FILE
-    if not path.exists():
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except FileNotFoundError:
         return []
-    lines = path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise RunError(f"{path} cannot be read: {error.strerror}") from None
     rows = []
     for number, line in enumerate(lines, start=1):
         row = _parsed(line)
@@ -101,7 +104,9 @@ def _parsed(line: bytes) -> dict[str, Any] | None:
         row = json.loads(line)
     except ValueError:
         return None
-    return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
+    if not isinstance(row, dict) or not isinstance(row.get("step"), int):
+        return None
+    return row if all(isinstance(value, (int, float)) for value in row.values()) else None
 
 
 def _cannot_write(path: Path, error: OSError) -> RunError:

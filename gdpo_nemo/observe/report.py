@@ -35,16 +35,20 @@ def write_report(run_dir: str | Path) -> Path:
     """Writes ``report.html`` into the run folder and returns its path.
 
     Raises:
-        RunError: the folder holds no metrics.
+        RunError: the folder holds no metrics, or a file in it is damaged or cannot be written.
     """
     run_dir = Path(run_dir)
     history = History.of(read_metrics(run_dir))
     if not history.training and not history.validation:
         raise RunError(f"{run_dir} holds no metrics to report on")
-    path = run_dir / FILE
+    path, page = run_dir / FILE, _page(run_dir, history)
     partial = path.with_name(FILE + ".partial")
-    partial.write_text(_page(run_dir, history), encoding="utf-8", errors="replace")
-    os.replace(partial, path)
+    try:
+        partial.write_text(page, encoding="utf-8", errors="replace")
+        os.replace(partial, path)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise RunError(f"{path} cannot be written: {error.strerror}") from None
     return path
 
 
@@ -91,7 +95,16 @@ def _samples(run_dir: Path) -> list[str]:
     """One group each of the first, the middle and the last step that was recorded: its best and its worst sample."""
     files = list(rollout_files(run_dir))
     chosen = sorted({files[i] for i in (0, len(files) // 2, len(files) - 1)}) if files else []
-    return [part for step, path in chosen for part in _step_samples(step, read_rollouts(path))]
+    return [part for step, path in chosen for part in _file_samples(step, path)]
+
+
+def _file_samples(step: int, path: Path) -> list[str]:
+    try:
+        return _step_samples(step, read_rollouts(path))
+    except OSError as error:
+        raise RunError(f"{path} cannot be read: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise RunError(f"{path}: is not a file of rollouts ({type(error).__name__}: {error})") from None
 
 
 def _step_samples(step: int, records: list[dict[str, Any]]) -> list[str]:
@@ -118,6 +131,6 @@ def _text(text: str) -> str:
 
 def _config(run_dir: Path) -> list[str]:
     path = run_dir / "config.yaml"
-    if not path.exists():
+    if not path.is_file():
         return []
-    return [f"<details><summary>config.yaml</summary><pre>{html.escape(path.read_text(encoding='utf-8'))}</pre></details>"]
+    return [f"<details><summary>config.yaml</summary><pre>{html.escape(path.read_text(encoding='utf-8', errors='replace'))}</pre></details>"]

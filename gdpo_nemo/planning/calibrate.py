@@ -7,7 +7,6 @@ are scaled together.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -18,6 +17,8 @@ import numpy as np
 from gdpo_nemo.config.load import load_config
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.errors import ConfigError
+from gdpo_nemo.observe.metrics import read_metrics
+from gdpo_nemo.observe.rollouts import read_rollouts
 from gdpo_nemo.planning.hardware import Device, Phase, Rates
 from gdpo_nemo.planning.shape import Shape, model_shape
 from gdpo_nemo.planning.speed import Lengths, Work, generation_work, sync_work, training_work
@@ -57,7 +58,7 @@ def read_run(folder: str | Path) -> Run:
     if not (folder / "config.yaml").is_file():
         raise ConfigError(f"--calibrate: {folder} holds no run (no config.yaml)")
     config = load_config(folder / "config.yaml")
-    rows = [json.loads(line) for line in _lines(folder / "metrics.jsonl")]
+    rows = read_metrics(folder)
     rows = [row for row in rows if "time/train" in row][WARM_UP:]
     if not rows:
         raise ConfigError(f"--calibrate: {folder} has fewer than {WARM_UP + 1} steps in metrics.jsonl")
@@ -67,15 +68,17 @@ def read_run(folder: str | Path) -> Run:
     return Run(str(folder), config, shape, rows, [_lengths(folder, row) for row in rows])
 
 
-def _lines(path: Path) -> list[str]:
-    if not path.is_file():
-        raise ConfigError(f"--calibrate: {path} does not exist")
-    return path.read_text(encoding="utf-8").splitlines()
-
-
 def _lengths(folder: Path, row: dict[str, Any]) -> Lengths:
-    samples = [json.loads(line) for line in _lines(folder / "rollouts" / f"step_{row['step']:04d}.jsonl")]
-    prompts, completions = ([len(sample[key]) for sample in samples] for key in ("prompt_ids", "completion_ids"))
+    path = folder / "rollouts" / f"step_{row['step']:04d}.jsonl"
+    try:
+        samples = read_rollouts(path)
+        prompts, completions = ([len(sample[key]) for sample in samples] for key in ("prompt_ids", "completion_ids"))
+    except OSError as error:
+        raise ConfigError(f"--calibrate: {path} cannot be read ({error.strerror})") from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"--calibrate: {path} is not a file of rollouts ({type(error).__name__}: {error})") from None
+    if not samples:
+        raise ConfigError(f"--calibrate: {path} is empty")
     return Lengths(float(np.mean(prompts)), float(np.mean(completions)), float(max(completions)))
 
 

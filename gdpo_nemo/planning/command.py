@@ -19,6 +19,7 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         ConfigError: of the config or the options; also where the model's shape cannot be had without a download.
     """
+    _check(arguments)
     if arguments.calibrate:
         return _calibrate(arguments)
     config = load_config(arguments.config, arguments.overrides)
@@ -48,6 +49,13 @@ def run(arguments: argparse.Namespace) -> int:
     print(describe(config, notes))
     print(text(full(config, shape, on, rates)))
     return 0
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    if arguments.sweep is not None and arguments.sweep < 1:
+        raise ConfigError(f"--sweep: must be at least 1 GPU, got {arguments.sweep}")
+    if arguments.link is not None and not arguments.link > 0:
+        raise ConfigError(f"--link: must be more than 0 GB/s, got {arguments.link:g}")
 
 
 def _calibrate(arguments: argparse.Namespace) -> int:

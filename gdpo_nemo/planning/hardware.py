@@ -125,5 +125,7 @@ def load_rates(path: str | Path) -> Rates:
         raise ConfigError(
             f"--calibration: {path} does not exist; `gdpo-nemo plan --calibrate RUN --out {path}` makes it"
         ) from None
+    except OSError as error:
+        raise ConfigError(f"--calibration: {path} cannot be read ({error.strerror})") from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"--calibration: {path} is not a calibration file ({error})") from None

@@ -22,6 +22,7 @@ from gdpo_nemo.config.learning import kl_in_reward
 from gdpo_nemo.config.load import load_config
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.data.records import Group, Outcome, Prompt, Trajectory
+from gdpo_nemo.data.wording import nearest
 from gdpo_nemo.errors import ConfigError
 from gdpo_nemo.observe.rollouts import loss_mask_of, read_rollouts
 from gdpo_nemo.rollouts.learning import advantages_of, reward_columns
@@ -47,6 +48,9 @@ def explain_step(path: str | Path, config_path: str | Path | None, overrides: Se
     config = load_config(config_path or _config_beside(path), overrides)
     if kl_in_reward(config):
         raise ConfigError("gdpo.kl_in_reward: needs log-probs of the starting model, which rollouts do not record")
+    if shown < 0:
+        raise ConfigError(f"--groups: must be 0 or more, got {shown}")
+    _check_recorded(groups, config, path)
     step = _Step(groups, config)
     parts: list[RenderableType] = [_heading(path, step), Text(step.ours.diagnostics.describe()), Text(_agreement(step, recorded))]
     parts += [Text(line) for line in _collapse_lines(step)]
@@ -54,6 +58,13 @@ def explain_step(path: str | Path, config_path: str | Path | None, overrides: Se
     for place in by_interest[:shown]:
         parts += [Text(""), _group_table(step, place), *(Text(line) for line in _pair_lines(step, place))]
     return Lines(*parts)
+
+
+def _check_recorded(groups: Sequence[Group], config: Config, path: Path) -> None:
+    recorded = {name for group in groups for t in group.trajectories for name in t.rewards}
+    for name, weight in config.gdpo.rewards.items():
+        if weight and name not in recorded:
+            raise ConfigError(f"gdpo.rewards.{name}: {path} has no such component{nearest(name, recorded)}")
 
 
 def read_step(path: Path) -> tuple[list[Group], np.ndarray]:

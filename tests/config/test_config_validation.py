@@ -129,6 +129,7 @@ def model(tmp_path: Path) -> Path:
     sizes = {"model_type": "llama", "hidden_size": 384, "intermediate_size": 512, "vocab_size": 99}
     (folder / "config.json").write_text(json.dumps({**sizes, **shape}))
     (folder / "model.safetensors").write_bytes(EMPTY_SAFETENSORS)
+    (folder / "tokenizer.json").write_text("{}")
     return folder
 
 

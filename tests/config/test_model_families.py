@@ -132,6 +132,7 @@ def model_folder(folder: Path, content: dict) -> Path:
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(content))
     (folder / "model.safetensors").write_bytes(EMPTY_SAFETENSORS)
+    (folder / "tokenizer.json").write_text("{}")
     return folder
 
 

@@ -1,0 +1,378 @@
+"""Wrong input to every command: status 1 or 2, one clear line on stderr, no traceback, and nothing written, changed or removed."""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+
+import bad_input
+import pytest
+from bad_input import added, binary, empty, folder, gone, loop, replaced, snapshot, text
+
+from gdpo_nemo import cli
+
+DRY, TRAIN, PLAN = ("train --dry-run --config {d}/good.yaml", "train --config {d}/good.yaml", "plan --config {d}/good.yaml")
+EVAL, HEALTH, REPORT = "eval {d}/run", "health {d}/run --thresholds {d}/limits.yaml", "report {d}/run"
+ROLLOUTS = "run/rollouts/step_0001.jsonl"
+EXPLAIN = "explain-advantages {d}/" + ROLLOUTS
+RECIPE, PARITY = "config from-nemo-rl {d}/recipe.yaml", "parity --model {d}/model"
+TO_HF, TO_CHECKPOINT = "convert --to hf {d}/run/checkpoints/step_1 {d}/new", "convert --to checkpoint {d}/model {d}/new"
+STEP, CALIBRATE = "run/checkpoints/step_1", "plan --calibrate {d}/run --out {d}/new.json"
+ENV = "env check gsm8k --config {d}/good.yaml"
+
+COMMAND_LINE = [
+    ("", None, "COMMAND"),
+    ("trian", None, "trian"),
+    ("train --dryrun", None, "--dryrun"),
+    ("train --config", None, "--config"),
+    (DRY + " extra", None, "extra"),
+    (DRY + " =3", None, "section.key=value"),
+    (DRY + " gdpo..x=3", None, "section.key=value"),
+    (DRY + " 'gdpo.rewards={a: 1'", None, "gdpo.rewards"),
+    (DRY + " gdpo.max_num_stepz=3", None, "did you mean gdpo.max_num_steps"),
+    (DRY + " gdpo.max_num_steps=x", None, "gdpo.max_num_steps: expected an integer"),
+    (DRY + " gdpo.max_num_steps=2.5", None, "gdpo.max_num_steps: expected an integer"),
+    (DRY + " gdpo.max_num_steps=-1", None, "at least 1"),
+    (DRY + " gdpo.max_num_steps=null", None, "gdpo.max_num_steps"),
+    (DRY + " gdpo.estimator=gdop", None, "did you mean gdpo"),
+    (DRY + " gdpo.estimator={d}/absent.py:f", None, "absent.py"),
+    (DRY + " gdpo.estimator={d}/mine.py:absent", None, "absent"),
+    (DRY + " gdpo.rewards=3", None, "gdpo.rewards: expected keys and values"),
+    (DRY + " 'gdpo.rewards={correct: 1}'", None, "correct"),
+    (DRY + " policy=3", None, "policy: expected keys and values"),
+    (DRY + " policy.precision=float16", None, "float32, bfloat16"),
+    (DRY + " policy.model_name={d}/absent", None, "neither a folder nor a hub name"),
+    (DRY + " 'policy.model_name= '", None, "policy.model_name"),
+    (DRY + " policy.model_name={d}/rows.jsonl", None, "policy.model_name"),
+    (DRY + " policy.model_name={d}/absent policy.model_factory={d}/absent.py:make", None, "absent.py does not exist"),
+    (DRY + " policy.model_name={d}/absent policy.model_factory={d}/factory.py:build", None, "has no function build"),
+    (DRY + " policy.model_name={d}/absent policy.model_factory=factory", None, "is not written file.py:function"),
+    (DRY + " policy.tokenizer_name={d}/empty", None, "holds no tokenizer"),
+    (DRY + " policy.lora.target_modules=[q_prj] policy.lora.rank=2", None, "did you mean q_proj"),
+    (DRY + " policy.megatron_cfg.tensor_model_parallel_size=3", None, "does not divide the model's 2 heads"),
+    (DRY + " run.dir=''", None, "run.dir"),
+    (DRY + " run.name='${nothing}'", None, "run.name"),
+    (DRY + " cluster.gpus_per_node=1.5", None, "cluster.gpus_per_node"),
+    ("plan --sweep x", None, "--sweep"),
+    ("plan --config {d}/absent.yaml", None, "no such config file"),
+    (PLAN + " --gpu h1000 cluster.gpus_per_node=8 policy.precision=bfloat16", None, "h1000"),
+    (PLAN + " --sweep 0", None, "--sweep"),
+    (PLAN + " --sweep -3", None, "--sweep"),
+    (PLAN + " --link 0 --gpu h100 cluster.gpus_per_node=8", None, "--link"),
+    ("explain gdpo.estimater", None, "did you mean gdpo.estimator"),
+    ("explain gdpo.estimator.x", None, "unknown key"),
+    ("explain a b", None, "b"),
+    ("config", None, "WHAT"),
+    ("config from-nemo", None, "from-nemo"),
+    ("env", None, "ACTION"),
+    ("env chekc x", None, "chekc"),
+    ("doctor", None, "name the folder of a run"),
+    ("convert --to onnx {d}/model {d}/new", None, "onnx"),
+    ("convert {d}/model {d}/new", None, "--to"),
+    (PARITY + " --threshold x", None, "--threshold"),
+    (EVAL + " --step x", None, "--step"),
+    (EXPLAIN + " --groups x", None, "--groups"),
+]
+CONFIGS = [
+    (DRY, gone("good.yaml"), "no such config file"),
+    (DRY, empty("good.yaml"), "gdpo.rewards: must be set"),
+    (DRY, binary("good.yaml"), "good.yaml"),
+    (DRY, folder("good.yaml"), "good.yaml: cannot be read"),
+    (DRY, loop("good.yaml"), "good.yaml"),
+    (DRY, text("good.yaml", "[1, 2]"), "expected sections"),
+    (DRY, text("good.yaml", "just words"), "good.yaml"),
+    (DRY, text("good.yaml", "3"), "good.yaml"),
+    (DRY, text("good.yaml", "gdpo: {rewards: {a: 1}\n"), "line 2: invalid YAML"),
+    (DRY, text("good.yaml", "gdpo:\n\trewards: 1\n"), "line 2"),
+    (DRY, text("good.yaml", "a: &a [*a]\n"), "good.yaml"),
+    (DRY, text("good.yaml", "gdpo: !!python/object:os.system {}\n"), "good.yaml"),
+    (DRY, text("good.yaml", "--- {}\n--- {}\n"), "good.yaml"),
+    (DRY, added("good.yaml", "gdpo: {max_num_steps: 3}\n"), "duplicate key gdpo"),
+    (DRY, added("good.yaml", "extra: 3\n"), "extra: unknown key"),
+    (DRY, added("good.yaml", "3: 4\n"), "3: unknown key"),
+    (DRY, added("good.yaml", "null: 4\n"), "good.yaml"),
+    (DRY, added("good.yaml", "loss_fn:\n"), "loss_fn: is empty"),
+    (DRY, added("good.yaml", "defaults: absent.yaml\n"), "no such config file"),
+    (DRY, added("good.yaml", "defaults: good.yaml\n"), "inherits from itself"),
+    (DRY, added("good.yaml", "defaults: [3]\n"), "defaults: expected a file name"),
+    (DRY, added("good.yaml", "defaults: {a: b}\n"), "defaults: expected a file name"),
+    (DRY, added("good.yaml", "defaults: empty\n"), "cannot be read"),
+    (DRY, replaced("good.yaml", "name: good", "name: [1]"), "run.name"),
+    (DRY, replaced("good.yaml", "correctness: 1.0", "correctness: much"), "gdpo.rewards.correctness: expected a number"),
+    (DRY, replaced("good.yaml", "correctness: 1.0", "correctness: .nan"), "gdpo.rewards.correctness"),
+    (DRY, replaced("good.yaml", "correctness: 1.0", "corectness: 1.0"), "corectness"),
+    (DRY, replaced("good.yaml", "env: {gsm8k: {}}", "env: {}"), "env: names no environment"),
+    (DRY, replaced("good.yaml", "env: {gsm8k: {}}", "env: [gsm8k]"), "env"),
+    (DRY, replaced("good.yaml", "precision: float32", "precision: ${policy.model_name}"), "policy.precision"),
+    (DRY, replaced("good.yaml", "max_total_sequence_length: 96", "max_total_sequence_length: 4096"), "exceeds the model's 2048"),
+    (TRAIN, replaced("good.yaml", "max_new_tokens: 16", "max_new_tokens: 96"), "leaves no room"),
+    (TRAIN, gone("good.yaml"), "no such config file"),
+    (TRAIN + " run.dir={d}/rows.jsonl", None, "run.dir"),
+    (DRY + " run.dir={d}/rows.jsonl", None, "run.dir"),
+    (DRY + " run.dir={d}/rows.jsonl/below", None, "run.dir"),
+    (PLAN, binary("good.yaml"), "good.yaml"),
+    (PLAN, text("model/config.json", "{}"), "names no model_type"),
+    ("eval {d}/model --config {d}/good.yaml", empty("good.yaml"), "gdpo.rewards: must be set"),
+    (ENV, binary("good.yaml"), "good.yaml"),
+]
+ROWS = [
+    (DRY, gone("rows.jsonl"), "data.train.path: {d}/rows.jsonl does not exist"),
+    (DRY, empty("rows.jsonl"), "rows.jsonl is empty"),
+    (DRY, text("rows.jsonl", "\n\n"), "has no rows"),
+    (DRY, binary("rows.jsonl"), "rows.jsonl:1: not valid JSON"),
+    (DRY, folder("rows.jsonl"), "data.train.path"),
+    (DRY, loop("rows.jsonl"), "data.train.path"),
+    (DRY, added("rows.jsonl", '{"question": "x"'), "rows.jsonl:5: not valid JSON"),
+    (DRY, added("rows.jsonl", "[]\n"), "rows.jsonl:5: a row must be a JSON object"),
+    (DRY, added("rows.jsonl", "null\n"), "rows.jsonl:5: a row must be a JSON object"),
+    (DRY, added("rows.jsonl", '{"answer": "1"}\n'), "row 4: no column 'question'"),
+    (DRY, added("rows.jsonl", '{"question": null, "answer": "1"}\n'), "row 4: the column 'question' is empty"),
+    (DRY, added("rows.jsonl", '{"question": 3, "answer": "1"}\n'), "row 4: 'question' must be text"),
+    (DRY, text("rows.jsonl", '{"id": 1, "question": "a", "answer": "1"}\n' * 2), "the same id '1'"),
+    (DRY, text("rows.jsonl", '{"messages": [{"role": "user"}], "answer": "1"}\n'), "lacks its role or its content"),
+    (DRY, text("rows.jsonl", '{"question": "x"}\n'), "answer"),
+    (DRY + " data.train.prompt_key=ask", None, "data.train.prompt_key: row 0: no column 'ask'"),
+    (DRY + " 'data.train.columns={answer: anser}'", None, "did you mean 'answer'"),
+    (DRY + " data.train.environment=gsm8", None, "did you mean gsm8k"),
+    (DRY + " data.train.environment_key=answer", None, "data.train.environment_key: row 0"),
+    (DRY + " data.train.size=0", None, "data.train.size"),
+    (DRY + " data.train.path={d}/good.yaml", None, "must end with one of .jsonl"),
+    (DRY + " data.train.path={d}/empty", None, "data.train.path: cannot load"),
+    (DRY + " data.train.path={d}/rows.csv", text("rows.csv", "question,answer\na,b,c\n"), "not a readable CSV file"),
+    (DRY + " data.train.path={d}/rows.csv", binary("rows.csv"), "not a readable CSV file"),
+    (DRY + " data.train.path={d}/rows.csv", text("rows.csv", "question,answer\n"), "has no rows"),
+    (DRY + " data.train.path={d}/rows.parquet", binary("rows.parquet"), "not a readable Parquet file"),
+    (DRY + " data.train.path={d}/rows.json", text("rows.json", "{"), "not valid JSON"),
+    (DRY + " data.train.path={d}/rows.json", text("rows.json", "{}"), "a list of JSON objects"),
+    (DRY + " data.validation.path={d}/absent.jsonl", None, "data.validation.path"),
+    (DRY + " data.train.chat=true policy.tokenizer_name={d}/model", text("model/tokenizer.json", "{"), "no tokenizer in"),
+    (ENV, binary("rows.jsonl"), "rows.jsonl:1: not valid JSON"),
+    (ENV, text("rows.jsonl", '{"quest": "x", "answer": "#### 1"}\n'), "quest"),
+    ("eval {d}/model --config {d}/good.yaml", loop("rows.jsonl"), "data.train.path"),
+]
+MODELS = [
+    (DRY, gone("model/config.json"), "has no config.json"),
+    (DRY, empty("model/config.json"), "is not valid JSON"),
+    (DRY, binary("model/config.json"), "is not valid JSON"),
+    (DRY, folder("model/config.json"), "cannot be read"),
+    (DRY, loop("model/config.json"), "config.json"),
+    (DRY, text("model/config.json", "[]"), "is not a JSON object"),
+    (DRY, replaced("model/config.json", "qwen2", "gpt2"), "model type 'gpt2' is not supported"),
+    (DRY, replaced("model/config.json", '"model_type": "qwen2"', '"model_type": 3'), "names no model_type"),
+    (DRY, replaced("model/config.json", '"hidden_size": 64', '"hidden_size": "64"'), "hidden_size"),
+    (DRY, replaced("model/config.json", '"num_key_value_heads": 2', '"num_key_value_heads": 0'), "num_key_value_heads"),
+    (DRY, replaced("model/config.json", '"hidden_size": 64', '"hidden_size": 64, "rope_scaling": 3'), "rotary parameters"),
+    (DRY, replaced("model/config.json", '"hidden_size": 64', '"hidden_size": 64, "architectures": 3'), "architecture"),
+    (DRY, gone("model/model.safetensors"), "has no weights"),
+    (DRY, empty("model/model.safetensors"), "is no safetensors file"),
+    (DRY, binary("model/model.safetensors"), "is no safetensors file"),
+    (DRY, folder("model/model.safetensors"), "model.safetensors"),
+    (DRY, loop("model/model.safetensors"), "model.safetensors"),
+    (DRY, text("model/model.safetensors.index.json", "{"), "is no index of weights"),
+    (TRAIN, empty("model/model.safetensors"), "is no safetensors file"),
+    (PARITY, gone("model"), "no such model folder"),
+    (PARITY, empty("model/model.safetensors"), "is no safetensors file"),
+    (PARITY, binary("model/config.json"), "is not valid JSON"),
+    (PARITY + " --layout tensor=3", None, "does not divide the model's 2 heads"),
+    (PARITY + " --layout tensor=x", None, "--layout: 'tensor=x'"),
+    (PARITY + " --layout tensr=2", None, "--layout: 'tensr=2'"),
+    (PARITY + " --record {d}/absent.jsonl", None, "--record"),
+    (PARITY + " --record {d}/rows.jsonl", None, "is not a rollouts file"),
+    (PARITY + " --record {d}/empty", None, "--record"),
+    (PARITY + " --record {d}/" + ROLLOUTS, binary(ROLLOUTS), "is not a rollouts file"),
+    (PARITY + " --record {d}/" + ROLLOUTS, text(ROLLOUTS, "[1]\n"), "is not a rollouts file"),
+    (PARITY + " --record {d}/" + ROLLOUTS, empty(ROLLOUTS), "is empty"),
+    (PARITY + " --threshold nan", None, "--threshold"),
+    (PARITY + " --threshold -1", None, "--threshold"),
+    (TO_CHECKPOINT, gone("model"), "no such model folder"),
+    (TO_CHECKPOINT, binary("model/config.json"), "is not valid JSON"),
+    (TO_CHECKPOINT, text("new", "mine"), "exists"),
+    (TO_CHECKPOINT, text("new/mine", "mine"), "exists and is not empty"),
+    (TO_CHECKPOINT + " --layout pipeline=5", None, "does not divide the model's 2 layers"),
+    ("convert --to checkpoint {d}/model {d}/rows.jsonl/new", None, "rows.jsonl"),
+]
+ENVIRONMENTS = [
+    ("env check nothing", None, "no environment is called 'nothing'"),
+    ("env check gsm8k", None, "makes no prompts of its own"),
+    ("env check digit_sort --rows 0", None, "--rows: must be at least 1"),
+    ("env check digit_sort env.x=1", None, "give one with --config"),
+    ("env check {d}/absent.py:Mine", None, "absent.py"),
+    ("env check {d}/mine.py:Absent", None, "Absent"),
+    ("env check {d}/mine.py:number", None, "number"),
+    ("env check gsm --config {d}/good.yaml", None, "did you mean 'gsm8k'"),
+    (ENV + " env.gsm8k.plugin=3", None, "env.gsm8k.plugin"),
+    (ENV + " env.gsm8k.plugin={d}/good.yaml:Mine", None, "env.gsm8k"),
+    (ENV + " env.gsm8k.plugin={d}/mine.py:Mine", text("mine.py", "class Mine(:\n"), "env.gsm8k"),
+    (ENV + " env.gsm8k.plugin={d}/mine.py:Mine", text("mine.py", "import no_such_package\n"), "no_such_package"),
+    (ENV + " env.gsm8k.plugin={d}/mine.py:Mine", text("mine.py", "raise SystemExit(3)\n"), "env.gsm8k"),
+    (ENV + " env.gsm8k.plugin={d}/mine.py:Mine", binary("mine.py"), "env.gsm8k"),
+    (ENV + " env.gsm8k.plugin={d}/mine.py:Mine", folder("mine.py"), "env.gsm8k"),
+    (ENV + " env.gsm8k.stric=true", None, "did you mean 'strict'"),
+    (ENV + " env.gsm8k=3", None, "env.gsm8k"),
+    (ENV + " env.gsm8k.num_workers=0", None, "env.gsm8k.num_workers"),
+    (ENV + " rollout.env_workers=0", None, "rollout.env_workers"),
+    (ENV + " rollout.env_timeout_s=0", None, "rollout.env_timeout_s"),
+    (DRY + " env.gsm8k.plugin={d}/mine.py:Absent", None, "Absent"),
+    (DRY + " env.gsm8k.num_workers=-1", None, "env.gsm8k.num_workers"),
+    ("env new Bad-Name --dir {d}", None, "cannot name an environment"),
+    ("env new gsm8k --dir {d}", None, "is called gsm8k already"),
+    ("env new empty --dir {d}", None, "exists already"),
+    ("env new mine --dir {d}/rows.jsonl", None, "rows.jsonl"),
+]
+RUNS = [
+    ("health {d}/absent --thresholds {d}/limits.yaml", None, "absent"),
+    (HEALTH, gone("run/metrics.jsonl"), "no training steps"),
+    (HEALTH, empty("run/metrics.jsonl"), "no training steps"),
+    (HEALTH, binary("run/metrics.jsonl"), "run"),
+    (HEALTH, text("run/metrics.jsonl", '{"step": 1}\n{"st\n{"step": 3}\n'), "line 2: not a row of metrics"),
+    (HEALTH, text("run/metrics.jsonl", "[1]\n"), "line 1: not a row of metrics"),
+    (HEALTH, text("run/metrics.jsonl", '{"loss": 1}\n'), "line 1: not a row of metrics"),
+    (HEALTH, text("run/metrics.jsonl", '{"step": "one", "reward/correctness/mean": 1}\n'), "line 1: not a row of metrics"),
+    (HEALTH, text("run/metrics.jsonl", '{"step": 1, "reward/correctness/mean": "high"}\n'), "line 1: not a row of metrics"),
+    (HEALTH, folder("run/metrics.jsonl"), "metrics.jsonl"),
+    (HEALTH, loop("run/metrics.jsonl"), "metrics.jsonl"),
+    (HEALTH, gone("limits.yaml"), "limits.yaml"),
+    (HEALTH, empty("limits.yaml"), "has no list of checks"),
+    (HEALTH, binary("limits.yaml"), "limits.yaml"),
+    (HEALTH, folder("limits.yaml"), "limits.yaml"),
+    (HEALTH, text("limits.yaml", "3"), "limits.yaml"),
+    (HEALTH, text("limits.yaml", "checks: [3]"), "limits.yaml: check 1"),
+    (HEALTH, text("limits.yaml", "checks: [{metric: x, at: never, min: 1}]"), "limits.yaml: check 1"),
+    (HEALTH, text("limits.yaml", "checks: [{metric: x, at: end}]"), "limits.yaml: check 1"),
+    (HEALTH, text("limits.yaml", "checks: [{metric: x, at: end, min: low}]"), "limits.yaml: check 1"),
+    ("report {d}/absent", None, "absent"),
+    ("report {d}/rows.jsonl", None, "rows.jsonl"),
+    (REPORT, gone("run/metrics.jsonl"), "no metrics"),
+    (REPORT, binary("run/metrics.jsonl"), "run"),
+    (REPORT, folder("run/metrics.jsonl"), "metrics.jsonl"),
+    (REPORT, text("run/alerts.jsonl", "{\n"), "alerts.jsonl"),
+    (REPORT, text("run/alerts.jsonl", "[1]\n"), "alerts.jsonl"),
+    (REPORT, text("run/alerts.jsonl", "null\n"), "alerts.jsonl"),
+    (REPORT, text(ROLLOUTS, "{\n"), "step_0001.jsonl"),
+    (REPORT, text(ROLLOUTS, "[1]\n"), "step_0001.jsonl"),
+    (REPORT, text(ROLLOUTS, '{"a": 1}\n'), "step_0001.jsonl"),
+    (REPORT, binary(ROLLOUTS), "step_0001.jsonl"),
+    (REPORT, text("run/report.html/mine", "x"), "report.html"),
+    ("doctor {d}/absent", None, "absent"),
+    ("doctor {d}/run", None, "status.json"),
+    ("doctor {d}/run", text("run/status.json", "{"), "status.json"),
+    ("doctor {d}/run", text("run/status.json", "[]"), "status.json"),
+    ("doctor {d}/run", text("run/status.json", "{}"), "status.json"),
+    ("doctor {d}/run", binary("run/status.json"), "status.json"),
+    ("doctor {d}/run", text("run/status.json/x", ""), "status.json"),
+    ("explain-advantages {d}/absent.jsonl", None, "cannot be read"),
+    ("explain-advantages {d}/run", None, "cannot be read"),
+    (EXPLAIN, empty(ROLLOUTS), "step_0001.jsonl"),
+    (EXPLAIN, binary(ROLLOUTS), "is not a file of rollouts"),
+    (EXPLAIN, text(ROLLOUTS, "{}\n"), "is not a file of rollouts"),
+    (EXPLAIN, text(ROLLOUTS, "[1]\n"), "is not a file of rollouts"),
+    (EXPLAIN, text(ROLLOUTS, '{"a": {"b": \n'), "is not a file of rollouts"),
+    (EXPLAIN, gone("run/config.yaml"), "config.yaml"),
+    (EXPLAIN, binary("run/config.yaml"), "config.yaml"),
+    (EXPLAIN + " --groups -1", None, "--groups"),
+    (EXPLAIN + " 'gdpo.rewards={kindness: 1}'", None, "kindness"),
+    (CALIBRATE, gone("run/config.yaml"), "holds no run"),
+    (CALIBRATE, gone("run/metrics.jsonl"), "metrics.jsonl"),
+    (CALIBRATE, binary("run/metrics.jsonl"), "metrics.jsonl"),
+    (CALIBRATE, text("run/metrics.jsonl", "{\n"), "metrics.jsonl"),
+    (CALIBRATE, text("run/metrics.jsonl", '{"step": 1, "time/train": 1}\n'), "fewer than 2 steps"),
+    (CALIBRATE, gone(ROLLOUTS), "--calibrate"),
+    ("plan --calibrate {d}/absent --out {d}/new.json", None, "absent"),
+    (PLAN + " --calibration {d}/absent.json", None, "--calibration"),
+    (PLAN + " --calibration {d}/rows.jsonl", None, "is not a calibration file"),
+    (PLAN + " --calibration {d}/empty", None, "--calibration"),
+    (PLAN + " --calibration {d}/c.json", text("c.json", "[]"), "is not a calibration file"),
+    ("eval {d}/absent", None, "absent"),
+    ("eval {d}/empty", None, "neither a run"),
+    ("eval {d}/model", None, "--config: must say on what to evaluate"),
+    ("eval {d}/model --config {d}/absent.yaml", None, "absent.yaml"),
+    ("eval {d}/rows.jsonl", None, "rows.jsonl"),
+    (EVAL + " --step 7", None, "there are 1"),
+    ("eval {d}/model --config {d}/good.yaml --step 3", None, "name the folder of the run"),
+    (EVAL + " --out {d}/empty", None, "--out"),
+    (EVAL + " --out {d}/rows.jsonl/x", None, "--out"),
+    (EVAL + " data.validation=null gdpo.val_at_start=false", None, "data.validation"),
+    (EVAL, gone("run/checkpoints"), "no checkpoint and no exported model"),
+    (EVAL, gone("run/config.yaml"), "config.yaml"),
+    (EVAL, binary("run/config.yaml"), "config.yaml"),
+    (EVAL, None, "is damaged (state.json has changed)"),
+    (EVAL, gone(STEP + "/state.json"), "state.json"),
+    (EVAL, binary(STEP + "/state.json"), "state.json"),
+    (EVAL, text(STEP + "/state.json", '{"stepp": 1}'), "state.json"),
+    (EVAL, text(STEP + "/state.json", "[]"), "state.json"),
+    (EVAL, binary(STEP + "/files.json"), "files.json"),
+    (EVAL, text(STEP + "/files.json", "[1]"), "files.json"),
+    (EVAL, text(STEP + "/files.json", '{"a": 3}'), "files.json"),
+    (EVAL, empty("model/model.safetensors"), "is no safetensors file"),
+    (TO_HF, gone(STEP + "/files.json"), "not a checkpoint"),
+    (TO_HF, gone(STEP), "not a checkpoint"),
+    (TO_HF, gone("run/config.yaml"), "--model: must name the model folder"),
+    (TO_HF, binary("run/config.yaml"), "config.yaml"),
+    (TO_HF, gone("model"), "no such model folder"),
+    (TO_HF, None, "is damaged (state.json has changed)"),
+    (TO_HF, text("new/mine", "x"), "exists and is not empty"),
+    (TO_HF, text("new", "x"), "exists"),
+    (TO_HF + " --model {d}/empty", None, "has no config.json"),
+    (TO_HF + " --layout data=0", None, "--layout"),
+    (TO_HF, binary(STEP + "/files.json"), "files.json"),
+]
+RECIPES = [
+    ("config from-nemo-rl", None, "RECIPE"),
+    (RECIPE, gone("recipe.yaml"), "no such recipe"),
+    (RECIPE, empty("recipe.yaml"), "has no section grpo"),
+    (RECIPE, binary("recipe.yaml"), "cannot be read as YAML"),
+    (RECIPE, folder("recipe.yaml"), "cannot be read as YAML"),
+    (RECIPE, loop("recipe.yaml"), "recipe.yaml"),
+    (RECIPE, text("recipe.yaml", "[1]"), "expected sections"),
+    (RECIPE, text("recipe.yaml", "words"), "recipe.yaml"),
+    (RECIPE, text("recipe.yaml", "grpo: {a: [1\n"), "cannot be read as YAML"),
+    (RECIPE, text("recipe.yaml", "sft: {a: 1}"), "has no section grpo"),
+    (RECIPE, text("recipe.yaml", "defaults: absent.yaml\ngrpo: {a: 1}"), "no such recipe"),
+    (RECIPE, text("recipe.yaml", "defaults: recipe.yaml\ngrpo: {a: 1}"), "inherits from itself"),
+]
+CASES = [*COMMAND_LINE, *CONFIGS, *ROWS, *MODELS, *ENVIRONMENTS, *RUNS, *RECIPES]
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory):
+    return bad_input.make_world(tmp_path_factory.mktemp("world") / "good")
+
+
+@pytest.fixture
+def world(good, tmp_path, monkeypatch):
+    """A copy of the good world at a place of its own, named in its configs; commands start in an empty folder there."""
+    d = tmp_path / "w"
+    shutil.copytree(good, d)
+    for name in ("good.yaml", "run/config.yaml"):
+        (d / name).write_text((d / name).read_text().replace(str(good), str(d)))
+    monkeypatch.chdir(d / "empty")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
+    return d
+
+
+@pytest.mark.parametrize("command, damage, expected", CASES, ids=[f"{n:03d} {case[0][:40]}" for n, case in enumerate(CASES)])
+def test_wrong_input_is_one_line_and_changes_nothing(command, damage, expected, world, capsys):
+    if damage is not None:
+        damage(world)
+    before = snapshot(world)
+    try:
+        status = cli.main(shlex.split(command.replace("{d}", str(world))))
+    except SystemExit as end:  # argparse
+        status = end.code
+    said = capsys.readouterr()
+    assert status in (1, 2)
+    assert said.err.count("\n") == 1 and said.err.startswith("error: "), said.err
+    assert expected.replace("{d}", str(world)) in said.err
+    assert snapshot(world) == before
+
+
+def test_there_are_enough_cases_and_each_command_has_some():
+    assert len(CASES) >= 150 and len({(command, expected, id(damage)) for command, damage, expected in CASES}) == len(CASES)
+    commands = ("train", "plan", "doctor", "explain", "config", "explain-advantages", "health", "report", "eval", "parity", "convert")
+    assert all(any(case[0].split(" ")[0] == command for case in CASES) for command in (*commands, "env"))
+
+
+def test_the_world_is_good_before_it_is_spoilt(world, capsys):
+    for command in ("train --dry-run --config {d}/good.yaml", HEALTH, EXPLAIN, ENV, "plan --config {d}/good.yaml"):
+        assert cli.main(shlex.split(command.replace("{d}", str(world)))) == 0, capsys.readouterr().err
