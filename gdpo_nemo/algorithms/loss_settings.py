@@ -65,7 +65,8 @@ class LossSettings:
     aggregation: str = "token_mean"
     """token_mean, sequence_mean (mean of the sequences' token means) or constant (Dr. GRPO)."""
     constant_length: Optional[int] = None
-    """Length by which `aggregation: constant` divides; null takes policy.generation.max_new_tokens."""
+    """Length by which `aggregation: constant` divides; null: all that the policy may write in one trajectory,
+    rollout.turns.max_tokens, or without it policy.generation.max_new_tokens times rollout.turns.max_turns."""
     old_logprobs: Optional[str] = None
     """Denominator of the ratio: trainer or sampler. Null: trainer when on-policy, sampler when rollout.max_staleness > 0."""
     reference_policy_kl_penalty: float = 0.0
