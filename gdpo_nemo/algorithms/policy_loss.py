@@ -19,7 +19,7 @@ from gdpo_nemo.algorithms.losses import (
     gspo_loss,
     kl_penalty,
 )
-from gdpo_nemo.algorithms.offpolicy import OffPolicySettings, importance_weights, sequence_keep_mask
+from gdpo_nemo.algorithms.offpolicy import importance_weights, sequence_keep_mask
 
 
 @dataclass(frozen=True)

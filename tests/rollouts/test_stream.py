@@ -107,6 +107,6 @@ def test_validation_asks_for_the_same_samples_at_every_call_and_none_of_the_trai
         assert [[t.rewards["correctness"] for t in g.trajectories] for g in groups] == [[0, 1, 2]] * 2
     (first, sampling), (second, _) = world.asked
     assert [r.seed for r in first] == [r.seed for r in second] and len({r.seed for r in first}) == 6
-    assert sampling.temperature == 0.5
+    assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.max_new_tokens) == (0.5, 1.0, -1, 36)
     world.stream.top_up(0)
     assert not {r.seed for r in world.asked[2][0]} & {r.seed for r in first}
