@@ -70,9 +70,9 @@ def compute_advantages(
     that. Same input, same bits; another row order gives the same advantages up to the last digits of float64.
 
     KL in the reward is A <- A - kl_coefficient x (kl - mean of the group's kl), before the batch norm and never
-    normalised itself: normalised, its coefficient would do nothing. Estimators of the sum have it in the sum, as
-    published. It lends a row no signal of its own: batch statistics are taken over the same rows as without it, a row
-    that it alone moves is divided by the same deviation, and a batch without any other signal stays 0 under batch norm.
+    normalised itself: normalised, its coefficient would do nothing. It lends a row no signal of its own: batch statistics
+    are taken over the same rows as without it, a row that it alone moves is divided by the same deviation, and a batch
+    without any other signal stays 0 under batch norm. Estimators of the sum have it in the sum instead, as published.
 
     Args:
         rewards: [sequences, components] with NaN for "not applicable", or a mapping of name to [sequences] where None

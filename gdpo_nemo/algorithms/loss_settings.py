@@ -40,7 +40,8 @@ class OffPolicySettings:
         _among("off_policy.level", self.level, LEVELS)
         if not 0 <= self.ratio_min < self.ratio_max:
             raise ValueError(
-                f"off_policy.ratio_min: must be 0 or more and below off_policy.ratio_max, got {self.ratio_min} and {self.ratio_max}"
+                "off_policy.ratio_min: must be 0 or more and below off_policy.ratio_max, got "
+                f"{self.ratio_min} and {self.ratio_max}"
             )
 
     @property

@@ -20,7 +20,7 @@ from gdpo_nemo.algorithms.losses import (
     kl_penalty,
     score_weight,
 )
-from gdpo_nemo.algorithms.offpolicy import OffPolicySettings, importance_weights, sequence_keep_mask
+from gdpo_nemo.algorithms.offpolicy import importance_weights, sequence_keep_mask
 
 
 @dataclass(frozen=True)

@@ -111,7 +111,8 @@ def check_selection(
     bounds = own.get("bounds") or {}
     try:
         ends = {name: bounds.get(name, (0.0, 1.0)) for name in weights}
-        table = build_table({name: [low, high, low, low, high] for name, (low, high) in ends.items()}, [0, 0, 1, 1, 2], dict(weights))
+        columns = {name: [low, high, low, low, high] for name, (low, high) in ends.items()}
+        table = build_table(columns, [0, 0, 1, 1, 2], dict(weights))
         run_estimator(entry, table, settings, own, estimator)
     except (TypeError, AttributeError) as error:
         raise ValueError(f"options of {_name(estimator)}: {error}") from None

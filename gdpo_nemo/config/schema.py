@@ -58,8 +58,8 @@ class GdpoConfig:
     """Ordered per-component transformations applied before the advantages: clip, scale, linear, condition, length,
     overlong, truncated. For instance `{component: length, condition: {on: correctness, ge: 1.0}}`."""
     batch_norm: Optional[bool] = None
-    """Standardise the advantages over the sequences of the batch. Null: as published, on for gdpo, gd2po, sa_mrpo and
-    dara, off for the others."""
+    """Standardise the advantages over the sequences of the batch that carry signal (the GDPO paper: over all of them, which
+    `preset: paper` does). Null: as published, on for gdpo, gd2po, sa_mrpo and dara, off for the others."""
     kl_in_reward: Optional[float] = None
     """Coefficient beta of the KL to the starting model in the reward: A - beta (KL - mean of its group), KL being the summed
     log-ratio of a trajectory, before the batch norm and never normalised itself; estimators of the summed reward have it in

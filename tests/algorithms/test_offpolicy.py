@@ -68,6 +68,11 @@ def test_sequence_mask_needs_a_large_gap_and_a_negative_advantage():
         assert sequence_keep_mask(logprobs, sampler, advantage, IDS, 2, 0.5).tolist() == expected
 
 
+def test_a_sequence_exactly_at_the_threshold_is_kept():
+    logprobs, advantage = torch.tensor([-0.75, -0.25, -1.0, -1.0, -1.0]), -torch.ones(5)
+    assert sequence_keep_mask(logprobs, torch.zeros(5), advantage, IDS, 2, 0.5).tolist() == [1, 1, 0, 0, 0]
+
+
 def test_sequence_mask_equals_trls():
     folder = Path(importlib.util.find_spec("trl").submodule_search_locations[0])
     tree = ast.parse((folder / "trainer" / "grpo_trainer.py").read_text())
