@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -37,7 +38,7 @@ def test_every_step_reports_the_contracted_metrics(undisturbed):
     expected = {"loss", "grad_norm", "lr", "skipped_steps", "reward/total/mean", "throughput/tokens_per_second"}
     expected |= {f"reward/{c}/{s}" for c in ("correctness", "format", "length") for s in ("mean", "std", "missing")}
     expected |= {f"advantage/{s}" for s in ("distinct", "distinct_if_summed", "dead_groups")}
-    expected |= {f"parity/{s}" for s in ("kl", "max_abs", "mean_abs", "probe")}
+    expected |= {f"parity/{s}" for s in ("kl", "max_abs", "max_prob", "mean_abs", "probe")}
     expected |= {f"policy/{s}" for s in ("entropy", "clip_fraction", "ratio_mean", "ratio_max")}
     expected |= {"staleness/mean", "staleness/max", "rollout/tokens", "rollout/mean_length", "rollout/truncated"}
     expected |= {f"time/{s}" for s in ("step", "rollout", "verify", "train", "sync", "idle")} | {"rollout/env_failed"}
@@ -212,6 +213,30 @@ def test_adapters_kl_penalty_dynamic_sampling_and_several_updates_train_together
     assert first["time/advantages"] < 0.01 * first["time/step"]
     assert max(first["parity/probe"], second["parity/probe"]) < 1e-5
     assert (launch.run_dir / "adapter" / "adapter_config.json").exists()
+
+
+def test_a_bfloat16_run_of_a_model_with_large_logits_is_not_ended_by_its_rounding(tmp_path, digit_model):
+    """Logits up to 40, as pretrained models have: bfloat16 knows them to an eighth or a quarter, and unlikely tokens as badly."""
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(digit_model, tmp_path / "sharp")
+    weights = load_file(tmp_path / "sharp" / "model.safetensors")
+    weights["model.norm.weight"] *= 4
+    save_file(weights, tmp_path / "sharp" / "model.safetensors", {"format": "pt"})
+    launch = Launch(
+        tmp_path / "run",
+        tmp_path / "sharp",
+        "policy.precision=bfloat16",
+        "gdpo.max_num_steps=2",
+        "gdpo.val_period=0",
+        "checkpointing.metric_name=null",
+        *QUICK,
+    )
+    status, out, err = launch.finish()
+    assert status == 0, (out, err)
+    for row in (row for row in rows(launch.run_dir) if "loss" in row):
+        assert 1e-3 < row["parity/probe"] < 0.25 and 0 < row["parity/mean_abs"] < 0.1
+        assert row["parity/max_prob"] <= min(row["parity/max_abs"], 0.5)
 
 
 @pytest.fixture(scope="module")
