@@ -91,7 +91,7 @@ def test_exported_model_is_what_the_last_checkpoint_holds_and_transformers_loads
 
 def test_killed_and_terminated_run_resumes_bit_for_bit(undisturbed, tmp_path, digit_model):
     """The policy dies in the middle of saving step 4, the driver after step 3 (kill -9), its terminal goes away after step 3,
-    SIGTERM comes after step 4, a byte of the last checkpoint turns on the disk; then on to the end. Checkpoints are written
+    SIGTERM comes a step later, a byte of the last checkpoint turns on the disk; then on to the end. Checkpoints are written
     beside training.
 
     The first of these runs is colocated: its engines sleep while the policy trains, and nothing else is different.
@@ -126,12 +126,12 @@ def test_killed_and_terminated_run_resumes_bit_for_bit(undisturbed, tmp_path, di
     dropped.wait_for_step(3)
     dropped.hang_up()
     assert dropped.finish()[0] == 128 + signal.SIGHUP, dropped.shown
-    assert b"step 3" in dropped.shown and dropped.left_behind() == []
+    assert b"resuming" in dropped.shown and dropped.left_behind() == []
     done = max(row["step"] for row in rows(tmp_path / "run"))
     assert (tmp_path / "run" / "checkpoints" / f"step_{done}" / "files.json").is_file()
 
     stopped = Launch(tmp_path / "run", digit_model, *options)
-    stopped.wait_for_step(4)
+    stopped.wait_for_step(done + 1)
     stopped.process.send_signal(signal.SIGTERM)
     status, out, err = stopped.finish()
     assert status == 128 + signal.SIGTERM, (out, err)
