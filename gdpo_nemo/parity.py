@@ -85,7 +85,7 @@ def measure_parity(
             room = one.policy.max_total_sequence_length
             if any(len(s) >= room for s in sequences):
                 raise ConfigError(f"--engine: vLLM cannot score sequences that fill the context of {room} tokens")
-            places["vLLM"] = written([_score(fleet, s) for s in sequences])
+            places["vLLM"] = written(_scored(fleet, sequences))
         if recorded is not None:
             places["recorded by the sampler"] = written(recorded)
         tempered = None
@@ -137,9 +137,9 @@ def _standing(one, many, folder: str, engine: bool):
         yield single, group, fleet
 
 
-def _score(fleet, sequence: TrainSequence) -> np.ndarray:
-    ids = np.concatenate([sequence.prompt_ids, sequence.completion_ids])
-    return fleet.score(ids)[0][len(sequence.prompt_ids) - 1 :]
+def _scored(fleet, sequences: list[TrainSequence]) -> list[np.ndarray]:
+    (scores,) = fleet.score([np.concatenate([s.prompt_ids, s.completion_ids]) for s in sequences])
+    return [values[len(s.prompt_ids) - 1 :] for s, values in zip(sequences, scores)]
 
 
 def _vocabulary(model: str | Path) -> int:

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Iterator
 
-import numpy as np
 import psutil
 
 from gdpo_nemo.checkpoints import Checkpoints, RunState
@@ -28,8 +27,6 @@ from gdpo_nemo.observe.status import StatusFile
 from gdpo_nemo.observe.metrics import read_metrics
 from gdpo_nemo.resume import find_start, record_config, total_updates
 from gdpo_nemo.waits import WaitExpired
-
-_PROBE_TOKENS = 48
 
 
 @dataclass
@@ -163,27 +160,34 @@ def _start_processes(parts: Parts, stack: contextlib.ExitStack, inputs: Inputs, 
     parts.policy = PolicyGroup(config, str(folder), total_updates(config, parts.state), placement)
     shared = bool(placement.places.shared)
     parts.fleet = fleet = EngineFleet(config, str(folder), placement, parts.policy.devices() if shared else None)
+    probe = None
     if shared:
         fleet.ready()
+        probe = _probe(config, inputs, fleet)
         fleet.sleep()
         lap("engines, before the policy")
     parts.policy.ready()
-    if checkpoint is not None:
-        parts.policy.load(checkpoint)
     lap("policy, beside the engines")
     fleet.ready()
     lap("engines, after the policy")
+    if not shared:
+        probe = _probe(config, inputs, fleet)
+    if probe is not None:
+        probe.calibrate(parts.policy, config)  # before a checkpoint is read: both hold the model's folder now
+        lap("probe")
+    if checkpoint is not None:
+        parts.policy.load(checkpoint)
+        lap("checkpoint")
     parts.stream = RolloutStream(
         config, inputs.prompts, fleet, pool, inputs.tokenizer, parts.state.position, parts.state.step
     )
     stack.callback(parts.stream.close)
-    probe = _probe(config, inputs) if config.policy.generation.verify_weights else None
     bucket = config.weights.bucket_mib << 20
     # Engines may then have to start again while the policy trains.
     keep = config.rollout.max_staleness > 0 or config.rollout.endpoint.enabled
     transport = make_transport(chosen_transport(config), parts.policy, parts.run_dir / "weights", bucket, keep)
     stack.callback(transport.close)
-    parts.sync = WeightSync(parts.policy, fleet, probe, config.policy.generation.parity_limit, transport, shared)
+    parts.sync = WeightSync(parts.policy, fleet, probe, transport, shared)
 
 
 def _learning_rates(run_dir: Path, step: int, upcoming: float) -> str:
@@ -193,12 +197,15 @@ def _learning_rates(run_dir: Path, step: int, upcoming: float) -> str:
     return f"step {step + 1} trains with learning rate {upcoming:g}{before}"
 
 
-def _probe(config: Config, inputs: Inputs) -> np.ndarray:
-    """A fixed sequence of tokens: the first prompt, then tokens from all over the vocabulary."""
-    length = min(_PROBE_TOKENS, config.policy.max_total_sequence_length - 1)
+def _probe(config: Config, inputs: Inputs, fleet):
+    """The probe of ``policy.generation.verify_weights``, from the first prompts; None where that is off."""
+    from gdpo_nemo.cluster.probe import PROMPTS, Probe
+
+    if not config.policy.generation.verify_weights:
+        return None
+    prompts = [prompt.token_ids for prompt in inputs.prompts.head(PROMPTS)]
     vocabulary = json.loads((inputs.folder / "config.json").read_text())["vocab_size"]
-    drawn = np.random.default_rng(0).integers(0, vocabulary, length)
-    return np.concatenate([inputs.prompts.head(1)[0].token_ids, drawn])[-length:].astype(np.int32)
+    return Probe.sampled(fleet, prompts, vocabulary, config.policy.max_total_sequence_length)
 
 
 def _point_to_logs(kind, error, keep_logs, run_dir: Path) -> bool:

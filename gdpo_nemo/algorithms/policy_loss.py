@@ -173,7 +173,8 @@ def _correction(
 
 
 def _parity(logprobs: Tensor, fields: TokenFields, settings: LossSettings) -> dict[str, Tensor]:
-    """How far the sampler's log-probs are from the trainer's: |sampler - trainer| and k3 of KL(sampler || trainer).
+    """How far the sampler is from the trainer: |difference of log-probs|, |difference of probabilities| and k3 of
+    KL(sampler || trainer).
 
     The trainer's are those from before the update, or of this pass where the sampler's serve as the old ones.
     """
@@ -182,12 +183,13 @@ def _parity(logprobs: Tensor, fields: TokenFields, settings: LossSettings) -> di
     own = fields.old_logprobs is None or settings.old_logprobs == "sampler"
     believed = logprobs.detach() if own else fields.old_logprobs
     gap = torch.nan_to_num(fields.sampler_logprobs - believed, nan=0.0)
-    return {"parity_abs": gap.abs(), "parity_kl": kl_penalty(gap, torch.zeros_like(gap), "k3")}
+    off = believed.exp() * torch.expm1(gap)
+    return {"parity_abs": gap.abs(), "parity_prob": off.abs(), "parity_kl": kl_penalty(gap, torch.zeros_like(gap), "k3")}
 
 
 def _collect(per_token: dict[str, Tensor], tokens: int, like: Tensor) -> LossMetrics:
-    """Sums of every per-token measurement, and the maxima of two of them. float64, so that 1e8 tokens still count."""
+    """Sums of every per-token measurement, and the maxima of three of them. float64, so that 1e8 tokens still count."""
     sums = {name: value.double().sum() for name, value in per_token.items()}
     sums["tokens"] = torch.tensor(float(tokens), dtype=torch.float64, device=like.device)
-    maxima = {name: per_token[name].max() for name in ("ratio", "parity_abs") if name in per_token and tokens}
+    maxima = {name: per_token[name].max() for name in ("ratio", "parity_abs", "parity_prob") if name in per_token and tokens}
     return LossMetrics(sums, maxima)

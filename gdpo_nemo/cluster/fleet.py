@@ -273,10 +273,10 @@ class EngineFleet:
                 again.append(index)
         return sorted(set(again))
 
-    def score(self, token_ids: Sequence[int]) -> list[np.ndarray]:
-        """The log-probs [tokens - 1] that each engine gives to a sequence."""
+    def score(self, sequences: Sequence[np.ndarray]) -> list[list[np.ndarray]]:
+        """The log-probs [tokens - 1] that each engine gives to each sequence."""
         with self._lock:
-            refs = [actor.score.remote(list(token_ids)) for actor in self._actors]
+            refs = [actor.score.remote(list(sequences)) for actor in self._actors]
         return gather(refs, "probing the engines", self._timeout_s, "engine")
 
     def close(self) -> None:

@@ -123,8 +123,10 @@ def _start(where: dict[str, Any]) -> None:
             return
         except Exception as error:  # of many kinds; that the node is late is a bare Exception
             ray.shutdown()
-            for child in set(psutil.Process().children()) - before:
+            left = set(psutil.Process().children()) - before
+            for child in left:
                 child.kill()
+            psutil.wait_procs(left)
             if attempt == _STARTS:
                 raise RunError(
                     f"Ray did not start on this machine in {_STARTS} attempts ({_first_line(error)}); its logs are in "

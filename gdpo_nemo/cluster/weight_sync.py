@@ -4,22 +4,17 @@ from __future__ import annotations
 
 import time
 
-import numpy as np
-
 from gdpo_nemo.cluster.fleet import EngineFleet
 from gdpo_nemo.cluster.policy_group import PolicyGroup
+from gdpo_nemo.cluster.probe import Probe
 from gdpo_nemo.cluster.transports import Memory, Transport
-from gdpo_nemo.data.packing import TrainSequence
-from gdpo_nemo.errors import RunError
 
 
 class WeightSync:
     """Moves the policy's weights to every engine of the fleet.
 
     Args:
-        probe: int32 [tokens], at least 2: a sequence whose log-probs trainer and engines must agree on after every
-            update; None switches that off.
-        limit: largest difference allowed.
+        probe: what trainer and engines must agree on after every update; None switches that off.
         transport: of the policy's weights; None: through the object store.
         shared: whether the engines sit on the policy's devices. They then sleep from ``rest`` to the next ``publish``.
     """
@@ -28,15 +23,14 @@ class WeightSync:
         self,
         policy: PolicyGroup,
         fleet: EngineFleet,
-        probe: np.ndarray | None,
-        limit: float,
+        probe: Probe | None,
         transport: Transport | None = None,
         shared: bool = False,
     ):
         self.transport = transport or Memory(policy)
         self.version: int | None = None
         """The newest version that every engine holds."""
-        self._policy, self._fleet, self._probe, self._limit, self._shared = policy, fleet, probe, limit, shared
+        self._policy, self._fleet, self._probe, self._shared = policy, fleet, probe, shared
         self._slept: dict[str, float] = {}
 
     def publish(self, version: int) -> dict[str, float]:
@@ -57,7 +51,7 @@ class WeightSync:
             row["time/wake"] += self._wake("kv_cache")
         self.version, self._slept = version, {}
         if self._probe is not None:
-            row["parity/probe"] = self._difference(version)
+            row["parity/probe"] = self._probe.verify(self._policy, self._fleet, version)
         return {"time/sync": time.monotonic() - start, **row}
 
     def rest(self) -> None:
@@ -72,19 +66,3 @@ class WeightSync:
         self._policy.release()
         self._fleet.wake(what)
         return time.monotonic() - start
-
-    def _difference(self, version: int) -> float:
-        ids = self._probe
-        # The engines score at temperature 1, so the trainer must too.
-        sequence = TrainSequence(ids[:1], ids[1:], np.zeros(len(ids) - 1, np.float32))
-        (mine,) = self._policy.logprobs([sequence], temperature=1.0)
-        worst = 0.0
-        for index, theirs in enumerate(self._fleet.score(ids)):
-            worst = max(worst, float(np.abs(mine - theirs).max()))
-            # Written so that NaN fails, too.
-            if not np.abs(mine - theirs).max() <= self._limit:
-                raise RunError(
-                    f"engine {index} does not hold the weights of version {version}: its log-probs differ by "
-                    f"{np.abs(mine - theirs).max():.3g} from the trainer's (policy.generation.parity_limit {self._limit})"
-                )
-        return worst

@@ -6,7 +6,6 @@ Held against NVIDIA-NeMo/RL at 7ea279ab: ``utils/config.py`` (inheritance, resol
 from __future__ import annotations
 
 import os
-import os
 import re
 from dataclasses import dataclass
 from pathlib import Path

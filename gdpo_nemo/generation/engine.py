@@ -182,16 +182,18 @@ class Engine:
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
 
-    def score(self, token_ids: Sequence[int]) -> np.ndarray:
-        """float32 [tokens - 1]: log-prob of each token after the first, at temperature 1. Serves as a probe of the weights."""
+    def score(self, sequences: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """float32 [tokens - 1] of each sequence: log-prob of each token after the first, at temperature 1."""
         from vllm import SamplingParams
 
         self._prepare()
-        ids = [int(t) for t in token_ids]
+        asked = [[int(token) for token in ids] for ids in sequences]
         params = SamplingParams(temperature=1.0, max_tokens=1, prompt_logprobs=0, detokenize=False, seed=0)
-        (output,) = self._llm.generate([{"prompt_token_ids": ids}], params, use_tqdm=False)
-        found = output.prompt_logprobs[1:]
-        return np.array([entry[token].logprob for entry, token in zip(found, ids[1:])], np.float32)
+        outputs = self._llm.generate([{"prompt_token_ids": ids} for ids in asked], params, use_tqdm=False)
+        return [
+            np.array([entry[token].logprob for entry, token in zip(output.prompt_logprobs[1:], ids[1:])], np.float32)
+            for output, ids in zip(outputs, asked)
+        ]
 
     def sleep(self) -> None:
         """Give weights and KV cache back (vLLM's level 2: the next update brings the weights); cached prefixes are forgotten."""

@@ -232,7 +232,9 @@ def validation_metrics(groups: Sequence[Group]) -> dict[str, float]:
 def update_metrics(results: Sequence[UpdateResult], on_policy: bool) -> dict[str, float]:
     """Metrics of a step's optimizer updates (``UpdateResult``), averaged over their tokens.
 
-    ``parity/...`` compares sampler and trainer at equal weights, so it is measured where the rollout is on-policy only.
+    ``parity/...`` compares sampler and trainer at equal weights, so it is measured where the rollout is on-policy only:
+    ``max_abs`` and ``mean_abs`` of log-probs, ``max_prob`` of probabilities, where unlikely tokens, whose log-probs
+    bfloat16 knows to some tenths only, weigh little.
     """
     sums: dict[str, float] = {}
     maxima: dict[str, float] = {}
@@ -257,6 +259,7 @@ def update_metrics(results: Sequence[UpdateResult], on_policy: bool) -> dict[str
         row["policy/ratio_max"] = maxima["ratio"]
     if on_policy and "parity_abs" in maxima:
         row["parity/max_abs"] = maxima["parity_abs"]
+        row["parity/max_prob"] = maxima["parity_prob"]
         row["parity/mean_abs"] = sums["parity_abs"] / tokens
         row["parity/kl"] = sums["parity_kl"] / tokens
     return row

@@ -172,6 +172,7 @@ def test_loss_is_the_corrected_policy_term_plus_kl_minus_entropy():
         "reference_kl": -1,
         "entropy": 0.9,
         "parity_abs": 1.2,
+        "parity_prob": round(np.exp(-1.1) - np.exp(-1.3) + np.exp(-1.9) - np.exp(-2.9), 6),
         "parity_kl": round(np.exp(0.2) - 1.2 + np.e - 2, 6),
     }
 

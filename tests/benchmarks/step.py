@@ -120,6 +120,7 @@ def run_ours(folder: Path, steps: int, threads: int, micro_batch: int) -> dict:
     from gdpo_nemo.algorithms import LossSettings
     from gdpo_nemo.cluster.fleet import EngineFleet
     from gdpo_nemo.cluster.policy_group import PolicyGroup
+    from gdpo_nemo.cluster.probe import Probe
     from gdpo_nemo.cluster.session import session
     from gdpo_nemo.cluster.weight_sync import WeightSync
 
@@ -130,8 +131,9 @@ def run_ours(folder: Path, steps: int, threads: int, micro_batch: int) -> dict:
         fleet = EngineFleet(config, str(folder))
         policy.ready()
         fleet.ready()
-        probe = prompt_ids(0)[0]
-        sync = WeightSync(policy, fleet, probe, config.policy.generation.parity_limit)
+        probe = Probe.sampled(fleet, prompt_ids(0)[:4], VOCABULARY, config.policy.max_total_sequence_length)
+        probe.calibrate(policy, config)
+        sync = WeightSync(policy, fleet, probe)
         sync.publish(0)
         for step in range(steps + 1):
             meter.steps.append({})

@@ -17,6 +17,7 @@ import pytest
 from gdpo_nemo.cluster import placement
 from gdpo_nemo.cluster.fleet import EngineFleet
 from gdpo_nemo.cluster.policy_group import PolicyGroup
+from gdpo_nemo.cluster.probe import Probe
 from gdpo_nemo.cluster.session import WorkerDied, gather, ray, session
 from gdpo_nemo.cluster.transports import make_transport
 from gdpo_nemo.cluster.weight_sync import WeightSync
@@ -30,7 +31,7 @@ from gdpo_nemo.weights.manifest import pack
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SAMPLING = Sampling(temperature=1.0, top_p=1.0, top_k=-1, max_new_tokens=16)
-PROBE = np.arange(20, dtype=np.int32)
+WORDS = np.arange(20, dtype=np.int32)
 
 
 class Parts:
@@ -42,7 +43,10 @@ class Parts:
         self.fleet = EngineFleet(config, str(model))
         self.policy.ready()
         self.fleet.ready()
-        self.sync = WeightSync(self.policy, self.fleet, PROBE, 1e-4)
+        prompts = [request.prompt_ids for request in requests(4)]
+        self.probe = Probe.sampled(self.fleet, prompts, 20, config.policy.max_total_sequence_length)
+        self.probe.calibrate(self.policy, config)
+        self.sync = WeightSync(self.policy, self.fleet, self.probe)
 
 
 @pytest.fixture(scope="module")
@@ -126,7 +130,7 @@ def test_engines_that_hold_other_weights_are_found_by_the_probe(parts):
     train_once(parts.policy)
     train_once(parts.policy)
     with pytest.raises(RunError, match="does not hold the weights of version 3"):
-        parts.sync._difference(3)
+        parts.probe.verify(parts.policy, parts.fleet, 3)
     parts.sync.publish(4)
 
 
@@ -134,7 +138,7 @@ def test_engines_that_hold_other_weights_are_found_by_the_probe(parts):
 def test_every_transport_gives_the_engines_the_same_weights(parts, tmp_path, name):
     """Against the object store, bit for bit, in buckets far smaller than the model; and a second version after the first."""
     transport = make_transport(name, parts.policy, tmp_path / "weights", bucket_bytes=100_000)
-    sync = WeightSync(parts.policy, parts.fleet, PROBE, 1e-4, transport)
+    sync = WeightSync(parts.policy, parts.fleet, parts.probe, transport)
     wanted = requests(8)
     for version in (10, 11):
         before = draw(parts.fleet, wanted)
@@ -170,7 +174,7 @@ def test_adapters_alone_give_the_engines_the_merged_weights_on_every_transport(p
         parts.sync.publish(version)  # other weights in between, whole
         before = draw(parts.fleet, wanted)
         transport = make_transport(name, adapted, tmp_path / "weights", bucket_bytes=10_000)
-        assert WeightSync(adapted, parts.fleet, PROBE, 1e-4, transport).publish(version)["parity/probe"] < 1e-5
+        assert WeightSync(adapted, parts.fleet, parts.probe, transport).publish(version)["parity/probe"] < 1e-5
         drawn.append(draw(parts.fleet, wanted))
         assert same(drawn[0], drawn[-1]) and not same(before, drawn[-1]) and drawn[-1].version == version
     manifest = ray.get(transport.manifest)
@@ -210,7 +214,7 @@ def test_a_changed_byte_in_transport_is_named():
 
 def test_sleeping_engines_sample_again_only_when_all_their_memory_is_back(parts):
     """Colocated, publishing wakes them; one that is lost while it sleeps comes back with the newest weights."""
-    sync = WeightSync(parts.policy, parts.fleet, PROBE, 1e-4, shared=True)
+    sync = WeightSync(parts.policy, parts.fleet, parts.probe, shared=True)
     sync.publish(30)
     before = draw(parts.fleet, requests(8))
     sync.rest()
@@ -218,7 +222,7 @@ def test_sleeping_engines_sample_again_only_when_all_their_memory_is_back(parts)
         draw(parts.fleet, requests(8))
     parts.fleet.wake("weights")
     with pytest.raises(RunError, match="while it sleeps"):
-        parts.fleet.score(PROBE)
+        parts.fleet.score([WORDS])
     parts.fleet.wake("kv_cache")
     sync.rest()
     _kill_one_engine()
@@ -234,7 +238,7 @@ def test_a_prompt_without_room_for_a_completion_is_refused_and_the_engine_lives_
 
 
 def test_the_reference_model_stays_where_training_started(parts):
-    sequence = TrainSequence(PROBE[:6], PROBE[6:], np.zeros(14, np.float32))
+    sequence = TrainSequence(WORDS[:6], WORDS[6:], np.zeros(14, np.float32))
     (reference,), (now,) = parts.policy.logprobs([sequence], reference=True), parts.policy.logprobs([sequence])
     train_once(parts.policy)
     (later_reference,), (later,) = parts.policy.logprobs([sequence], reference=True), parts.policy.logprobs([sequence])
@@ -245,7 +249,7 @@ def test_the_reference_model_stays_where_training_started(parts):
 def test_a_killed_engine_is_replaced_with_the_newest_weights_and_its_samples_are_drawn_again(parts, tmp_path):
     """The policy has trained on by then, so the weights come from what was kept; both engines join the next broadcast."""
     transport = make_transport("gloo", parts.policy, tmp_path, bucket_bytes=100_000, keep=True)
-    sync = WeightSync(parts.policy, parts.fleet, PROBE, 1e-4, transport)
+    sync = WeightSync(parts.policy, parts.fleet, parts.probe, transport)
     sync.publish(20)
     wanted = requests(16)
     before = draw(parts.fleet, wanted)

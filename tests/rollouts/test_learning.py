@@ -362,8 +362,8 @@ def test_target_po_aims_every_update_by_its_own_whole_groups():
 
 
 def result(tokens: float, **changes) -> UpdateResult:
-    sums = {"tokens": tokens, "entropy": 0.5 * tokens, "ratio": tokens, "parity_abs": 0.25 * tokens, "parity_kl": tokens}
-    maxima = {"ratio": 1.5, "parity_abs": 0.75}
+    sums = {"tokens": tokens, "entropy": 0.5 * tokens, "ratio": tokens, "parity_abs": 0.25 * tokens, "parity_prob": 0, "parity_kl": tokens}
+    maxima = {"ratio": 1.5, "parity_abs": 0.75, "parity_prob": 0.125}
     values = dict(loss=1.0, grad_norm=2.0, lr=0.1, skipped=False, sums=sums, maxima=maxima)
     return UpdateResult(**{**values, **changes})
 
@@ -374,6 +374,7 @@ def test_metrics_of_several_updates_are_means_over_their_tokens():
     assert row["policy/entropy"] == pytest.approx((5 + 30) / 40)
     assert (row["loss"], row["lr"], row["policy/ratio_mean"], row["policy/ratio_max"]) == (2.0, 0.2, 1.0, 1.5)
     assert (row["parity/mean_abs"], row["parity/max_abs"], row["parity/kl"]) == (0.25, 0.75, 1.0)
+    assert row["parity/max_prob"] == 0.125
 
 
 def test_parity_is_measured_only_where_sampler_and_trainer_had_the_same_weights():

@@ -42,7 +42,7 @@ class Stage:
         self.fleet = EngineFleet(config, str(model))
         self.policy.ready()
         self.fleet.ready()
-        WeightSync(self.policy, self.fleet, None, 1e-4).publish(0)
+        WeightSync(self.policy, self.fleet, None).publish(0)
         self.sampling = Sampling(TEMPERATURE, 1.0, -1, config.policy.generation.max_new_tokens)
         self.conversation = Conversation(self.tokenizer, chat=True)
 

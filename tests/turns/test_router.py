@@ -50,7 +50,7 @@ def test_new_weights_wait_for_what_is_being_drawn_and_a_lost_engine_draws_it_aga
     """No completion is of two versions; the weights of both versions are equal here."""
     asked = requests(12)
     alone = stage.fleet.collect(stage.fleet.submit(asked, LONG, 0)).completions
-    sync = WeightSync(stage.policy, stage.fleet, None, 1e-4)
+    sync = WeightSync(stage.policy, stage.fleet, None)
     sync.publish(1)
     before = [router.sample(0, request, LONG) for request in asked]
     await_work(router)

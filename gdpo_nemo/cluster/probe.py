@@ -1,0 +1,125 @@
+"""A few sequences that tell whether an engine holds the policy's weights, or whether the two only round differently.
+
+Policy and engine compute with different kernels, so their log-probs differ a little where the weights are equal: some 1e-6 in
+float32, a few 1e-2 in bfloat16, where a logit of 16 to 32 is known to an eighth. How much depends on the model and the machine, so
+it is measured: at the start both have loaded the model's folder, each by its own loader, and nothing was published. The same
+tokens are compared after every publication, and a difference several times that large is no rounding.
+"""
+
+from __future__ import annotations
+
+from typing import Sequence
+
+import numpy as np
+
+from gdpo_nemo.cluster.fleet import EngineFleet
+from gdpo_nemo.cluster.policy_group import PolicyGroup
+from gdpo_nemo.config.schema import Config
+from gdpo_nemo.data.packing import TrainSequence
+from gdpo_nemo.errors import RunError
+from gdpo_nemo.generation.requests import SampleRequest, Sampling
+
+PROMPTS = 4
+_LONGEST_PROMPT, _SAMPLED, _DRAWN = 128, 16, 8
+"""Tokens: the last ones of a prompt, its continuation by the model, and others from all over the vocabulary."""
+_CAP = 1.0
+"""Nats that one token may count: a single outlier, as a router that chooses another expert makes, is no other model."""
+MARGIN = 4.0
+LEAST = {"float32": 1e-4, "bfloat16": 1e-2}
+"""The smallest limit: below it rounding would be judged by a few units of the last place."""
+MOST = {"float32": 1e-2, "bfloat16": 2.5e-1}
+"""A start that is worse is none: two middle layers of a 135 M model swapped make 0.4 to 0.6."""
+
+
+class Probe:
+    """Sequences and the limit of their mean difference.
+
+    Args:
+        sequences: what trainer and engines score.
+        limit: largest mean difference allowed; None until ``calibrate`` has measured one.
+    """
+
+    def __init__(self, sequences: Sequence[TrainSequence], limit: float | None = None):
+        self.sequences, self.limit = list(sequences), limit
+        self.floor: float | None = None
+        """The mean difference at the start, once it is measured."""
+        self._loaded: list[np.ndarray] = []
+
+    @classmethod
+    def sampled(cls, fleet: EngineFleet, prompts: Sequence[np.ndarray], vocabulary: int, longest: int) -> Probe:
+        """Continuations of prompts (int32 [tokens] each) by the weights that the engines hold now, and what they give to them.
+
+        The model's own words are what training sees, but a model grows sure of them, and knows little of its vocabulary by
+        them; so tokens drawn evenly from all of it follow.
+
+        Args:
+            longest: tokens that fit into the engines' context.
+        """
+        room = longest - 1  # scoring goes on for one token
+        cut = [prompt[-min(_LONGEST_PROMPT, max(1, room // 2)) :] for prompt in prompts]
+        sampling = Sampling(1.0, 1.0, -1, max(1, min(_SAMPLED, room // 3)))
+        requests = [SampleRequest(prompt, seed) for seed, prompt in enumerate(cut)]
+        continued = [c.token_ids for c in fleet.collect(fleet.submit(requests, sampling, engine=0)).completions]
+        rng, sequences = np.random.default_rng(0), []
+        for prompt, written in zip(cut, continued):
+            drawn = rng.integers(0, vocabulary, min(_DRAWN, room - len(prompt) - len(written))).astype(np.int32)
+            completion = np.concatenate([written, drawn])
+            sequences.append(TrainSequence(prompt, completion, np.zeros(len(completion), np.float32)))
+        probe = cls(sequences)
+        probe._loaded = probe.by_engines(fleet)
+        return probe
+
+    def by_engines(self, fleet: EngineFleet) -> list[np.ndarray]:
+        """float32 [tokens] of each engine: log-probs of all completions."""
+        asked = [np.concatenate([s.prompt_ids, s.completion_ids]) for s in self.sequences]
+        return [
+            np.concatenate([values[-len(s.completion_ids) :] for s, values in zip(self.sequences, scores)])
+            for scores in fleet.score(asked)
+        ]
+
+    def by_policy(self, policy: PolicyGroup) -> np.ndarray:
+        """float32 [tokens]: log-probs of all completions. The engines score at temperature 1, so the policy must too."""
+        return np.concatenate(policy.logprobs(self.sequences, temperature=1.0))
+
+    def calibrate(self, policy: PolicyGroup, config: Config) -> None:
+        """Measure how far apart policy and engines are on the model that both have loaded, and set the limit.
+
+        Raises:
+            RunError: so far that they cannot have read the same model, or cannot compute it alike.
+        """
+        precision, given = config.policy.precision, config.policy.generation.parity_limit
+        mine = self.by_policy(policy)
+        self.floor = max(difference(mine, theirs) for theirs in self._loaded)
+        most = MOST[precision] if given is None else given
+        if not self.floor <= most:
+            raise RunError(
+                f"policy and engines disagree on the model as both loaded it: their log-probs differ by {self.floor:.3g} on average, "
+                f"{most:g} is allowed in {precision}; `gdpo-nemo parity --engine` shows where (policy.generation.parity_limit)"
+            )
+        self.limit = max(LEAST[precision], MARGIN * self.floor) if given is None else given
+
+    def verify(self, policy: PolicyGroup, fleet: EngineFleet, version: int) -> float:
+        """The mean difference of the engine that is farthest from the policy.
+
+        Raises:
+            RunError: it is above the limit.
+        """
+        mine, worst = self.by_policy(policy), 0.0
+        for index, theirs in enumerate(self.by_engines(fleet)):
+            found = difference(mine, theirs)
+            if not found <= self.limit:  # NaN fails, too
+                raise RunError(f"engine {index} does not hold the weights of version {version}: {self._sentence(found)}")
+            worst = max(worst, found)
+        return worst
+
+    def _sentence(self, found: float) -> str:
+        at_start = "" if self.floor is None else f"; {self.floor:.3g} at the start"
+        return (
+            f"its log-probs differ by {found:.3g} from the trainer's on average (limit {self.limit:.3g}{at_start}; "
+            "policy.generation.parity_limit)"
+        )
+
+
+def difference(mine: np.ndarray, theirs: np.ndarray) -> float:
+    """Mean difference of log-probs [tokens], no token counting more than ``_CAP``; NaN where one is NaN."""
+    return float(np.minimum(np.abs(mine.astype(np.float64) - theirs), _CAP).mean())
