@@ -65,7 +65,7 @@ def train(arguments: argparse.Namespace) -> int:
         from gdpo_nemo.observe.installation import missing_libraries
 
         if config.cluster.gpus_per_node == 0 and (missing := missing_libraries()):
-            notes.append(f"this machine: {missing}")
+            notes.append(missing)
         # The plan is written as comments, so that the output as a whole is a config file again.
         print(to_yaml(config), end="")
         from gdpo_nemo.planning.report import brief, text
