@@ -7,6 +7,7 @@ one line on stderr, never a traceback. Heavy imports happen inside the commands 
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import signal
 import sys
@@ -26,6 +27,7 @@ DEFAULT_CONFIG = CONFIGS / "gdpo_tiny_cpu.yaml"
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns the exit status."""
     arguments = _parse(argv)
+    _quiet_torch()
     terminated = _Terminated()
     before = signal.signal(signal.SIGTERM, terminated)
     try:
@@ -45,6 +47,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def _quiet_torch() -> None:
+    """Torch warns of a CUDA toolkit without a runtime whenever a compiler is there; without a GPU that says nothing."""
+    if not any(Path("/dev").glob("nvidia[0-9]*")):
+        logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
 
 
 class _Terminated:
