@@ -7,6 +7,7 @@ costs one line on stderr, never a traceback. Heavy imports happen inside the com
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import signal
 import sys
@@ -29,6 +30,7 @@ DEFAULT_CONFIG = CONFIGS / "gdpo_tiny_cpu.yaml"
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns the exit status."""
     arguments = _parse(argv)
+    _quiet_torch()
     terminated = _Terminated()
     try:
         with answered_by(terminated):
@@ -46,6 +48,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         if terminated.status:  # Ray, waiting, makes every exit a 1.
             return terminated.status
         raise
+
+
+def _quiet_torch() -> None:
+    """Torch warns of a CUDA toolkit without a runtime whenever a compiler is there; without a GPU that says nothing."""
+    if not any(Path("/dev").glob("nvidia[0-9]*")):
+        logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
 
 
 class _Terminated:
@@ -80,7 +88,7 @@ def _dry_run(config: Config, notes: Sequence[str]) -> int:
     from gdpo_nemo.resume import planned_changes
 
     if config.cluster.gpus_per_node == 0 and (missing := missing_libraries()):
-        notes = [*notes, f"this machine: {missing}"]
+        notes = [*notes, missing]
     found = [*check_data(config), *(("resume", sentence) for sentence in planned_changes(config))]
     lines = [*describe(config, notes).splitlines(), *text([*brief(config), *found]).splitlines()]
     print(to_yaml(config) + "\n" + "\n".join(f"# {line}" for line in lines))

@@ -6,7 +6,6 @@ verdicts), ``algorithms`` (advantages and losses), ``megatron`` (the update) and
 
 from __future__ import annotations
 
-import re
 import time
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from gdpo_nemo.config.load import save_config
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.data.packing import TrainSequence
 from gdpo_nemo.errors import RunError
+from gdpo_nemo.observe.ailments import Ailments
 from gdpo_nemo.resume import CONFIG
 from gdpo_nemo.rollouts.learning import (
     advantages_of,
@@ -33,9 +33,6 @@ from gdpo_nemo.rollouts.learning import (
 )
 from gdpo_nemo.rollouts.stream import Rollout
 
-_PATIENCE = 3
-"""Steps in a row that a reward component may be dead or ignored before the run says so."""
-
 
 class Trainer:
     """One run, set up and ready: ``parts`` holds the policy, the engines, the stream, the log and the checkpoints."""
@@ -47,7 +44,7 @@ class Trainer:
         self.validation_prompts = parts.validation_prompts
         self.loss = config.loss_fn
         self.skipped_in_a_row = 0
-        self.ailing: dict[str, int] = {}
+        self.ailments = Ailments(self.log)
 
     def fit(self) -> None:
         """Train until the last step, or until somebody asks to stop; the last state is always saved."""
@@ -171,16 +168,7 @@ class Trainer:
             ("sync", f"weights {self.state.step}", trained, synced),
         ):
             self.log.span(*span)
-        self._warn(diagnostics.alerts)
-
-    def _warn(self, lines: list[str]) -> None:
-        """Pass on what is wrong with a component once it has been so for some steps, and not again until it was well."""
-        # The sentence up to its figures names component and ailment.
-        ailing = {re.split(r"[(:]", line)[0]: line for line in lines}
-        self.ailing = {key: self.ailing.get(key, 0) + 1 for key in ailing}
-        for key, steps in self.ailing.items():
-            if steps == _PATIENCE:
-                self.log.alert(f"step {self.state.step}: for {steps} steps, {ailing[key]}")
+        self.ailments.look(diagnostics.alerts, [t.rewards for t in trajectories])
 
     def validate(self) -> None:
         """Measure every component on the held-out prompts with the engines' current weights."""

@@ -25,8 +25,9 @@ head_address() { # once Ray's head answers there
 }
 
 ray_node() {
-  local me child options cancelled=no
+  local me child options cancelled=no mark=$RAY_TMP/made-by-job-$SLURM_JOB_ID
   me=$(address)
+  [[ -e $RAY_TMP ]] || { mkdir -p "$RAY_TMP" && touch "$mark"; }
   options=(--node-ip-address="$me" --num-cpus="${CPUS_PER_NODE:-${SLURM_CPUS_ON_NODE:-$(nproc)}}" --disable-usage-stats
     --num-gpus="${GPUS_PER_NODE:-${SLURM_GPUS_ON_NODE:-0}}")
   if [[ $SLURM_NODEID == 0 ]]; then
@@ -46,7 +47,8 @@ ray_node() {
   pkill -KILL --session "$child"
   mkdir -p "$LOGS/ray-$SLURMD_NODENAME"
   cp -r "$RAY_TMP"/session_latest/logs/. "$LOGS/ray-$SLURMD_NODENAME/"
-  [[ $(< "$LOGS/head") == "$me":* ]] || rm -rf "$RAY_TMP" # run.sbatch removes the head's
+  # Only what was made here; run.sbatch removes the head's.
+  [[ $(< "$LOGS/head") == "$me":* || ! -f $mark ]] || rm -rf "$RAY_TMP"
 }
 
 wait_for_nodes() {

@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Iterable
 
 import torch
-from safetensors.torch import save_file
 
-from gdpo_nemo.weights.model_folder import INDEX
+from gdpo_nemo.weights.model_folder import INDEX, save_tensors
 
 # What makes a folder loadable besides weights; copied from the model the run started from.
 _COMPANIONS = (
@@ -43,14 +42,14 @@ def write_model(
     config.save_pretrained(folder)
     for pattern in _COMPANIONS:
         for file in Path(source).glob(pattern):
-            shutil.copy2(file, folder / file.name)
+            shutil.copyfile(file, folder / file.name)  # not its mode: that of the source says nothing about this folder
     shards: list[dict[str, torch.Tensor]] = [{}]
     sizes = [0]
     names: list[str] = []
 
     def flush():
         names.append(f"model-{len(names) + 1:05d}.safetensors")
-        save_file(shards[-1], folder / names[-1], metadata={"format": "pt"})
+        save_tensors(shards[-1], folder / names[-1], metadata={"format": "pt"})
         maps.append({key: names[-1] for key in shards[-1]})
         shards[-1].clear()
         sizes[-1] = 0

@@ -12,10 +12,10 @@ from gdpo_nemo.errors import RunError
 FILE = "alerts.jsonl"
 
 
-def write_alert(run_dir: str | Path, step: int, text: str) -> None:
-    """Appends one alert."""
+def write_alert(run_dir: str | Path, step: int, text: str, level: str = "ALERT") -> None:
+    """Appends one alert, or what is no more than a ``note``."""
     with open(Path(run_dir) / FILE, "a", encoding="utf-8") as file:
-        file.write(json.dumps({"time": time.time(), "step": step, "text": text}) + "\n")
+        file.write(json.dumps({"time": time.time(), "step": step, "level": level, "text": text}) + "\n")
 
 
 def read_alerts(run_dir: str | Path) -> list[dict[str, Any]]:

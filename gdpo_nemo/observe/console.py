@@ -31,8 +31,8 @@ class Console(Protocol):
     def validation(self, row: Mapping[str, Any]) -> None:
         """A validation is done."""
 
-    def alert(self, text: str) -> None:
-        """Something a person should know now."""
+    def tell(self, level: str, text: str) -> None:
+        """Something a person should know now: an ``ALERT`` or a ``note``."""
 
     def close(self, status: str, run_dir: Path) -> None:
         """The run is over; shows the summary."""
@@ -60,8 +60,8 @@ class PlainConsole:
     def validation(self, row: Mapping[str, Any]) -> None:
         self._print(validation_line(row))
 
-    def alert(self, text: str) -> None:
-        self._print(f"ALERT {text}")
+    def tell(self, level: str, text: str) -> None:
+        self._print(f"{level} {text}")
 
     def close(self, status: str, run_dir: Path) -> None:
         self._terminal.print(summary(self._history, run_dir, status))
@@ -85,8 +85,8 @@ class LiveConsole:
         self._terminal.print(validation_line(row), markup=False, highlight=False)
         self._live.update(self._panel())
 
-    def alert(self, text: str) -> None:
-        self._terminal.print(Text(f"ALERT {text}", style="bold red"))
+    def tell(self, level: str, text: str) -> None:
+        self._terminal.print(Text(f"{level} {text}", style="bold red" if level == "ALERT" else "dim"))
 
     def close(self, status: str, run_dir: Path) -> None:
         self._live.stop()

@@ -144,18 +144,9 @@ def _find(check: Check, history: History) -> Finding:
         return Finding(check, _missed(check), detail="not measured there")
     if check.accepts(value):
         return Finding(check, "pass", value)
-    if check.metric.endswith("/dead_groups") and _solved(check, history):
+    if check.metric.endswith("/dead_groups") and history.solved(check.component, check.window):
         return Finding(check, "pass", value, "constant at the best it has been: solved")
     return Finding(check, _missed(check), value)
-
-
-def _solved(check: Check, history: History) -> bool:
-    """Whether a component that is constant now varied before and has never been better."""
-    _, dead = history.curve(check.metric)
-    _, means = history.curve(f"reward/{check.component}/mean")
-    _, spread = history.curve(f"reward/{check.component}/std")
-    level = spread[-check.window :] and not any(spread[-check.window :])
-    return bool(level) and min(dead) < 1 and min(means[-check.window :]) >= max(means) - 1e-6 * abs(max(means))
 
 
 def _find_every(check: Check, history: History) -> Finding:

@@ -65,6 +65,18 @@ class History:
         steps, values = self.curve(key)
         return steps, [_mean(values[max(0, i + 1 - window) : i + 1]) for i in range(len(values))]
 
+    def solved(self, component: str, window: int = WINDOW, highest: float | None = None) -> bool:
+        """Whether a reward component that varied before stands still, over the last ``window`` steps, at the best it has been.
+
+        Args:
+            highest: the largest reward that a single sample has had, where that is known; else the best mean has to do.
+        """
+        dead, spread, means = (self.curve(f"reward/{component}/{key}")[1] for key in ("dead_groups", "std", "mean"))
+        if not means or min(dead, default=1.0) == 1 or not spread[-window:] or any(spread[-window:]):
+            return False
+        best = max(means) if highest is None else max(highest, *means)
+        return min(means[-window:]) >= best - 1e-6 * abs(best)
+
     def time_split(self, window: int | None = None) -> dict[str, float]:
         """Share of wall time per phase, of the last ``window`` steps or all; phases can overlap when asynchronous."""
         rows = self.training[-window:] if window else self.training

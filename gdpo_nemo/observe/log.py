@@ -72,11 +72,24 @@ class RunLog:
             self._try("the console", self._console.validation, clean(row))
 
     def alert(self, text: str) -> None:
-        """Tells the person who watches, and the report."""
+        """Tells the person who watches, and the report, what is wrong."""
+        self._tell("ALERT", text)
+
+    def note(self, text: str) -> None:
+        """Tells them what is good to know and not wrong."""
+        self._tell("note", text)
+
+    @property
+    def history(self) -> History:
+        """The rows so far, those of earlier attempts among them."""
+        return self._history
+
+    def _tell(self, level: str, text: str) -> None:
         if self._console:
-            self._try("the console", self._console.alert, text)
+            at = f"step {self._step}: " if self._step else ""
+            self._try("the console", self._console.tell, level, at + text)
         try:
-            write_alert(self._run_dir, self._step, text)
+            write_alert(self._run_dir, self._step, text, level)
         except OSError as error:
             # No end of the run: a full disk ends it through the metrics. But the alert must be seen somewhere.
             print(f"alert could not be recorded ({error}): {text}", file=sys.stderr)

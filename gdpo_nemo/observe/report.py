@@ -60,7 +60,7 @@ def _page(run_dir: Path, history: History) -> str:
         f"<h1>{name}</h1><p class=dim>{steps} steps</p>",
         *_section("Rewards", rewards),
         *_section("Facts", [f"<pre>{html.escape(chr(10).join(facts(history)))}</pre>"] if facts(history) else []),
-        *_section("Alerts", _alerts(run_dir)),
+        *_section("Alerts and notes", _alerts(run_dir)),
         *_section("Diagnostics", [_image(image, "diagnostics")] if (image := diagnostics_png(history)) else []),
         *_section("Samples", _samples(run_dir)),
         *_section("Configuration", _config(run_dir)),
@@ -88,7 +88,10 @@ def _row(tag: str, cells: Iterable[str]) -> str:
 
 
 def _alerts(run_dir: Path) -> list[str]:
-    return [f"<p class=alert>step {int(a['step'])}: {html.escape(str(a['text']))}</p>" for a in read_alerts(run_dir)]
+    return [
+        f"<p class={'dim' if a.get('level') == 'note' else 'alert'}>step {int(a['step'])}: {html.escape(str(a['text']))}</p>"
+        for a in read_alerts(run_dir)
+    ]
 
 
 def _samples(run_dir: Path) -> list[str]:

@@ -18,6 +18,7 @@ from gdpo_nemo.errors import RunError
 from gdpo_nemo.weights.adapters import Adapters, peft_modules
 from gdpo_nemo.weights.buckets import neighbours
 from gdpo_nemo.weights.manifest import Manifest, unpack
+from gdpo_nemo.weights.model_folder import save_tensors
 
 
 def write(folder: str | Path, manifest: Manifest, buffer: np.ndarray, bucket_bytes: int) -> None:
@@ -29,8 +30,6 @@ def write(folder: str | Path, manifest: Manifest, buffer: np.ndarray, bucket_byt
     Raises:
         RunError: it could not be written.
     """
-    from safetensors.torch import save_file
-
     final, temporary = Path(folder), Path(f"{folder}.writing")
     tensors = dict(unpack(manifest, buffer))
     try:
@@ -41,7 +40,7 @@ def write(folder: str | Path, manifest: Manifest, buffer: np.ndarray, bucket_byt
             write_adapter(temporary, tensors, manifest.adapters)
         else:
             for number, bucket in enumerate(neighbours(manifest.entries, bucket_bytes)):
-                save_file({e.name: tensors[e.name] for e in bucket}, temporary / f"{number:05d}.safetensors")
+                save_tensors({e.name: tensors[e.name] for e in bucket}, temporary / f"{number:05d}.safetensors")
         temporary.rename(final)
     except OSError as error:
         raise RunError(f"weight update {manifest.version} could not be written to {folder}: {error}") from error
@@ -49,11 +48,9 @@ def write(folder: str | Path, manifest: Manifest, buffer: np.ndarray, bucket_byt
 
 def write_adapter(folder: str | Path, matrices: Mapping[str, torch.Tensor], adapters: Adapters) -> None:
     """Write A and B, by PEFT's names, as a folder that PEFT and vLLM load. Raises OSError."""
-    from safetensors.torch import save_file
-
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    save_file(dict(matrices), folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    save_tensors(matrices, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     described = adapters.description(peft_modules(matrices))
     (folder / "adapter_config.json").write_text(json.dumps(described, indent=1))
 

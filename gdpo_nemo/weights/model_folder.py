@@ -4,14 +4,27 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Callable
+from typing import Callable, Mapping
 
 import torch
 from safetensors import safe_open
+from safetensors.torch import save_file
 
 from gdpo_nemo.errors import ConfigError
 
 INDEX = "model.safetensors.index.json"
+
+
+def save_tensors(tensors: Mapping[str, torch.Tensor], file: str | Path, metadata: Mapping[str, str] | None = None) -> None:
+    """Write a safetensors file with the mode of any new file; safetensors itself makes it private, whatever the umask says.
+
+    Raises OSError, or what safetensors raises.
+    """
+    file = Path(file)
+    file.touch()
+    mode = file.stat().st_mode & 0o777
+    save_file(dict(tensors), file, metadata=dict(metadata) if metadata else None)
+    file.chmod(mode)
 
 
 def weight_names(folder: str | Path) -> list[str]:

@@ -114,3 +114,13 @@ def test_the_versions_are_those_of_the_installation(capsys):
     first, second = capsys.readouterr().out.splitlines()
     assert end.value.code == 0 and first == f"gdpo-nemo {version('gdpo-nemo')}"
     assert f"megatron-core {version('megatron-core')}" in second and "ray" in second
+
+
+def test_a_cuda_toolkit_on_a_machine_without_a_gpu_is_no_warning():
+    """Where there is a GPU that torch does not see, the warning stays."""
+    code = "import sys; from gdpo_nemo.cli import main; main(sys.argv[1:]); import torch.utils.cpp_extension"
+    environment = {**os.environ, "CUDA_HOME": "/usr", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run([sys.executable, "-c", code, "explain", "run.name"], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0 and "run.name" in done.stdout
+    gpus = any(Path("/dev").glob("nvidia[0-9]*"))
+    assert ("No CUDA runtime" in done.stderr) == gpus

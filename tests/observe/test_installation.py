@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
 from gdpo_nemo import cli
@@ -91,11 +92,11 @@ def _installed(name: str):
 
 def test_a_missing_library_ends_a_run_with_one_line_before_anything_is_written(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(installation, "_LIBRARIES", {"libc.so.6": "libc6", "libabsent.so.9": "libabsent9"})
-    line = "libabsent.so.9 missing, which engines on a CPU need; on Debian and Ubuntu: apt-get install libabsent9"
+    line = "this machine lacks libabsent.so.9, which engines on a CPU need; on Debian and Ubuntu: apt-get install libabsent9"
     assert cli.main(["train", f"run.dir={tmp_path / 'run'}", f"policy.model_name={tmp_path / 'model'}"]) == 1
     assert capsys.readouterr().err == f"error: {line}\n" and list(tmp_path.iterdir()) == []
     assert cli.main(["train", "--dry-run"]) == 0
-    assert f"# note       this machine: {line}" in capsys.readouterr().out
+    assert f"# note       {line}" in capsys.readouterr().out
     gpus = str(ROOT / "configs" / "gdpo_gsm8k_qwen2.5_1.5b_8gpu.yaml")
     assert cli.main(["train", "--dry-run", "--config", gpus]) == 0
     assert "libabsent" not in capsys.readouterr().out
@@ -117,3 +118,10 @@ def test_what_the_system_must_bring_is_checked_with_nothing_installed():
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.stderr == "" and "libraries" in done.stdout and "disk" in done.stdout
     assert done.returncode == int("FAILED" in done.stdout)
+
+
+def test_the_doctor_takes_the_python_versions_that_the_project_takes():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    allowed = SpecifierSet(project["requires-python"])
+    assert [f"3.{minor}" for minor in range(8, 20) if f"3.{minor}" in allowed] == [".".join(map(str, installation._PYTHON))]
+    assert (ROOT / ".python-version").read_text().strip() == "3.12" and "Python 3.12," in (ROOT / "README.md").read_text()

@@ -127,7 +127,7 @@ def test_the_live_panel_shows_rewards_trend_speed_and_time_left(run_dir):
         shown.step(history.training[-1])
     history.add(demo_validation(30))
     shown.validation(history.validation[-1])
-    shown.alert("engine [0] is slow")
+    shown.tell("ALERT", "engine [0] is slow")
     shown.close("complete", run_dir)
     for part in ("step 30/60", "ETA 0:30", "correctness", "2,900 tokens/s", "rollout ", "stale 0", "parity 2.0e-05", "█", "engine [0] is slow"):
         assert part in text.getvalue(), part

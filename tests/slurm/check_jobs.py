@@ -102,8 +102,8 @@ def whole_job(work: Path) -> None:
     seconds = wait_for("the end of the job", lambda: state(job) not in ("PENDING", "RUNNING", "COMPLETING"))
     print(output(logs), end="")
     check(f"job {job} is COMPLETED (it is {state(job)}, {seconds:.0f} s)", state(job) == "COMPLETED")
-    check("both nodes were in Ray", "2 of 2 nodes are in" in (logs / "command.log").read_text())
-    check("Ray's logs of both nodes are in one folder", all(any((logs / f"ray-{n}").iterdir()) for n in ("n1", "n2")))
+    check("both nodes were in Ray", "2 of 2 nodes are in" in (logs / "0" / "command.log").read_text())
+    check("Ray's logs of both nodes are in one folder", all(any((logs / "0" / f"ray-{n}").iterdir()) for n in ("n1", "n2")))
     check("the curve and the weights are those of the run without Slurm, bit for bit", same(work / "whole", work / "alone"))
 
 
@@ -135,15 +135,16 @@ def job_asked_to_save(work: Path) -> None:
     wait_for("the end of the job", lambda: state(job) in ("COMPLETED", "FAILED", "TIMEOUT", "CANCELLED"))
     print(output(logs), end="")
     check(f"job {job} is COMPLETED (it is {state(job)})", state(job) == "COMPLETED")
-    check("it went on from its checkpoint", "resuming from" in (logs / "command.log").read_text())
+    check("it went on from its checkpoint", "resuming from" in (logs / "1" / "command.log").read_text())
+    check("the first attempt's logs are still there", "step" in (logs / "0" / "command.log").read_text())
     check("the curve and the weights are those of the run without Slurm, bit for bit", same(work / "limited", work / "alone"))
 
 
 def interactive(work: Path) -> None:
     logs = work / "logs" / "attached"
     job = submit(logs, "", "--time=10")
-    wait_for("the cluster", lambda: (logs / "command.log").exists() and "nodes are in" in (logs / "command.log").read_text())
-    ask = ["bash", str(logs / "attach.sh"), "python", "-c", "import ray; ray.init(); print('NODES', len(ray.nodes()))"]
+    wait_for("the cluster", lambda: (logs / "0" / "command.log").exists() and "nodes are in" in (logs / "0" / "command.log").read_text())
+    ask = ["bash", str(logs / "0" / "attach.sh"), "python", "-c", "import ray; ray.init(); print('NODES', len(ray.nodes()))"]
     answer = subprocess.run(ask, text=True, capture_output=True, timeout=120)
     check("a command given to attach.sh runs in the cluster of both nodes", "NODES 2" in answer.stdout)
     subprocess.run(["scancel", "--batch", "--signal=TERM", job], check=True)
@@ -157,7 +158,7 @@ def allocation(work: Path) -> None:
     code = f"import ray; ray.init(); print('NODES', len(ray.nodes())); raise SystemExit({status})"
     asked = ["salloc", "--nodes=2", "--exclusive", "--time=10", "bash", str(SCRIPT)]
     done = subprocess.run(asked, env=environment(logs, COMMAND=f'python -c "{code}"'), cwd=REPOSITORY, timeout=300)
-    check("the command saw both nodes", "NODES 2" in (logs / "command.log").read_text())
+    check("the command saw both nodes", "NODES 2" in (logs / "0" / "command.log").read_text())
     check(f"the script ends with the command's status ({done.returncode})", done.returncode == status)
 
 
