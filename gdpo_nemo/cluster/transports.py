@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Mapping, Protocol
 
 from gdpo_nemo.cluster.policy_group import PolicyGroup
-from gdpo_nemo.cluster.session import gather, ray
+from gdpo_nemo.cluster.session import gather
 from gdpo_nemo.weights.broadcast import Broadcast
 from gdpo_nemo.weights.folder import Folder
 from gdpo_nemo.weights.handles import Handles

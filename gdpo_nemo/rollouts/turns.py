@@ -6,7 +6,7 @@ when ``rollout.turns.max_turns`` are taken, or when there is no room for a token
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Sequence
 
 from gdpo_nemo.data.conversation import Message

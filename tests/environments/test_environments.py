@@ -14,7 +14,6 @@ from gdpo_nemo.environments.gsm8k import Gsm8k
 from gdpo_nemo.environments.math import Math
 from gdpo_nemo.environments.pool import EnvironmentPool
 from gdpo_nemo.environments.registry import environment_names, environment_reward_names, load_environment
-from gdpo_nemo.data.records import Outcome
 from gdpo_nemo.errors import ConfigError, RunError
 
 
