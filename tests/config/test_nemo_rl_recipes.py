@@ -188,7 +188,7 @@ def test_without_a_partner_overlap_param_gather_is_not_written(tmp_path):
 
 def test_a_distribution_that_is_cut_for_sampling_alone_is_named(tmp_path):
     path = tmp_path / "recipe.yaml"
-    path.write_text(f"defaults: {FOLDER / 'megatron.yaml'}\npolicy: {{generation: {{top_k: 50}}}}\n")
+    path.write_text(f"defaults: {FOLDER / 'megatron.yaml'}\npolicy: {{generation: {{top_k: 50}}}}\ndata: {{default: {{prompt_file: null}}}}\n")
     assert set(translate(path).differences) == {"policy.generation.top_k"}
 
 
