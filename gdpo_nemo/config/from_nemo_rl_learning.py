@@ -157,6 +157,12 @@ def _loss(recipe: Recipe, account: Account) -> None:
         account.set("loss_fn.old_logprobs", "trainer", "the ratio starts from the trainer's log-probs there")
 
 
+    for name, all_tokens in (("top_p", 1.0), ("top_k", -1)):
+        if recipe.get(f"policy.generation.{name}", all_tokens) != all_tokens:
+            what = "the trainer's log-probs are of the whole distribution; there they are of the one that is sampled"
+            account.differs(f"policy.generation.{name}", what)
+
+
 def _off_policy(recipe: Recipe, account: Account) -> None:
     """exp(trainer - sampler) as a weight of the policy term: as it is, cut, or 0 outside the bounds."""
     if not recipe.get("loss_fn.use_importance_sampling_correction"):

@@ -38,12 +38,6 @@ def _as_it_is(key: str) -> Act:
     return lambda value, recipe: Said({key: value})
 
 
-_NO_CLIP = idle("with one update a step the ratio is 1, so no clip acts")
-_ONE_UPDATE = only(
-    lambda r: False if r.updates > 1 else r.get("loss_fn.force_on_policy_ratio"), "with one update a step the ratio is 1 here too"
-)
-
-
 def _clip(act: Act) -> Act:
     """A forced ratio has no clip, one update a step has none that acts; neither writes a bound that means nothing."""
     free = lambda r: r.get("loss_fn.force_on_policy_ratio") or r.get("loss_fn.disable_ppo_ratio")  # noqa: E731

@@ -186,6 +186,12 @@ def test_without_a_partner_overlap_param_gather_is_not_written(tmp_path):
     assert "overlap_param_gather" not in content and "overlap_grad_reduce" not in content
 
 
+def test_a_distribution_that_is_cut_for_sampling_alone_is_named(tmp_path):
+    path = tmp_path / "recipe.yaml"
+    path.write_text(f"defaults: {FOLDER / 'megatron.yaml'}\npolicy: {{generation: {{top_k: 50}}}}\ndata: {{default: {{prompt_file: null}}}}\n")
+    assert set(translate(path).differences) == {"policy.generation.top_k"}
+
+
 def test_an_environment_variable_that_is_not_set_stays_an_interpolation():
     translation = translated("gym")
     assert translation.content["data"]["train"]["path"] == "${oc.env:GDPO_TEST_UNSET}/train.jsonl"

@@ -79,6 +79,7 @@ def gsm8k(text, gold=GOLD, **options):
     [
         ("<think>x</think>\n<answer>1080</answer>", (1, 1, 1), (0, 1, 1)),
         ("<think>x</think>\n<answer>1,080</answer>", (1, 0, 1), (1, 0, 1)),
+        ("<think>x</think>\n<answer>1080</answer>\n", (1, 1, 1), (0, 1, 1)),
         ("<think>x</think> <answer> 1080 </answer>\n", (1, 1, 1), (0, 1, 0)),
         ("<think>x</think>\n<answer>1080.0</answer>", (1, 0, 1), (0, 0, 1)),
         ("<think>x</think>\n<answer>$1080</answer>", (1, 0, 1), (0, 0, 1)),
