@@ -30,7 +30,7 @@ class RunState:
     """Steps done."""
     position: int = 0
     """Prompts dealt to those steps."""
-    updates: int | None = None
+    updates: int | None = 0
     """Optimizer updates that those steps consist of, skipped ones included; None: written before this was recorded."""
     data: str = ""
     """Fingerprint of the training prompts."""
@@ -137,7 +137,7 @@ class Checkpoints:
 def read_state(folder: Path) -> RunState:
     """The driver's state in a checkpoint folder. Raises RunError: it cannot be read."""
     try:
-        return RunState(**json.loads((folder / _STATE).read_text()))
+        return RunState(**{"updates": None, **json.loads((folder / _STATE).read_text())})
     except (OSError, ValueError, TypeError) as error:
         raise RunError(f"checkpoint {folder} is damaged ({_STATE} is not readable: {type(error).__name__})") from None
 

@@ -33,8 +33,10 @@ class Start:
     state: RunState
     path: Path | None
     """The checkpoint to load; None: from the model."""
+    damaged: list[str]
+    """A sentence per checkpoint that was passed over."""
     remarks: list[str]
-    """What a person should know about it."""
+    """Where the run goes on, and what is different from there."""
     changes: list[Change]
     """What differs from the config that the checkpoint was written under."""
 
@@ -45,11 +47,11 @@ def find_start(config: Config, run_dir: Path, inputs: Inputs) -> Start:
     Raises:
         ConfigError: the folder holds a run on other data, of another model, or with a setting that cannot change.
     """
-    checkpoints, remarks = _checkpoints(config, run_dir), []
+    checkpoints, damaged = _checkpoints(config, run_dir), []
     data, model = inputs.prompts.fingerprint, model_fingerprint(inputs.folder)
-    found = checkpoints.newest(remarks.append) if config.checkpointing.enabled else None
+    found = checkpoints.newest(damaged.append) if config.checkpointing.enabled else None
     if found is None:
-        return Start(checkpoints, RunState(data=data, model=model, updates=0), None, remarks, [])
+        return Start(checkpoints, RunState(data=data, model=model), None, damaged, [], [])
     path, state = found
     for what, then, now in (("training data", state.data, data), ("model", state.model, model)):
         if then != now:
@@ -57,8 +59,8 @@ def find_start(config: Config, run_dir: Path, inputs: Inputs) -> Start:
     changes = _changes(config, path, run_dir)
     if state.updates is None:  # written before checkpoints knew it
         state.updates = state.step * updates_per_step(config)
-    remarks += [f"resuming from {path} after step {state.step}", *(change.sentence(state.step + 1) for change in changes)]
-    return Start(checkpoints, state, path, remarks, changes)
+    remarks = [f"resuming from {path} after step {state.step}", *(change.sentence(state.step + 1) for change in changes)]
+    return Start(checkpoints, state, path, damaged, remarks, changes)
 
 
 def planned_changes(config: Config) -> list[str]:

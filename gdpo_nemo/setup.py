@@ -106,15 +106,17 @@ def standing(config: Config) -> Iterator[Parts]:
         log = RunLog(config, run_dir, start.state.step)
         outcome = ["failed"]
         stack.callback(lambda: log.close(outcome[0]))
-        for line in (*inputs.refused, *start.remarks):
+        for line in (*inputs.refused, *start.damaged):
             log.alert(line)
+        for line in start.remarks:
+            log.note(line)
         parts = Parts(config, run_dir, log, stop, start.checkpoints, start.state, validation_prompts=inputs.held_out)
         status = StatusFile(run_dir, parts.describe)
         stack.callback(lambda: status.close(outcome[0]))
         try:
             _start_processes(parts, stack, inputs, start.path)
             if start.changes:
-                log.alert(_learning_rates(run_dir, start.state.step, parts.policy.next_learning_rate()))
+                log.note(_learning_rates(run_dir, start.state.step, parts.policy.next_learning_rate()))
             stop.patient = True
             yield parts
             outcome[0] = "stopped" if stop.requested else "complete"

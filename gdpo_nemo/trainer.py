@@ -19,7 +19,7 @@ from gdpo_nemo.config.load import save_config
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.data.packing import TrainSequence
 from gdpo_nemo.errors import RunError
-from gdpo_nemo.observe.ailments import Ailments
+from gdpo_nemo.observe.component_alerts import ComponentAlerts
 from gdpo_nemo.resume import CONFIG
 from gdpo_nemo.rollouts.learning import (
     advantages_of,
@@ -44,7 +44,7 @@ class Trainer:
         self.validation_prompts = parts.validation_prompts
         self.loss = config.loss_fn
         self.skipped_in_a_row = 0
-        self.ailments = Ailments(self.log)
+        self.component_alerts = ComponentAlerts(self.log)
 
     def fit(self) -> None:
         """Train until the last step, or until somebody asks to stop; the last state is always saved."""
@@ -168,7 +168,7 @@ class Trainer:
             ("sync", f"weights {self.state.step}", trained, synced),
         ):
             self.log.span(*span)
-        self.ailments.look(diagnostics.alerts, [t.rewards for t in trajectories])
+        self.component_alerts.update(diagnostics.alerts, [t.rewards for t in trajectories])
 
     def validate(self) -> None:
         """Measure every component on the held-out prompts with the engines' current weights."""

@@ -96,7 +96,7 @@ def test_metrics_of_a_step_are_means_over_its_tokens_and_maxima_over_its_updates
         sums = {"tokens": tokens, "entropy": entropy * tokens, "parity_abs": gap * tokens, "parity_kl": 0.5 * gap * tokens}
         return UpdateResult(
             loss=float(tokens), grad_norm=2.0 * tokens, lr=lr, skipped=False, sums=sums,
-            maxima={"ratio": ratio, "parity_abs": 3 * gap}, packing={"imbalance": 0.1 * tokens},
+            maxima={"ratio": ratio, "parity_abs": 3 * gap, "parity_prob": gap}, packing={"imbalance": 0.1 * tokens},
         )  # fmt: skip
 
     results = [result(1, 1.0, 1.5, 0.1, 1e-3), result(3, 2.0, 1.2, 0.3, 2e-3)]
@@ -105,5 +105,6 @@ def test_metrics_of_a_step_are_means_over_its_tokens_and_maxima_over_its_updates
     assert (row["loss"], row["grad_norm"], row["lr"]) == (2, 4, 2e-3)
     assert row["packing/imbalance"] == pytest.approx(0.2)
     assert row["parity/max_abs"] == pytest.approx(0.9) and row["parity/mean_abs"] == pytest.approx(0.25)
+    assert row["parity/max_prob"] == pytest.approx(0.3)
     assert row["parity/kl"] == pytest.approx(0.125)
     assert not any(key.startswith(("parity/", "policy/parity")) for key in update_metrics(results, on_policy=False))

@@ -11,8 +11,8 @@ PATIENCE = 3
 """Steps in a row that a component may be dead or ignored before the run says so."""
 
 
-class Ailments:
-    """Follows the components of one run; what was said of a component is said again only after it was well in between."""
+class ComponentAlerts:
+    """Follows the components of one run; an alert is repeated only after its cause was absent for a step."""
 
     def __init__(self, log: RunLog):
         self._log = log
@@ -20,17 +20,18 @@ class Ailments:
         self._highest: dict[str, float] = {}
         self._noted: set[str] = set()
 
-    def look(self, lines: Sequence[str], rewards: Sequence[Mapping[str, float | None]]) -> None:
+    def update(self, lines: Sequence[str], rewards: Sequence[Mapping[str, float | None]]) -> None:
         """Take in a recorded step: ``Diagnostics.alerts``, and the rewards of every sample."""
         for sample in rewards:
             for name, value in sample.items():
                 if value is not None and not value <= self._highest.get(name, value - 1):
                     self._highest[name] = value
-        ailing = {re.split(r"[(:]", line)[0]: line for line in lines}  # up to its figures, a sentence names component and ailment
-        self._steps = {key: self._steps.get(key, 0) + 1 for key in ailing}
+        # Up to its figures, a sentence names the component and what is wrong with it.
+        active = {re.split(r"[(:]", line)[0]: line for line in lines}
+        self._steps = {key: self._steps.get(key, 0) + 1 for key in active}
         for key, steps in self._steps.items():
             if steps == PATIENCE:
-                self._say(ailing[key])
+                self._say(active[key])
 
     def _say(self, line: str) -> None:
         constant = re.match(r"component (['\"])(.+)\1 is constant", line)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gdpo_nemo.observe.ailments import PATIENCE, Ailments
+from gdpo_nemo.observe.component_alerts import PATIENCE, ComponentAlerts
 from gdpo_nemo.observe.alerts import read_alerts
 from gdpo_nemo.observe.log import RunLog
 
@@ -17,11 +17,11 @@ def follow(config, run_dir, capsys):
 
     def play(*steps: list[float]) -> tuple[list[tuple[int, str, str]], str]:
         log = RunLog(config, run_dir)
-        ailments = Ailments(log)
+        alerts = ComponentAlerts(log)
         for step, values in enumerate(steps, 1):
             mean, varies = sum(values) / len(values), float(len(set(values)) > 1)
             log.step({"step": step, "reward/one/mean": mean, "reward/one/std": varies, "reward/one/dead_groups": 1 - varies})
-            ailments.look([] if varies else [CONSTANT.format(mean)], [{"one": value} for value in values])
+            alerts.update([] if varies else [CONSTANT.format(mean)], [{"one": value} for value in values])
         log.close("complete")
         return [(a["step"], a["level"], a["text"]) for a in read_alerts(run_dir)], capsys.readouterr().out
 
