@@ -11,7 +11,7 @@ import yaml
 
 from gdpo_nemo.checkpoints import Checkpoints, RunState, model_fingerprint
 from gdpo_nemo.config.changes import Change, check_changes, find_changes
-from gdpo_nemo.config.layout import updates_per_step
+from gdpo_nemo.config.layout import prompt_limit, prompts_per_round, updates_per_step
 from gdpo_nemo.config.load import save_config, to_yaml
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.data.wording import first_line
@@ -94,13 +94,16 @@ def _changes(config: Config, checkpoint: Path, run_dir: Path) -> list[Change]:
     return changes
 
 
-def total_updates(config: Config, state: RunState) -> int:
+def total_updates(config: Config, state: RunState, prompts: int) -> int:
     """Optimizer updates of the whole run: those of the steps done, and of those to come under this config.
 
     The horizon of a decaying learning rate. Steps done count as they were planned, skipped updates included, so that a
-    run which was stopped has the horizon of one which was not.
+    run which was stopped has the horizon of one which was not. ``prompts``: training prompts, for ``gdpo.max_num_epochs``.
     """
-    return state.updates + max(0, config.gdpo.max_num_steps - state.step) * updates_per_step(config)
+    left, limit = config.gdpo.max_num_steps - state.step, prompt_limit(config, prompts)
+    if limit is not None:  # an upper bound where dynamic sampling takes further prompts for a step
+        left = min(left, (limit - state.position) // prompts_per_round(config))
+    return state.updates + max(0, left) * updates_per_step(config)
 
 
 def record_config(config: Config, run_dir: Path, step: int) -> None:

@@ -12,7 +12,7 @@ from typing import Iterator
 import psutil
 
 from gdpo_nemo.checkpoints import Checkpoints, RunState
-from gdpo_nemo.config.layout import resolve_layout
+from gdpo_nemo.config.layout import last_step, prompt_limit, resolve_layout
 from gdpo_nemo.config.placement import chosen_transport, joined
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.data.splits import wanted_splits
@@ -62,11 +62,12 @@ class Parts:
     stop: Stop
     checkpoints: Checkpoints
     state: RunState
+    prompt_limit: int | None = None
+    """Prompts of the whole run (``config.layout.prompt_limit``)."""
+    validation_prompts: list = field(default_factory=list)
     policy: object = None
     stream: object = None
     sync: object = None
-    validation_prompts: list = field(default_factory=list)
-
     fleet: object = None
     environments: object = None
     """Where the environments have nodes of their own."""
@@ -101,16 +102,17 @@ def standing(config: Config) -> Iterator[Parts]:
     require_libraries(config)
     with answered_by(stop, signal.SIGINT), contextlib.ExitStack() as stack:
         inputs = read_inputs(config, wanted_splits(config))
+        limit = prompt_limit(config, len(inputs.prompts))
         start = find_start(config, run_dir, inputs)
         record_config(config, run_dir, start.state.step)
-        log = RunLog(config, run_dir, start.state.step)
+        log = RunLog(config, run_dir, start.state.step, last_step(config, limit))
         outcome = ["failed"]
         stack.callback(lambda: log.close(outcome[0]))
         for line in (*inputs.refused, *start.damaged):
             log.alert(line)
         for line in start.remarks:
             log.note(line)
-        parts = Parts(config, run_dir, log, stop, start.checkpoints, start.state, validation_prompts=inputs.held_out)
+        parts = Parts(config, run_dir, log, stop, start.checkpoints, start.state, limit, inputs.held_out)
         status = StatusFile(run_dir, parts.describe)
         stack.callback(lambda: status.close(outcome[0]))
         try:
@@ -159,7 +161,7 @@ def _start_processes(parts: Parts, stack: contextlib.ExitStack, inputs: Inputs, 
     else:
         pool = EnvironmentPools(config.env, config.rollout.env_workers, config.rollout.env_timeout_s, config.run.seed)
     stack.callback(pool.close)
-    parts.policy = PolicyGroup(config, str(folder), total_updates(config, parts.state), placement)
+    parts.policy = PolicyGroup(config, str(folder), total_updates(config, parts.state, len(inputs.prompts)), placement)
     shared = bool(placement.places.shared)
     parts.fleet = fleet = EngineFleet(config, str(folder), placement, parts.policy.devices() if shared else None)
     probe = None
@@ -181,7 +183,7 @@ def _start_processes(parts: Parts, stack: contextlib.ExitStack, inputs: Inputs, 
         parts.policy.load(checkpoint)
         lap("checkpoint")
     parts.stream = RolloutStream(
-        config, inputs.prompts, fleet, pool, inputs.tokenizer, parts.state.position, parts.state.step
+        config, inputs.prompts, fleet, pool, inputs.tokenizer, parts.state.position, parts.state.step, parts.prompt_limit
     )
     stack.callback(parts.stream.close)
     bucket = config.weights.bucket_mib << 20

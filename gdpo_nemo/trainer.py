@@ -14,7 +14,7 @@ import numpy as np
 from gdpo_nemo.algorithms import target_po_coefficients
 from gdpo_nemo.checkpoints import RunState
 from gdpo_nemo.config.learning import kl_in_reward
-from gdpo_nemo.config.layout import updates_per_step
+from gdpo_nemo.config.layout import prompts_per_round, updates_per_step
 from gdpo_nemo.config.load import save_config
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.data.packing import TrainSequence
@@ -41,7 +41,7 @@ class Trainer:
         self.config, self.state = config, state
         self.policy, self.stream, self.sync = parts.policy, parts.stream, parts.sync
         self.log, self.checkpoints, self.stop = parts.log, parts.checkpoints, parts.stop
-        self.validation_prompts = parts.validation_prompts
+        self.validation_prompts, self.prompt_limit = parts.validation_prompts, parts.prompt_limit
         self.loss = config.loss_fn
         self.skipped_in_a_row = 0
         self.component_alerts = ComponentAlerts(self.log)
@@ -51,7 +51,7 @@ class Trainer:
         self.sync.publish(self.state.step)
         if self.state.step == 0 and self.config.gdpo.val_at_start:
             self.validate()
-        while self.state.step < self.config.gdpo.max_num_steps and not self.stop.requested:
+        while not self.complete and not self.stop.requested:
             self.step()
             self.settle_checkpoint(wait=False)
             if self._due(self.config.gdpo.val_period):
@@ -59,6 +59,12 @@ class Trainer:
             if self._due(self.config.checkpointing.save_period) or self.stop.requested:
                 self.save()
         self.settle_checkpoint()
+
+    @property
+    def complete(self) -> bool:
+        """Whether the last step is done: by ``max_num_steps``, or because ``max_num_epochs`` leaves fewer prompts than a step takes."""
+        spent = self.prompt_limit is not None and self.state.position + prompts_per_round(self.config) > self.prompt_limit
+        return spent or self.state.step >= self.config.gdpo.max_num_steps
 
     def step(self) -> None:
         """One step: a rollout, its advantages, one or more optimizer updates, new weights for the engines."""
@@ -199,7 +205,7 @@ class Trainer:
             self.checkpoints.finish(self.policy.finish_save)
 
     def _due(self, period: int) -> bool:
-        return period > 0 and (self.state.step % period == 0 or self.state.step == self.config.gdpo.max_num_steps)
+        return period > 0 and (self.state.step % period == 0 or self.complete)
 
 
 def _weighted_mean(diagnostics, weights: dict[str, float]) -> float:

@@ -172,5 +172,15 @@ def test_the_config_of_a_folder_without_a_history_is_its_first_entry(tmp_path, c
 def test_the_horizon_is_the_updates_done_and_those_to_come(config_file, override, horizon):
     """12 steps of one update are done; the batch size makes four updates of each of the other 48 steps."""
     config = load_config(config_file, [override])
-    assert total_updates(config, RunState(step=12, updates=12)) == horizon
-    assert total_updates(replace(config, gdpo=replace(config.gdpo, max_num_steps=6)), RunState(step=12, updates=12)) == 12
+    done = RunState(step=12, updates=12)
+    assert total_updates(config, done, prompts=100) == horizon
+    assert total_updates(replace(config, gdpo=replace(config.gdpo, max_num_steps=6)), done, prompts=100) == 12
+
+
+def test_the_horizon_ends_with_the_epochs_where_they_end_first(config_file):
+    """Each of two epochs of 100 prompts has 6 steps of 16; where 12 steps took 3 batches more, 3 steps fewer are left."""
+    config = load_config(config_file, ["gdpo.max_num_epochs=2", "gdpo.num_prompts_per_step=16"])
+    assert total_updates(config, RunState(), prompts=100) == 12
+    assert total_updates(config, RunState(step=4, updates=4, position=(4 + 3) * 16), prompts=100) == 9
+    assert total_updates(config, RunState(step=12, updates=12, position=192), prompts=100) == 12
+    assert total_updates(config, RunState(), prompts=10_000) == 60

@@ -23,7 +23,7 @@ SMALL = ["gdpo.rewards={a: 1, b: 1}", "gdpo.num_prompts_per_step=2", "gdpo.num_g
 class Recorder:
     """The parts of a run: they note what they are asked, and answer like a policy whose log-probs rise with every update."""
 
-    def __init__(self, *overrides: str, stale: int = 0, skipped: bool = False):
+    def __init__(self, *overrides: str, stale: int = 0, skipped: bool = False, prompt_limit: int | None = None):
         self.config = load_config(DEMO, [*SMALL, *overrides])
         self.calls, self.rows, self.alerts, self.updates, self.stale, self.skipped = [], [], [], [], stale, skipped
         self.version, self.spans = 0, []
@@ -36,7 +36,7 @@ class Recorder:
         sync = SimpleNamespace(publish=self.publish, rest=lambda: self.calls.append("rest"))
         self.checkpoints = checkpoints
         self.parts = SimpleNamespace(policy=policy, stream=stream, sync=sync, log=log, checkpoints=checkpoints,
-                                     stop=SimpleNamespace(requested=False), validation_prompts=[])  # fmt: skip
+                                     stop=SimpleNamespace(requested=False), validation_prompts=[], prompt_limit=prompt_limit)  # fmt: skip
         self.trainer = Trainer(self.config, self.parts, RunState())
 
     def groups(self, version: int) -> list[Group]:
@@ -97,6 +97,15 @@ def test_validation_and_checkpoints_come_at_their_periods_and_at_the_end():
     recorder.trainer.fit()
     assert of(recorder, "validate", "save") == ["validate 0", "save 2 at 4", "validate 3", "validate 4", "save 4 at 8"]
     assert recorder.trainer.state.metrics["validation/b"] == 0.5 and not recorder.checkpoints.pending
+
+
+@pytest.mark.parametrize("limit, steps", [(6, 3), (7, 3), (8, 4), (100, 4)])
+def test_a_run_ends_with_its_prompts_and_validates_and_saves_then(limit, steps):
+    """A step takes two prompts, and one too few is no step; the run has four steps at most."""
+    recorder = Recorder("gdpo.val_period=10", "gdpo.val_at_start=false", "checkpointing.save_period=10", prompt_limit=limit)
+    recorder.trainer.fit()
+    assert recorder.trainer.complete and recorder.trainer.state.step == steps
+    assert of(recorder, "validate", "save") == [f"validate {steps}", f"save {steps} at {2 * steps}"]
 
 
 def test_a_run_that_is_asked_to_stop_saves_after_the_step_and_ends():

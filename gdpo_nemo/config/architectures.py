@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Mapping
+from typing import Any, Mapping, Sequence
 
 from gdpo_nemo.errors import ConfigError
 
@@ -197,6 +197,18 @@ def check_scaled_rope(scaling: float, transformer_engine: bool) -> None:
         raise ConfigError(
             f"policy.megatron_cfg.transformer_engine: its layers do not honour the attention factor {scaling:.4g} of the model's "
             "YaRN scaling; set it to false"
+        )
+
+
+def check_adapted_layers(targets: Sequence[str], experts: int, tied: bool) -> None:
+    """Refuse adapters on layers that a model with so many ``experts`` and a ``tied`` output layer lacks. Raises ConfigError."""
+    if experts and {"gate_proj", "up_proj", "down_proj"} & set(targets):
+        raise ConfigError(
+            "policy.lora.target_modules: the model's experts cannot be adapted; leave out gate_proj, up_proj, down_proj"
+        )
+    if tied and "lm_head" in targets:
+        raise ConfigError(
+            "policy.lora.target_modules: the model's lm_head is its embedding (tie_word_embeddings), which has no adapter; leave it out"
         )
 
 

@@ -15,6 +15,7 @@ _FIXED = {
     "policy.lora.rank": "the checkpoint holds adapters of that rank, or the whole model where it is 0",
     "policy.lora.alpha": "the adapters would count otherwise, and the policy would be another one",
     "policy.lora.target_modules": "the checkpoint holds the adapters of those modules",
+    "policy.lora.share_a": "the checkpoint holds one A or several for the layers that are fused",
     "policy.megatron_cfg.freeze_moe_router": "the checkpoint's optimizer state is that of the parameters trained so far",
 }
 """Keys that a run keeps, with the reason. Model and data are compared by their contents instead."""

@@ -9,7 +9,7 @@ ESTIMATORS = (
 )  # fmt: skip
 PRESETS = ("paper", "trl", "trl_fork", "verl", "ms_swift", "nemo_rl")
 
-LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head")
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "gdpo.estimator": ESTIMATORS,

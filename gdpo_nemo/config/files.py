@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from gdpo_nemo.config.architectures import (
+    check_adapted_layers,
     CPU_HEAD_SIZES,
     attention_scaling,
     check_model_content,
@@ -206,10 +207,8 @@ def _check_shape(content: dict[str, Any], config: Config, layout: Layout) -> Non
     for name in ("freeze_moe_router", "moe_router_dtype"):
         if getattr(config.policy.megatron_cfg, name) and not experts:
             raise ConfigError(f"{megatron}.{name}: has no effect, the model in {config.policy.model_name} has no experts; remove it")
-    if experts and config.policy.lora.rank and {"gate_proj", "up_proj", "down_proj"} & set(config.policy.lora.target_modules):
-        raise ConfigError(
-            "policy.lora.target_modules: the model's experts cannot be adapted; leave out gate_proj, up_proj, down_proj"
-        )
+    if config.policy.lora.rank:
+        check_adapted_layers(config.policy.lora.target_modules, experts, bool(content.get("tie_word_embeddings")))
     if experts and layout.tensor > 1 and not config.policy.megatron_cfg.sequence_parallel:
         raise ConfigError(f"{megatron}.sequence_parallel: must be on for a model with experts under tensor parallelism")
     longest, wanted = content.get("max_position_embeddings"), config.policy.max_total_sequence_length

@@ -161,23 +161,22 @@ def _held_out(recipe: Recipe, account: Account) -> None:
 
 
 def _length(recipe: Recipe, account: Account) -> None:
-    """max_num_steps, or the steps of max_num_epochs where those are fewer."""
+    """max_num_steps, or the steps of max_num_epochs where those are fewer; both where the steps of an epoch are not known."""
     steps, epochs = recipe.get("grpo.max_num_steps"), recipe.get("grpo.max_num_epochs")
     known, size = _DATASETS.get(recipe.get("data.train.dataset_name") or ""), recipe.held_out
     if known is None or known.rows is None:
         account.set("gdpo.max_num_steps", steps, "max_num_steps")
         if not recipe.stale or steps >= 100_000:
-            account.differs("grpo.max_num_epochs", f"the run has {steps} steps; there it ends after {epochs} epochs if those are fewer")
+            account.set("gdpo.max_num_epochs", epochs, "max_num_epochs")
+        return
+    if recipe.get("grpo.use_dynamic_sampling"):  # how many batches a step takes is not known
+        account.set("gdpo.max_num_steps", steps, "max_num_steps")
+        account.set("gdpo.max_num_epochs", epochs, "max_num_epochs")
         return
     rows = known.rows - int(-(-known.rows * size // 1) if size < 1 else size)
-    per_step = recipe.get("grpo.num_prompts_per_step")
-    if recipe.get("grpo.use_dynamic_sampling"):
-        per_step = round(per_step * recipe.get("grpo.batch_multiplier", 1))
-    limit = epochs * (rows // per_step)
+    limit = epochs * (rows // recipe.get("grpo.num_prompts_per_step"))
     why = f"max_num_epochs {epochs} of {rows} rows" if limit < steps else "max_num_steps"
     account.set("gdpo.max_num_steps", min(steps, limit), why)
-    if recipe.get("grpo.use_dynamic_sampling") and limit < steps:
-        account.differs("grpo.max_num_epochs", "steps are counted as if each took one batch; dynamic sampling takes more")
 
 
 def _folders(recipe: Recipe, account: Account) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from gdpo_nemo.config.choices import LORA_TARGETS
 from gdpo_nemo.config.from_nemo_rl_account import Account
 from gdpo_nemo.config.from_nemo_rl_data import components, env_name
 from gdpo_nemo.config.from_nemo_rl_read import Recipe
@@ -87,6 +88,9 @@ def _rewards(recipe: Recipe, account: Account) -> None:
     if workers:
         account.set("rollout.env_workers", workers, f"env.{env_name(recipe)}.num_workers")
     account.set("gdpo.rewards", rewards, f"components of {env_name(recipe)}")
+    if recipe.get("grpo.use_dynamic_sampling"):
+        multiple = float(recipe.get("grpo.batch_multiplier", 1.0))
+        account.set("gdpo.dynamic_sampling.batch_multiplier", multiple, "batch_multiplier; every round is a whole batch")
     if recipe.get("grpo.use_dynamic_sampling") and any("overlong" in rule or "truncated" in rule for rule in rules):
         account.set("gdpo.dynamic_sampling.before_shaping", True, "NeMo-RL judges unshaped_total_reward")
 
@@ -229,6 +233,15 @@ def _torch_warmup(recipe: Recipe, account: Account) -> tuple[int, float]:
     return steps, lr * first.get("start_factor", 1 / 3)
 
 
+def _every_linear_layer(recipe: Recipe, account: Account, key: str) -> None:
+    tied = recipe.model.tied
+    if tied is not False:
+        why = "is the embedding" if tied else "may be the embedding"
+        account.differs(key, f"the output layer, which {why} in this model, has no adapter; there it has one")
+        return
+    account.set("policy.lora.target_modules", list(LORA_TARGETS), "match_all_linear, the output layer too")
+
+
 def _lora(recipe: Recipe, account: Account) -> None:
     section = recipe.lora
     if not section:
@@ -238,11 +251,10 @@ def _lora(recipe: Recipe, account: Account) -> None:
         account.set("policy.lora.alpha", 32.0, "NeMo-RL's default")
     names = recipe.get(f"{section}.target_modules")
     if recipe.megatron and (not names or {"linear_qkv", "linear_fc1"} & {name.rpartition(".")[2] for name in names}):
-        what = "query, key and value (gate and up) have an A each; there they share the A of linear_qkv (linear_fc1)"
-        account.differs(f"{section}.target_modules", what)
+        account.set("policy.lora.share_a", True, "linear_qkv and linear_fc1 have one A")
     if not recipe.megatron and recipe.get(f"{section}.match_all_linear"):
-        account.differs(f"{section}.match_all_linear", "the output layer has no adapter; there it has one")
-    if names and not recipe.get(f"{section}.match_all_linear"):
+        _every_linear_layer(recipe, account, f"{section}.match_all_linear")
+    elif names:
         account.set("policy.lora.target_modules", adapted(names), "target_modules")
     key = f"{section}.lora_A_init" + ("_method" if recipe.megatron else "")
     kind = recipe.get(key, "xavier")

@@ -20,6 +20,8 @@ class KnownModel(NamedTuple):
     """Whether it has experts."""
     refusal: str = ""
     """Why it is not supported; empty where it is."""
+    tied: bool | None = None
+    """Whether the output layer is the embedding; None where the name does not tell."""
 
 
 _NAMES = (
@@ -48,6 +50,17 @@ _NAMES = (
 )
 """(name on the hub, model_type, mixture), the first that fits."""
 
+_TIED = (
+    (r"Qwen/Qwen3-(0\.6|1\.7|4)B.*", True),
+    (r"Qwen/Qwen3-(8|14|30|32|235)B.*", False),
+    (r"Qwen/Qwen2\.5-(0\.5|1\.5|3)B.*", True),
+    (r"Qwen/Qwen2\.5-(7|14|32|72)B.*", False),
+    (r"meta-llama/Llama-3\.2-[13]B.*", True),
+    (r"meta-llama/(Meta-)?Llama-3(\.[13])?-(8|70|405)B.*", False),
+    (r"mistralai/.*", False),
+)
+"""(name on the hub, whether config.json has tie_word_embeddings)."""
+
 
 def known_model(name: str) -> KnownModel:
     """The model in a folder or of a name on the hub."""
@@ -56,7 +69,8 @@ def known_model(name: str) -> KnownModel:
     for pattern, kind, mixture in _NAMES:
         if re.fullmatch(pattern, name, re.IGNORECASE if pattern.startswith(".") else 0):
             refusal = "" if kind in FAMILIES else f"{name!r} is {kind}, which is not supported; supported: {', '.join(sorted(FAMILIES))}"
-            return KnownModel(kind, mixture, refusal)
+            tied = next((tied for pattern, tied in _TIED if re.fullmatch(pattern, name)), None)
+            return KnownModel(kind, mixture, refusal, tied)
     return KnownModel("", refusal=f"{name!r} does not tell a supported family; supported: {', '.join(sorted(FAMILIES))}")
 
 
@@ -66,4 +80,4 @@ def _of_folder(folder: Path) -> KnownModel:
         check_model_content(content)
     except ConfigError as error:
         return KnownModel("", refusal=str(error).removeprefix("policy.model_name: "))
-    return KnownModel(content["model_type"], num_experts(content) > 0)
+    return KnownModel(content["model_type"], num_experts(content) > 0, tied=bool(content.get("tie_word_embeddings")))

@@ -48,7 +48,7 @@ GRPO = [
     ("grpo.num_prompts_per_step", to("gdpo.num_prompts_per_step")),
     ("grpo.num_generations_per_prompt", to("gdpo.num_generations_per_prompt")),
     ("grpo.max_num_steps", via("gdpo.max_num_steps")),
-    ("grpo.max_num_epochs", via("gdpo.max_num_steps")),
+    ("grpo.max_num_epochs", via("gdpo.max_num_epochs", "gdpo.max_num_steps")),
     ("grpo.max_rollout_turns", to("rollout.turns.max_turns")),
     ("grpo.normalize_rewards", via("gdpo.estimator")),
     ("grpo.use_leave_one_out_baseline", via("gdpo.estimator")),
@@ -70,8 +70,9 @@ GRPO = [
     ("grpo.use_dynamic_sampling", to("gdpo.dynamic_sampling.enabled")),
     ("grpo.dynamic_sampling_max_gen_batches", gated(
         "grpo.use_dynamic_sampling", to("gdpo.dynamic_sampling.max_rounds", note="there the run ends after them, here the step goes on"))),
-    ("grpo.batch_multiplier", idle("rounds of generation are of num_prompts_per_step: as many groups with signal are trained")),
-    ("grpo.dynamic_sampling_oversample_ratio", gated("grpo.use_dynamic_sampling", missing("rounds are of num_prompts_per_step", 1, 1.0))),
+    ("grpo.batch_multiplier", gated("grpo.use_dynamic_sampling", via("gdpo.dynamic_sampling.batch_multiplier"))),
+    ("grpo.dynamic_sampling_oversample_ratio", gated(
+        "grpo.use_dynamic_sampling", missing("rounds are of num_prompts_per_step x batch_multiplier", 1, 1.0))),
     ("grpo.zero_variance_prompt_filtering", missing("prompts are not filtered over epochs")),
     ("grpo.reward_shaping.enabled", via("gdpo.shaping")),
     ("grpo.reward_shaping.stop_properly_penalty_coef", _shaped(via("gdpo.shaping"))),

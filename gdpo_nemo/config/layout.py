@@ -139,6 +139,27 @@ def samples_per_step(config: Config) -> int:
     return config.gdpo.num_prompts_per_step * config.gdpo.num_generations_per_prompt
 
 
+def prompts_per_round(config: Config) -> int:
+    """Prompts that a step samples at once: those it trains, unless ``gdpo.dynamic_sampling`` draws larger batches."""
+    count, dynamic = config.gdpo.num_prompts_per_step, config.gdpo.dynamic_sampling
+    return int(count * dynamic.batch_multiplier) if dynamic.enabled and dynamic.batch_multiplier else count
+
+
+def prompt_limit(config: Config, prompts: int) -> int | None:
+    """Prompts that ``gdpo.max_num_epochs`` passes over ``prompts`` training prompts deal; None where it sets no limit.
+
+    A pass counts its whole rounds alone: what is left over is fewer prompts than a round takes. Never below one round.
+    """
+    epochs, per_round = config.gdpo.max_num_epochs, prompts_per_round(config)
+    return None if epochs is None else max(1, epochs * (prompts // per_round)) * per_round
+
+
+def last_step(config: Config, limit: int | None) -> int:
+    """Number of the run's last step if every step takes one round of ``limit`` prompts; with dynamic sampling some take more."""
+    steps = config.gdpo.max_num_steps
+    return steps if limit is None else min(steps, limit // prompts_per_round(config))
+
+
 def updates_per_step(config: Config) -> int:
     """Optimizer updates in one step.
 

@@ -123,6 +123,9 @@ def _check_loss(config: Config) -> None:
 
 
 def _check_dynamic_sampling(config: Config) -> None:
+    multiple = config.gdpo.dynamic_sampling.batch_multiplier
+    if multiple is not None and multiple < 1:
+        raise ConfigError(f"gdpo.dynamic_sampling.batch_multiplier: must be at least 1, got {multiple:g}")
     if config.gdpo.dynamic_sampling.enabled and config.rollout.max_staleness:
         raise ConfigError(
             f"gdpo.dynamic_sampling.enabled: needs rollout.max_staleness 0, not {config.rollout.max_staleness}; prompts "

@@ -34,6 +34,9 @@ class DynamicSamplingConfig:
     enabled: bool = False
     """Drop groups in which every weighted component, as shaped, is constant and sample further prompts instead. Needs
     rollout.max_staleness 0."""
+    batch_multiplier: Optional[float] = None
+    """Prompts of every round, as a multiple of num_prompts_per_step; groups beyond those needed are discarded (DAPO, NeMo-RL).
+    Null: a first round of num_prompts_per_step, then as many as are missing."""
     max_rounds: int = 4
     """Generation rounds after which the step goes on with the groups it has."""
     before_shaping: bool = False
@@ -72,6 +75,8 @@ class GdpoConfig:
     """Samples per prompt (the group size G), at least 2."""
     max_num_steps: int = 100
     """Steps after which the run is complete."""
+    max_num_epochs: Optional[int] = None
+    """Passes over the training prompts, in whole steps, after which the run is complete if it has not been before. Null: no limit."""
     dynamic_sampling: DynamicSamplingConfig = field(default_factory=DynamicSamplingConfig)
     val_period: int = 0
     """Steps between validations; 0 switches validation off."""
@@ -231,7 +236,9 @@ class LoraConfig:
     target_modules: List[str] = field(
         default_factory=lambda: ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
     )
-    """Hugging Face names of the linear layers that get an adapter."""
+    """Hugging Face names of the linear layers that get an adapter: those of the default, and lm_head where it is not the embedding."""
+    share_a: bool = False
+    """Whether the layers that Megatron fuses (q, k, v; gate, up) share one A, as in NeMo's adapters; false: an A each, as in PEFT."""
 
 
 @dataclass

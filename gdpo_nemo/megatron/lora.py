@@ -1,8 +1,9 @@
 """LoRA (arXiv 2106.09685) on Megatron's linear layers, one pair of matrices per Hugging Face module.
 
 Megatron fuses q, k, v and gate, up; the pairs stay apart, so that what is trained is exactly a PEFT adapter of the Hugging
-Face model, at every layout. For a matrix split by rows (q, k, v, gate, up) A is whole on every tensor-parallel rank and B
-is split; for one split by columns (o, down) A is split and B is whole.
+Face model, at every layout. With ``share_a`` the pairs of a fused layer have one A, which NeMo's adapters of such a layer
+come to. For a matrix split by rows (q, k, v, gate, up, lm_head) A is whole on every tensor-parallel rank and B is split;
+for one split by columns (o, down) A is split and B is whole.
 """
 
 from __future__ import annotations
@@ -21,12 +22,13 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker, set_tensor_model
 from megatron.core.utils import make_sharded_tensor_for_checkpoint, make_tp_sharded_tensor_for_checkpoint
 from transformers import PretrainedConfig
 
+from gdpo_nemo.config.architectures import check_adapted_layers
 from gdpo_nemo.config.schema import LoraConfig
-from gdpo_nemo.errors import ConfigError
-from gdpo_nemo.megatron.families import head_size, num_experts
+from gdpo_nemo.megatron.families import HEAD, head_size, num_experts
 from gdpo_nemo.weights.adapters import peft_name
 
 _SITE = re.compile(r"decoder\.layers\.(\d+)\.(self_attention\.linear_qkv|self_attention\.linear_proj|mlp\.linear_fc1|mlp\.linear_fc2)")
+_HEAD = "output_layer"
 _MODULES = {
     "self_attention.linear_qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "self_attention.linear_proj": ("self_attn.o_proj",),
@@ -34,7 +36,6 @@ _MODULES = {
     "mlp.linear_fc2": ("mlp.down_proj",),
 }
 _SPLIT_BY_COLUMNS = ("self_attention.linear_proj", "mlp.linear_fc2")
-_OF_EXPERTS = ("gate_proj", "up_proj", "down_proj")
 
 
 def initial_a(module: str, rank: int, width: int, seed: int, init: str = "uniform") -> torch.Tensor:
@@ -50,20 +51,22 @@ def initial_a(module: str, rank: int, width: int, seed: int, init: str = "unifor
 
 
 class Pair(torch.nn.Module):
-    """A and B of one Hugging Face module, this rank's shards; B starts at 0."""
+    """A and B of one Hugging Face module, this rank's shards; B starts at 0. ``shared``: the A of another pair, to be used here too."""
 
-    def __init__(self, module: str, width: int, height: int, by_columns: bool, settings: LoraConfig, seed: int, like):
+    def __init__(
+        self, module: str, width: int, height: int, by_columns: bool, settings: LoraConfig, seed: int, like, shared=None
+    ):
         super().__init__()
         self.module, self.by_columns = module, by_columns
         group = parallel_state.get_tensor_model_parallel_group()
         a = initial_a(module, settings.rank, width, seed, settings.init)
         a = a.chunk(group.size(), 1)[group.rank()].contiguous() if by_columns else a
         rows = height if by_columns else height // group.size()
-        self.a = torch.nn.Parameter(a.to(like))
+        self.a = torch.nn.Parameter(a.to(like)) if shared is None else shared
         self.b = torch.nn.Parameter(torch.zeros(rows, settings.rank).to(like))
-        split, whole = (self.a, self.b) if by_columns else (self.b, self.a)
-        set_tensor_model_parallel_attributes(split, True, 1 if by_columns else 0, 1)
-        set_tensor_model_parallel_attributes(whole, False, -1, 1)
+        for matrix, split, dim in ((self.a, by_columns, 1), (self.b, not by_columns, 0)):
+            if matrix is not shared:
+                set_tensor_model_parallel_attributes(matrix, split, dim if split else -1, 1)
 
 
 class Adapters(torch.nn.Module):
@@ -72,18 +75,19 @@ class Adapters(torch.nn.Module):
     def __init__(self, site: str, modules: tuple[str, ...], linear, hf: PretrainedConfig, settings: LoraConfig, seed: int):
         super().__init__()
         self.by_columns = site in _SPLIT_BY_COLUMNS
-        self.sequence_parallel = linear.config.sequence_parallel
+        self.sequence_parallel = linear.config.sequence_parallel and site != _HEAD
         self.scale, self.dropout, self.enabled = settings.alpha / settings.rank, settings.dropout, True
         self.group = parallel_state.get_tensor_model_parallel_group()
         self.query_groups = hf.num_key_value_heads // self.group.size() if len(modules) == 3 else None
         wanted = set(settings.target_modules)
         self.heights = _heights(modules, linear, hf, self.group.size())
         width = linear.weight.size(1) * (self.group.size() if self.by_columns else 1)
-        self.pairs = torch.nn.ModuleList(
-            Pair(module, width, height, self.by_columns, settings, seed, linear.weight.detach())
-            for module, height in self.heights.items()
-            if module.rpartition(".")[2] in wanted
-        )
+        self.pairs = torch.nn.ModuleList()
+        for module, height in self.heights.items():
+            if module.rpartition(".")[2] in wanted:
+                shared = self.pairs[0].a if settings.share_a and len(self.pairs) else None
+                self.pairs.append(Pair(module, width, height, self.by_columns, settings, seed, linear.weight.detach(), shared))
+        self.one_a = settings.share_a
         if self.sequence_parallel:  # each tensor-parallel rank sees a share of the tokens: gradients of whole matrices add up
             for pair in self.pairs:
                 (pair.b if self.by_columns else pair.a).sequence_parallel = True
@@ -99,17 +103,22 @@ class Adapters(torch.nn.Module):
             else:
                 inner = tensor_parallel.reduce_from_tensor_model_parallel_region(inner, group=self.group)
             return F.linear(inner, pair.b) * self.scale
-        inner = F.linear(x, torch.cat([pair.a for pair in self.pairs]))
+        inner = F.linear(x, self.pairs[0].a if self.one_a else torch.cat([pair.a for pair in self.pairs]))
         if self.sequence_parallel:
             inner = tensor_parallel.gather_from_sequence_parallel_region(inner, group=self.group)
         else:
             inner = tensor_parallel.copy_to_tensor_model_parallel_region(inner, group=self.group)
-        shares = inner.chunk(len(self.pairs), -1)
+        shares = [inner] * len(self.pairs) if self.one_a else inner.chunk(len(self.pairs), -1)
         outputs = {pair.module: F.linear(share, pair.b) for pair, share in zip(self.pairs, shares)}
         return self._fuse(outputs, inner) * self.scale
 
+    @property
+    def drops(self) -> bool:
+        """Whether ``forward`` draws random numbers."""
+        return bool(self.dropout and self.training)
+
     def _drop(self, x):
-        if not (self.dropout and self.training):
+        if not self.drops:
             return x
         sharded = self.by_columns or self.sequence_parallel
         with get_cuda_rng_tracker().fork() if sharded else contextlib.nullcontext():
@@ -127,6 +136,26 @@ class Adapters(torch.nn.Module):
         return torch.cat(parts, -1)
 
 
+class HeadAdapter(Adapters):
+    """The pair of the output layer, whose input is whole on every tensor-parallel rank, with or without sequence parallelism."""
+
+    def __init__(self, linear, hf: PretrainedConfig, settings: LoraConfig, seed: int):
+        super().__init__(_HEAD, (_module(HEAD),), linear, hf, settings, seed)
+        self.vocab_size = hf.vocab_size
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """What to add to this rank's columns of the logits."""
+        (pair,) = self.pairs
+        # A rank's share of the vocabulary gives a share of A's gradient; the backward of copy_to adds the shares up. Around the
+        # product, as in the other layers, it would also add up the input's gradient, which the model does itself.
+        a = tensor_parallel.copy_to_tensor_model_parallel_region(pair.a, group=self.group)
+        return F.linear(F.linear(self._drop(x), a), pair.b) * self.scale
+
+
+def _module(weight: str) -> str:
+    return weight.removesuffix(".weight")
+
+
 def _heights(modules, linear, hf: PretrainedConfig, ranks: int) -> dict[str, int]:
     """Output size of each Hugging Face module of a layer, over all ranks."""
     if len(modules) == 3:
@@ -134,6 +163,8 @@ def _heights(modules, linear, hf: PretrainedConfig, ranks: int) -> dict[str, int
         return dict(zip(modules, (hf.num_attention_heads * size, *[hf.num_key_value_heads * size] * 2)))
     if len(modules) == 2:
         return dict.fromkeys(modules, linear.weight.size(0) * ranks // 2)
+    if modules == (_module(HEAD),):
+        return {modules[0]: linear.weight.size(0) * ranks}
     return {modules[0]: linear.weight.size(0)}
 
 
@@ -150,15 +181,14 @@ def attach(chunks: list[torch.nn.Module], hf: PretrainedConfig, settings: LoraCo
     """Freeze the chunks and add trainable adapters to their linear layers.
 
     Raises:
-        ConfigError: the targets are experts, or nothing of this model is a target.
+        ConfigError: the targets are experts, or an output layer that is the embedding.
     """
-    if num_experts(hf) and set(settings.target_modules) & set(_OF_EXPERTS):
-        raise ConfigError(
-            f"policy.lora.target_modules: the experts of {hf.architectures[0]} cannot be adapted; "
-            f"leave out {', '.join(_OF_EXPERTS)}"
-        )
+    check_adapted_layers(settings.target_modules, num_experts(hf), hf.tie_word_embeddings)
     for chunk in chunks:
         chunk.requires_grad_(False)
+        if chunk.post_process and _module(HEAD) in settings.target_modules:
+            # The model evaluates its logits chunk by chunk without calling this layer, so it adds this adapter itself.
+            chunk.output_layer.adapters = HeadAdapter(chunk.output_layer, hf, settings, seed)
         for name, linear in list(chunk.named_modules()):
             match = _SITE.fullmatch(name)
             if match is None:
@@ -204,6 +234,9 @@ def whole_pairs(chunks: list[torch.nn.Module]) -> dict[str, tuple[torch.Tensor, 
         for pair in adapters.pairs:
             a, b = pair.a.detach(), pair.b.detach()
             mine[pair.module] = (gathered(a, 1), b.cpu().clone()) if pair.by_columns else (a.cpu().clone(), gathered(b, 0))
+        if isinstance(adapters, HeadAdapter):  # the rows that pad the vocabulary are Megatron's own
+            a, b = mine[pair.module]
+            mine[pair.module] = a, b[: adapters.vocab_size].clone()
     stages = parallel_state.get_pipeline_model_parallel_group()
     shares: list = [None] * stages.size()
     dist.all_gather_object(shares, mine, group=stages)
@@ -213,21 +246,26 @@ def whole_pairs(chunks: list[torch.nn.Module]) -> dict[str, tuple[torch.Tensor, 
 def sharded_adapters(chunk: torch.nn.Module) -> dict:
     """A chunk's pairs as Megatron saves them: keys are PEFT's names, so they mean the same at every layout."""
     state = {}
-    for adapters in adapters_of([chunk]):
-        for pair in adapters.pairs:
-            for letter, parameter, split, axis in (("A", pair.a, pair.by_columns, 1), ("B", pair.b, not pair.by_columns, 0)):
-                key = peft_name(pair.module, letter)
-                if split:
-                    state[key] = make_tp_sharded_tensor_for_checkpoint(parameter, key, tp_axis=axis)
-                else:
-                    state[key] = make_sharded_tensor_for_checkpoint(parameter, key)
+    for adapters, key, parameter, axis in _matrices(chunk):
+        if axis is None:
+            state[key] = make_sharded_tensor_for_checkpoint(parameter, key)
+        else:  # the vocabulary's padding depends on the number of ranks
+            padded = isinstance(adapters, HeadAdapter)
+            state[key] = make_tp_sharded_tensor_for_checkpoint(parameter, key, tp_axis=axis, allow_shape_mismatch=padded)
     return state
+
+
+def _matrices(chunk: torch.nn.Module) -> Iterator[tuple[Adapters, str, torch.nn.Parameter, int | None]]:
+    """(adapters, PEFT's name, shard, the dimension that is split) of a chunk's matrices; an A that is shared once, by its first pair."""
+    for adapters in adapters_of([chunk]):
+        for place, pair in enumerate(adapters.pairs):
+            if place == 0 or not adapters.one_a:
+                yield adapters, peft_name(pair.module, "A"), pair.a, 1 if pair.by_columns else None
+            yield adapters, peft_name(pair.module, "B"), pair.b, None if pair.by_columns else 0
 
 
 @torch.no_grad()
 def load_adapters(chunk: torch.nn.Module, state: dict) -> None:
     """The inverse of ``sharded_adapters``, from what Megatron has read."""
-    for adapters in adapters_of([chunk]):
-        for pair in adapters.pairs:
-            pair.a.copy_(state[peft_name(pair.module, "A")])
-            pair.b.copy_(state[peft_name(pair.module, "B")])
+    for _, key, parameter, _ in _matrices(chunk):
+        parameter.copy_(state[key])

@@ -75,17 +75,25 @@ class PolicyModel(HybridModel):
         tokens = max(1, _LOGIT_BYTES // (4 * weight.size(0)))
         if hidden.size(0) <= tokens:
             return self._evaluate_chunk(hidden, weight, targets)
+        head = self._head_adapter()
+        drops = head is not None and head.drops
         return torch.cat(
             [
                 torch.utils.checkpoint.checkpoint(
-                    self._evaluate_chunk, h, weight, t, use_reentrant=False, preserve_rng_state=False
+                    self._evaluate_chunk, h, weight, t, use_reentrant=False, preserve_rng_state=drops
                 )
                 for h, t in zip(hidden.split(tokens), targets.split(tokens))
             ]
         )
 
+    def _head_adapter(self):
+        adapter = getattr(self.output_layer, "adapters", None)
+        return adapter if adapter is not None and adapter.enabled else None
+
     def _evaluate_chunk(self, hidden, weight, targets):
         logits = torch.nn.functional.linear(hidden, weight)
+        if (head := self._head_adapter()) is not None:
+            logits = logits + head(hidden)
         return torch.stack(
             token_logprobs(
                 logits,

@@ -90,7 +90,7 @@ def _stage_memory(config: Config, shape: Shape, layout: Layout, stage: int, toke
     dense, experts = shape.on_rank(layout, stage)
     trained = [dense, experts]
     if lora.rank:
-        trained = [shape.adapters(layout, stage, lora.rank, lora.target_modules), 0]
+        trained = [shape.adapters(layout, stage, lora), 0]
         dense += trained[0]
     state = 8 if config.policy.precision == "float32" else 12  # two moments; in bfloat16 main weights besides
     replicas = [

@@ -8,7 +8,7 @@ from typing import Any, Mapping
 from gdpo_nemo.config.architectures import FAMILIES, head_size, num_experts
 from gdpo_nemo.config.files import known_model_config
 from gdpo_nemo.config.layout import Layout
-from gdpo_nemo.config.schema import Config
+from gdpo_nemo.config.schema import Config, LoraConfig
 from gdpo_nemo.config.stages import stage_layers
 
 _QWEN25 = dict(model_type="qwen2", vocab_size=151936, num_key_value_heads=2)
@@ -121,7 +121,7 @@ class Shape:
         tables = first + (last and not (self.tied and first))
         return dense + tables * table + last * self.hidden, experts
 
-    def adapters(self, layout: Layout, stage: int, rank: int, targets: list[str]) -> int:
+    def adapters(self, layout: Layout, stage: int, lora: LoraConfig) -> int:
         """Parameters of LoRA's adapters on a rank of ``stage``; the whole side of each pair is on every tensor rank."""
         t, h, f = layout.tensor, self.hidden, self.ffn
         one = self.groups * self.head_size
@@ -129,7 +129,12 @@ class Shape:
             "q_proj": h + self.query // t, "k_proj": h + one // t, "v_proj": h + one // t, "o_proj": self.query // t + h,
             "gate_proj": h + f // t, "up_proj": h + f // t, "down_proj": f // t + h,
         }  # fmt: skip
-        return len(self.on_stage(layout, stage)) * rank * sum(sides[name] for name in targets)
+        wanted = set(lora.target_modules)
+        layer = sum(sides[name] for name in wanted if name in sides)
+        if lora.share_a:
+            layer -= sum(h * max(0, len(wanted & fused) - 1) for fused in ({"q_proj", "k_proj", "v_proj"}, {"gate_proj", "up_proj"}))
+        head = h + -(-self.vocabulary // t) if "lm_head" in wanted and stage == layout.pipeline - 1 else 0
+        return (len(self.on_stage(layout, stage)) * layer + head) * lora.rank
 
     def on_stage(self, layout: Layout, stage: int) -> range:
         """The model's layers on a pipeline stage."""

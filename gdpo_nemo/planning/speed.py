@@ -131,7 +131,7 @@ def _gradients(config: Config, shape: Shape, device: Device, layout: Layout) -> 
 def refit_bytes(config: Config, shape: Shape) -> int:
     """Bytes that one publication of the weights sends to each engine: under LoRA the adapters alone."""
     lora, undivided = config.policy.lora, replace(resolve_layout(config), tensor=1, pipeline=1)
-    sent = shape.adapters(undivided, 0, lora.rank, lora.target_modules) if lora.rank else shape.parameters
+    sent = shape.adapters(undivided, 0, lora) if lora.rank else shape.parameters
     return sent * BYTES[config.policy.precision]
 
 

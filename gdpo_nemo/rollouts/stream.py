@@ -17,6 +17,7 @@ from typing import Sequence
 import numpy as np
 
 from gdpo_nemo.cluster.fleet import EngineFleet
+from gdpo_nemo.config.layout import prompts_per_round
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.data.prompts import PromptSource
 from gdpo_nemo.data.records import Group, Outcome, Prompt, Trajectory
@@ -41,7 +42,7 @@ class Rollout:
     verify_s: float = 0.0
     rounds: int = 1
     dropped_groups: int = 0
-    """Groups without signal that dynamic sampling replaced."""
+    """Groups that dynamic sampling did not keep."""
     spans: list[Span] = field(default_factory=list)
 
     @property
@@ -56,6 +57,7 @@ class RolloutStream:
     Args:
         position: prompts dealt by earlier steps (0, or what the checkpoint says).
         step: steps done; the next batch is number ``step``.
+        limit: prompts that are dealt in the whole run; None deals as many as the steps take.
     """
 
     def __init__(
@@ -67,6 +69,7 @@ class RolloutStream:
         tokenizer,
         position: int,
         step: int,
+        limit: int | None = None,
     ):
         self._config, self._prompts, self._fleet, self._pool, self._tokenizer = config, prompts, fleet, pool, tokenizer
         generation = config.policy.generation
@@ -78,16 +81,16 @@ class RolloutStream:
             tuple(generation.stop_strings),
         )
         self._player = Player(config, fleet, pool, tokenizer)
-        self._position, self._next = position, step
+        self._position, self._next, self._limit = position, step, limit
         self._pending: dict[int, Future[Rollout]] = {}
         # One thread: rollouts are finished in their order, beside the training in the main thread.
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="rollouts")
 
     def top_up(self, version: int) -> None:
         """Start every batch that weights of ``version`` may sample."""
-        count = self._config.gdpo.num_prompts_per_step
+        count = prompts_per_round(self._config)
         last = min(version + self._config.rollout.max_staleness, self._config.gdpo.max_num_steps - 1)
-        while self._next <= last:
+        while self._next <= last and count <= self._left():
             ticket, prompts = self._submit(self._position, count)
             self._position += count
             self._pending[self._next] = self._worker.submit(self._complete, ticket, prompts, self._position)
@@ -112,6 +115,10 @@ class RolloutStream:
         self._worker.shutdown(wait=False, cancel_futures=True)
         self._player.close()
 
+    def _left(self) -> float:
+        """Prompts that may still be dealt."""
+        return float("inf") if self._limit is None else self._limit - self._position
+
     # -- one batch ----------------------------------------------------------------------------------------------
 
     def _submit(self, position: int, count: int):
@@ -129,7 +136,7 @@ class RolloutStream:
     def _complete(self, ticket, prompts: list[Prompt], position: int) -> Rollout:
         rollout = self._verified(ticket, prompts, position)
         if self._config.gdpo.dynamic_sampling.enabled:
-            self._replace_dead(rollout, len(prompts))
+            self._replace_dead(rollout)
         return rollout
 
     def _verified(self, ticket, prompts: list[Prompt], position: int) -> Rollout:
@@ -162,16 +169,17 @@ class RolloutStream:
         judge([t for group in made for t in group if needs_verdict(t)], self._pool)
         return [Group(prompt, trajectories) for prompt, trajectories in zip(prompts, made)], seconds
 
-    def _replace_dead(self, rollout: Rollout, wanted: int) -> None:
+    def _replace_dead(self, rollout: Rollout) -> None:
         """Dynamic sampling: further prompts for groups in which every weighted component is constant.
 
         Only without staleness, so no other batch is in flight and the positions stay consecutive.
         """
-        limit = self._config.gdpo.dynamic_sampling.max_rounds
+        wanted, dynamic = self._config.gdpo.num_prompts_per_step, self._config.gdpo.dynamic_sampling
+        drawn, per_round = len(rollout.groups), prompts_per_round(self._config) if dynamic.batch_multiplier else 0
         kept = [g for g in rollout.groups if has_signal(g, self._config)]
         spare = [g for g in rollout.groups if not has_signal(g, self._config)]
-        while len(kept) < wanted and rollout.rounds < limit:
-            position, count = self._position, wanted - len(kept)
+        while len(kept) < wanted and rollout.rounds < dynamic.max_rounds and self._left() > 0:
+            position, count = self._position, int(min(per_round or wanted - len(kept), self._left()))
             self._position += count
             extra = self._verified(*self._submit(position, count), self._position)
             kept += [g for g in extra.groups if has_signal(g, self._config)]
@@ -180,9 +188,10 @@ class RolloutStream:
             rollout.verify_s += extra.verify_s
             rollout.spans += extra.spans
             rollout.rounds += 1
-            rollout.dropped_groups += count
+            drawn += count
         # Never fewer groups than asked for: what found no replacement stays, with its zeros.
         rollout.groups = (kept + spare)[:wanted]
+        rollout.dropped_groups = drawn - wanted
 
     # -- validation ---------------------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ Pairs = Mapping[str, tuple[torch.Tensor, torch.Tensor]]
 """Hugging Face module -> (A [rank, in], B [out, rank])."""
 
 _PREFIX = "base_model.model."
-_LINEAR = re.compile(r"(model\.layers\.\d+\.(?:self_attn|mlp)\.(\w+_proj))\.weight")
+_LINEAR = re.compile(r"(model\.layers\.\d+\.(?:self_attn|mlp)\.(\w+_proj)|lm_head)\.weight")
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def named(pairs: Pairs) -> Iterator[tuple[str, torch.Tensor]]:
 def modules_of(weights: Iterable[str], targets: Iterable[str]) -> list[str]:
     """The modules of a dense model with these weights (Hugging Face names) that adapters on ``targets`` belong to."""
     wanted = set(targets)
-    return [match[1] for name in weights if (match := _LINEAR.fullmatch(name)) and match[2] in wanted]
+    return [match[1] for name in weights if (match := _LINEAR.fullmatch(name)) and (match[2] or match[1]) in wanted]
 
 
 def merge(weight: torch.Tensor, pair: tuple[torch.Tensor, torch.Tensor], scale: float) -> torch.Tensor:

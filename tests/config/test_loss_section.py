@@ -35,7 +35,7 @@ def another(key: str):
 
 
 def trainer_of(config: Config) -> Trainer:
-    names = ("policy", "stream", "sync", "log", "checkpoints", "stop", "validation_prompts")
+    names = ("policy", "stream", "sync", "log", "checkpoints", "stop", "validation_prompts", "prompt_limit")
     return Trainer(config, SimpleNamespace(**dict.fromkeys(names)), RunState())
 
 

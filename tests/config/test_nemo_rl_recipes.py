@@ -192,6 +192,49 @@ def test_a_distribution_that_is_cut_for_sampling_alone_is_named(tmp_path):
     assert set(translate(path).differences) == {"policy.generation.top_k"}
 
 
+@pytest.mark.parametrize(
+    "model, adapters, expected, differences",
+    [
+        ("Qwen/Qwen3-8B-Base", "dtensor_cfg: {lora_cfg: {enabled: true, dim: 8, match_all_linear: true}}",
+         dict(target_modules=["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head"]), set()),
+        ("Qwen/Qwen3-4B", "dtensor_cfg: {lora_cfg: {enabled: true, dim: 8, match_all_linear: true}}", {},
+         {"policy.dtensor_cfg.lora_cfg.match_all_linear"}),
+        ("Qwen/Qwen3-8B-Base", "dtensor_cfg: {enabled: false}, megatron_cfg: {enabled: true, peft: {enabled: true, dim: 8}}",
+         dict(share_a=True), set()),
+        ("Qwen/Qwen3-8B-Base", "dtensor_cfg: {enabled: false}, megatron_cfg: {enabled: true, peft: {enabled: true, dim: 8,"
+         " target_modules: ['*.linear_proj']}}", dict(target_modules=["o_proj"]), set()),
+    ],
+)  # fmt: skip
+def test_adapters_are_on_the_layers_that_have_them_there(tmp_path, model, adapters, expected, differences):
+    """Every linear layer is the output layer too, which in a small Qwen is the embedding; a fused layer has one A."""
+    path = tmp_path / "recipe.yaml"
+    path.write_text(f"defaults: {FOLDER / 'base.yaml'}\npolicy: {{model_name: {model}, {adapters}}}\ndata: {{default: {{prompt_file: null}}}}\n")
+    translation = translate(path)
+    found = translation.content["policy"]["lora"]
+    assert {key: found[key] for key in ("target_modules", "share_a") if key in found} == expected
+    assert set(translation.differences) == differences and not translation.blockers
+
+
+@pytest.mark.parametrize(
+    "grpo, expected",
+    [
+        ("use_dynamic_sampling: true, batch_multiplier: 1.5", dict(max_num_steps=1000, max_num_epochs=3, batch_multiplier=1.5)),
+        ("use_dynamic_sampling: true", dict(max_num_steps=1000, max_num_epochs=3, batch_multiplier=1.0)),
+        ("use_dynamic_sampling: false", dict(max_num_steps=3 * (7473 // 64), max_num_epochs=None, batch_multiplier=None)),
+    ],
+)
+def test_the_run_ends_with_its_epochs_and_a_round_of_dynamic_sampling_is_a_whole_batch(tmp_path, grpo, expected):
+    path = tmp_path / "recipe.yaml"
+    path.write_text(
+        f"defaults: {FOLDER / 'gdpo_gsm8k.yaml'}\n"
+        f"grpo: {{{grpo}, max_num_steps: 1000, max_num_epochs: 3, num_prompts_per_step: 64}}\n"
+    )
+    translation = translate(path)
+    content = translation.content["gdpo"]
+    found = dict(content, batch_multiplier=content.get("dynamic_sampling", {}).get("batch_multiplier"))
+    assert {key: found.get(key) for key in expected} == expected and not set(translation.differences) & {"grpo.max_num_epochs"}
+
+
 def test_an_environment_variable_that_is_not_set_stays_an_interpolation():
     translation = translated("gym")
     assert translation.content["data"]["train"]["path"] == "${oc.env:GDPO_TEST_UNSET}/train.jsonl"

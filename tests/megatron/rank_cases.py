@@ -406,6 +406,31 @@ def lora_targets_refused(place, folder, lora):
     return ""
 
 
+def lora_head_gradients(place, folder, lora) -> tuple[np.ndarray, np.ndarray]:
+    """The gradient of A of lm_head's adapter: with logits in chunks that are computed twice, and with the same chunks kept."""
+    import torch
+
+    (model,) = build_policy(place, folder, lora=lora).chunks
+    (pair,) = model.output_layer.adapters.pairs
+    model.train()
+    generator = torch.Generator().manual_seed(3)
+    hidden = torch.randn(12, pair.a.size(1), generator=generator)
+    targets = torch.randint(0, model.real_vocab_size, (12,), generator=generator)
+    with torch.no_grad():
+        pair.b.normal_(0.0, 1.0, generator=generator)
+
+    def gradient(evaluate):
+        torch.manual_seed(11)
+        (found,) = torch.autograd.grad(evaluate()[:, 0].sum(), [pair.a])
+        return found.numpy().copy()
+
+    weight = model.output_layer.weight
+    with _logit_bytes(4 * 5 * weight.size(0)):
+        again = gradient(lambda: model._evaluate(hidden, targets))
+    chunks = zip(hidden.split(5), targets.split(5))
+    return again, gradient(lambda: torch.cat([model._evaluate_chunk(h, weight, t) for h, t in chunks]))
+
+
 def lora_start(place, folder, lora):
     """The pairs of matrices before any update, by Hugging Face module."""
     return build_policy(place, folder, lora=lora).adapter()

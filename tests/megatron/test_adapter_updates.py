@@ -17,7 +17,8 @@ from gdpo_nemo.weights.manifest import unpack
 from gdpo_nemo.weights.model_folder import open_weights, weight_names
 
 EVERY, ATTENTION = LoraConfig(rank=4, alpha=8.0), LoraConfig(rank=3, alpha=1.0, target_modules=["q_proj", "v_proj", "o_proj"])
-MODELS = {"llama": EVERY, "qwen2-tied": EVERY, "qwen3": EVERY, "mixtral": ATTENTION, "qwen3-moe-mixed": ATTENTION}
+HEAD = LoraConfig(rank=4, alpha=8.0, target_modules=["k_proj", "v_proj", "lm_head"], share_a=True)
+MODELS = {"qwen2": HEAD, "llama": EVERY, "qwen2-tied": EVERY, "qwen3": EVERY, "mixtral": ATTENTION, "qwen3-moe-mixed": ATTENTION}
 CPU = torch.device("cpu")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -19,6 +20,10 @@ from gdpo_nemo.config.schema import LoraConfig
 
 SETTINGS = LoraConfig(rank=4, alpha=8.0)
 SOME = LoraConfig(rank=4, alpha=8.0, target_modules=["q_proj", "v_proj", "up_proj"])
+SHARED = LoraConfig(rank=4, alpha=8.0, share_a=True)
+HEAD = LoraConfig(rank=4, alpha=8.0, target_modules=["v_proj", "down_proj", "lm_head"])
+HEAD_SHARED = LoraConfig(rank=4, alpha=8.0, target_modules=["k_proj", "v_proj", "lm_head"], share_a=True)
+FUSED = {"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "gate_proj": "gate-up", "up_proj": "gate-up"}
 
 
 def with_adapters(folder, settings: LoraConfig, start: dict):
@@ -27,11 +32,16 @@ def with_adapters(folder, settings: LoraConfig, start: dict):
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     model.requires_grad_(False)
-    pairs = {}
+    pairs, first = {}, {}
     for name, module in model.named_modules():
-        if name.rpartition(".")[2] in settings.target_modules:
+        parent, _, last = name.rpartition(".")
+        if last in settings.target_modules:
             a, b = (torch.nn.Parameter(matrix.clone()) for matrix in start[name])
             assert a.abs().max() > 0 and not b.any()
+            if settings.share_a:
+                kept = first.setdefault((parent, FUSED.get(last, last)), a)
+                assert torch.equal(a, kept)
+                a = kept
             pairs[name] = (a, b)
             module.register_forward_hook(
                 lambda module, args, out, a=a, b=b: out + (args[0] @ a.T @ b.T) * settings.alpha / settings.rank
@@ -43,12 +53,12 @@ def with_adapters(folder, settings: LoraConfig, start: dict):
 def expected(on_ranks, model_folder):
     """Two updates of the adapters alone, by transformers and torch."""
 
-    def run(settings: LoraConfig):
-        options, batch = layouts.optimizer(), tiny_models.make_batch()
-        start = on_ranks("TP1", rank_cases.lora_start, model_folder("qwen2-tied"), settings)[0]
-        model, pairs = with_adapters(model_folder("qwen2-tied"), settings, start)
+    def run(settings: LoraConfig, name: str = "qwen2-tied"):
+        options, batch, folder = layouts.optimizer(), tiny_models.make_batch(), model_folder(name)
+        start = on_ranks("TP1", rank_cases.lora_start, folder, settings)[0]
+        model, pairs = with_adapters(folder, settings, start)
         assert start.keys() == pairs.keys()
-        parameters = [p for pair in pairs.values() for p in pair]
+        parameters = list({id(p): p for pair in pairs.values() for p in pair}.values())
         adam = torch.optim.AdamW(
             parameters, lr=options.lr, betas=(options.adam_beta1, options.adam_beta2), eps=options.adam_eps,
             weight_decay=options.weight_decay,
@@ -61,20 +71,25 @@ def expected(on_ranks, model_folder):
             norm = torch.nn.utils.clip_grad_norm_(parameters, options.clip_grad)
             adam.step()
             rows.append((loss.item(), norm.item(), entropy))
-        return np.array(rows), {name: (a.detach(), b.detach()) for name, (a, b) in pairs.items()}
+        return settings, folder, np.array(rows), {name: (a.detach(), b.detach()) for name, (a, b) in pairs.items()}
 
-    every, some = run(SETTINGS), run(SOME)
-    return {"every": (SETTINGS, *every), "some": (SOME, *some)}
+    return {
+        "every": run(SETTINGS),
+        "some": run(SOME),
+        "shared": run(SHARED),
+        "head": run(HEAD, "qwen2"),
+        "head, shared": run(HEAD_SHARED, "qwen2"),
+    }
 
 
 @pytest.mark.parametrize(
     "layout, which",
     [("TP1", "every"), ("TP1", "some"), ("TP2", "every"), ("TP2+SP", "some"), ("TP2xPP2+SP+FULL", "every"),
-     ("PP2", "some"), ("DP2+DIST", "every"), ("CP2", "every")],
+     ("PP2", "some"), ("DP2+DIST", "every"), ("CP2", "every"), ("TP1", "shared"), ("TP2+SP", "shared"), ("DP2+DIST", "shared"),
+     ("TP1", "head"), ("TP2", "head"), ("TP2xPP2+SP+FULL", "head"), ("DP2+DIST", "head, shared"), ("TP2+SP", "head, shared")],
 )  # fmt: skip
 def test_adapters_learn_what_they_learn_in_transformers(on_ranks, model_folder, expected, layout, which, tmp_path):
-    settings, steps, pairs = expected[which]
-    folder = model_folder("qwen2-tied")
+    settings, folder, steps, pairs = expected[which]
     results = on_ranks(layout, rank_cases.lora_updates, folder, tiny_models.make_batch(), settings, 2, str(tmp_path))
     assert max(relative_error(ours, steps) for ours, *_ in results) < 1e-5
     # The export merges exactly these pairs into the frozen weights, and PEFT's file holds them under PEFT's names.
@@ -104,14 +119,23 @@ def test_without_adapters_the_model_is_the_reference_and_no_copy_is_kept(on_rank
     assert all(result[5] for result in results)
 
 
-@pytest.mark.parametrize("saved, loaded", [("TP2xPP2", "TP1"), ("TP1", "DP2+DIST"), ("DP2+DIST", "TP2")])
+@pytest.mark.parametrize(
+    "saved, loaded, name, settings",
+    [
+        ("TP2xPP2", "TP1", "qwen2-tied", SETTINGS),
+        ("TP1", "DP2+DIST", "qwen2-tied", SETTINGS),
+        ("DP2+DIST", "TP2", "qwen2-tied", SHARED),
+        ("TP2xPP2", "DP2+DIST", "qwen2", HEAD_SHARED),
+        ("TP1", "TP2", "qwen2", HEAD),
+    ],
+)
 def test_a_checkpoint_of_adapters_goes_on_at_another_layout_and_holds_nothing_else(
-    on_ranks, model_folder, tmp_path, saved, loaded
+    on_ranks, model_folder, tmp_path, saved, loaded, name, settings
 ):
-    folder, batch = model_folder("qwen2-tied"), tiny_models.make_batch()
+    folder, batch = model_folder(name), tiny_models.make_batch()
     checkpoint = str(tmp_path / "checkpoint")
-    straight = on_ranks(saved, rank_cases.lora_checkpoint, folder, batch, SETTINGS, checkpoint, True)
-    resumed = on_ranks(loaded, rank_cases.lora_checkpoint, folder, batch, SETTINGS, checkpoint, False)
+    straight = on_ranks(saved, rank_cases.lora_checkpoint, folder, batch, settings, checkpoint, True)
+    resumed = on_ranks(loaded, rank_cases.lora_checkpoint, folder, batch, settings, checkpoint, False)
     assert relative_error(resumed[0], straight[0]) < 1e-5
     from torch.distributed.checkpoint import FileSystemReader
 
@@ -138,6 +162,19 @@ def test_experts_cannot_be_adapted_and_attention_beside_them_can(on_ranks, model
     assert "experts" in on_ranks("TP1", rank_cases.lora_targets_refused, folder, SETTINGS)[0]
     attention = LoraConfig(rank=4, alpha=8.0, target_modules=["q_proj", "o_proj"])
     assert on_ranks("TP1", rank_cases.lora_targets_refused, folder, attention)[0] == ""
+
+
+def test_an_output_layer_that_is_the_embedding_cannot_be_adapted(on_ranks, model_folder):
+    assert "lm_head is its embedding" in on_ranks("TP1", rank_cases.lora_targets_refused, model_folder("qwen2-tied"), HEAD)[0]
+
+
+@pytest.mark.parametrize("layout", ["TP1", "TP2"])
+def test_logits_that_are_computed_twice_have_the_same_dropout_both_times(on_ranks, model_folder, layout):
+    """In several chunks the logits are computed again in the backward pass; another mask would give another loss's gradient."""
+    settings = dataclasses.replace(HEAD, dropout=0.5)
+    for again, once in on_ranks(layout, rank_cases.lora_head_gradients, model_folder("qwen2"), settings):
+        np.testing.assert_array_equal(again, once)
+        assert np.abs(once).max() > 0
 
 
 def test_a_starts_from_the_distribution_that_is_asked_for(on_ranks):

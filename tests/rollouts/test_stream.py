@@ -23,13 +23,13 @@ SMALL = ["gdpo.rewards={correctness: 1}", "gdpo.num_prompts_per_step=3", "gdpo.n
 class World:
     """Prompts are numbered by their place; those in ``dead`` reward both samples alike. Engines are of version 7."""
 
-    def __init__(self, *overrides: str, dead: frozenset[int] = frozenset(), position: int = 0, step: int = 0):
+    def __init__(self, *overrides: str, dead: frozenset[int] = frozenset(), position: int = 0, step: int = 0, limit=None):
         self.config, self.dead, self.asked = load_config(DEMO, [*SMALL, *overrides]), dead, []
         prompts = SimpleNamespace(batch=lambda position, count: [self.prompt(position + i) for i in range(count)])
         fleet = SimpleNamespace(submit=self.submit, collect=lambda ticket: ticket)
         tokenizer = SimpleNamespace(batch_decode=lambda ids, **_: ["text"] * len(ids), chat_template=None)
         pool = SimpleNamespace(verify=lambda trajectories: [self.verdict(t) for t in trajectories])
-        self.stream = RolloutStream(self.config, prompts, fleet, pool, tokenizer, position, step)
+        self.stream = RolloutStream(self.config, prompts, fleet, pool, tokenizer, position, step, limit)
 
     def prompt(self, place: int) -> Prompt:
         return Prompt(str(place), np.array([place], np.int32), "", "digit_sort", {"digits": "12345"})
@@ -93,11 +93,43 @@ def test_dead_groups_are_replaced_by_the_next_prompts_until_there_are_enough():
     assert world.places(world.stream.take(1)) == [6, 7, 8]
 
 
+def test_a_round_of_a_multiple_is_drawn_whole_and_what_is_not_needed_is_discarded():
+    """Rounds of four for three groups: 0 to 3 have two with signal, 4 to 7 four of which one is kept."""
+    world = World("gdpo.dynamic_sampling={enabled: true, batch_multiplier: 1.5}", dead=frozenset({0, 2}), limit=12)
+    world.stream.top_up(0)
+    rollout = world.stream.take(0)
+    assert [len({r.seed for r in requests}) for requests, _ in world.asked] == [8, 8]
+    assert world.places(rollout) == [1, 3, 4]
+    assert (rollout.rounds, rollout.dropped_groups, rollout.next_position) == (2, 5, 8)
+    world.stream.top_up(1)
+    again = world.stream.take(1)
+    assert world.places(again) == [8, 9, 10] and (again.rounds, again.dropped_groups, again.next_position) == (1, 1, 12)
+    world.stream.top_up(2)
+    assert world.stream.in_flight == 0
+
+
 def test_rounds_are_bounded_and_a_step_never_has_fewer_groups_than_asked_for():
     world = World("gdpo.dynamic_sampling={enabled: true, max_rounds: 2}", dead=frozenset(range(1, 100)))
     world.stream.top_up(0)
     rollout = world.stream.take(0)
     assert world.places(rollout) == [0, 1, 2] and (rollout.rounds, rollout.next_position) == (2, 5)
+
+
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_no_batch_is_started_that_the_limit_of_prompts_has_no_room_for(staleness):
+    world = World(f"rollout.max_staleness={staleness}", limit=8)
+    for version in range(2):
+        world.stream.top_up(version)
+        assert world.places(world.stream.take(version)) == [3 * version, 3 * version + 1, 3 * version + 2]
+    world.stream.top_up(2)
+    assert world.stream.in_flight == 0 and len(world.asked) == 2
+
+
+def test_dead_groups_are_replaced_by_no_prompt_past_the_limit():
+    world = World("gdpo.dynamic_sampling.enabled=true", dead=frozenset(range(3)), limit=5)
+    world.stream.top_up(0)
+    rollout = world.stream.take(0)
+    assert world.places(rollout) == [3, 4, 0] and (rollout.rounds, rollout.dropped_groups, rollout.next_position) == (2, 2, 5)
 
 
 def test_validation_asks_for_the_same_samples_at_every_call_and_none_of_the_trainings():
