@@ -45,6 +45,8 @@ from gdpo_nemo.waits import WaitExpired, waiting  # noqa: E402
 _POLL_S = 1.0
 _STARTS = 2
 """Times that a session of our own is started before the run gives up."""
+_START_LIMIT_S = 900.0
+"""What one start may take: three times what Ray waits for its GCS."""
 _NODE_LOSS_S = 20.0
 """What Ray takes at most to declare a silent node dead, with the health checks of docs/cluster.md."""
 
@@ -119,7 +121,8 @@ def _start(where: dict[str, Any]) -> None:
     for attempt in range(1, _STARTS + 1):
         before = set(psutil.Process().children())
         try:
-            _initialize(where)
+            with _end_after(_START_LIMIT_S, before):
+                _initialize(where)
             return
         except Exception as error:  # of many kinds; that the node is late is a bare Exception
             ray.shutdown()
@@ -132,6 +135,29 @@ def _start(where: dict[str, Any]) -> None:
                     f"Ray did not start on this machine in {_STARTS} attempts ({_first_line(error)}); its logs are in "
                     f"{os.environ['RAY_TMPDIR']}/ray"
                 ) from error
+
+
+@contextlib.contextmanager
+def _end_after(limit_s: float, before: set[psutil.Process]) -> Iterator[None]:
+    """End the GCS of a start that takes longer than ``limit_s``, so that the start fails.
+
+    Ray asks a GCS that is alive and does not answer once more for every second of gcs_server_port_wait_time_s, and waits half a
+    minute each time: for hours.
+    """
+
+    def end() -> None:
+        for child in set(psutil.Process().children()) - before:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if "gcs_server" in child.name():
+                    child.kill()
+
+    timer = threading.Timer(limit_s, end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _initialize(where: dict[str, Any]) -> None:

@@ -5,6 +5,7 @@ Calls the algorithms' own checks, those parts of them that need no torch, so tha
 
 from __future__ import annotations
 
+import math
 from typing import Callable, Sequence
 
 from gdpo_nemo.algorithms.rewards import CREATING, check_shaping, parse_condition, transformation_of
@@ -123,9 +124,8 @@ def _check_loss(config: Config) -> None:
 
 
 def _check_dynamic_sampling(config: Config) -> None:
-    multiple = config.gdpo.dynamic_sampling.batch_multiplier
-    if multiple is not None and multiple < 1:
-        raise ConfigError(f"gdpo.dynamic_sampling.batch_multiplier: must be at least 1, got {multiple:g}")
+    if config.gdpo.dynamic_sampling.batch_multiplier == math.inf:
+        raise ConfigError("gdpo.dynamic_sampling.batch_multiplier: must be finite")
     if config.gdpo.dynamic_sampling.enabled and config.rollout.max_staleness:
         raise ConfigError(
             f"gdpo.dynamic_sampling.enabled: needs rollout.max_staleness 0, not {config.rollout.max_staleness}; prompts "

@@ -81,7 +81,7 @@ def _length(config: Config) -> str:
     steps = gdpo.max_num_steps
     parts = [f"{_count(steps, 'step')} = {steps * samples_per_step(config)} samples, {steps * updates_per_step(config)} updates"]
     if gdpo.max_num_epochs is not None:
-        parts[0] = f"at most {parts[0]}, and {_count(gdpo.max_num_epochs, 'pass')} over the training prompts"
+        parts[0] = f"at most {parts[0]}, and {_count(gdpo.max_num_epochs, 'epoch')} of the training prompts"
     prompts = "all" if gdpo.val_prompts is None else gdpo.val_prompts
     when = [f"every {gdpo.val_period} steps"] * bool(gdpo.val_period) + ["at the start"] * gdpo.val_at_start
     parts.append(f"validation {' and '.join(when)} on {prompts} held-out prompts" if when else "no validation")

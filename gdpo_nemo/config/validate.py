@@ -23,7 +23,7 @@ from gdpo_nemo.errors import ConfigError
 
 _AT_LEAST_ONE = (
     "gdpo.num_prompts_per_step", "gdpo.max_num_steps", "gdpo.max_num_epochs", "gdpo.val_prompts", "gdpo.val_generations_per_prompt",
-    "gdpo.max_skipped_steps", "gdpo.dynamic_sampling.max_rounds", "loss_fn.constant_length",
+    "gdpo.max_skipped_steps", "gdpo.dynamic_sampling.max_rounds", "gdpo.dynamic_sampling.batch_multiplier", "loss_fn.constant_length",
     "policy.max_total_sequence_length", "policy.train_global_batch_size", "policy.micro_batch_tokens",
     "policy.num_threads", "policy.megatron_cfg.tensor_model_parallel_size",
     "policy.megatron_cfg.pipeline_model_parallel_size", "policy.megatron_cfg.virtual_pipeline_model_parallel_size",

@@ -94,7 +94,7 @@ def _merge(tensors: list[torch.Tensor], config: PretrainedConfig) -> torch.Tenso
     """Hugging Face tensors -> one Megatron tensor (unsplit)."""
     if len(tensors) != 3:
         return torch.cat(tensors)
-    groups, size = config.num_key_value_heads, head_size(config)
+    groups = config.num_key_value_heads
     parts = [t.reshape(groups, -1, *t.shape[1:]) for t in tensors]  # per query group: its queries, its key, its value
     return torch.cat(parts, 1).reshape(-1, *tensors[0].shape[1:])
 

@@ -121,7 +121,8 @@ def findings_table(findings: Sequence[Finding]) -> Table:
     """The findings for the terminal."""
     table = Table(box=box.SIMPLE_HEAD)
     for head in ("metric", "at", "accepted", "found", ""):
-        table.add_column(head, justify="right" if head in ("at", "found") else "left")
+        # A narrow terminal wraps the other columns: half a metric's name is of no use.
+        table.add_column(head, justify="right" if head in ("at", "found") else "left", no_wrap=head == "metric")
     for finding in findings:
         check = finding.check
         found = "-" if finding.value is None else f"{finding.value:.4g}"

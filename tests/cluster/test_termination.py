@@ -64,45 +64,57 @@ def test_under_nohup_a_terminal_that_goes_away_changes_nothing():
 
 
 LATE = """
-import os, sys, threading, time
+import os, sys
 import psutil
-from gdpo_nemo.cluster.session import ray, session
+from ray._private.node import Node
+from ray._private import services
+from gdpo_nemo.cluster import session as started
 from gdpo_nemo.config.schema import ClusterConfig
 from gdpo_nemo.errors import RunError
 
-stopped = []
+how, folder = sys.argv[1:]
+silent, connect = [], Node._init_gcs_client
 
-def stop_the_first():
-    while not stopped:
-        for child in psutil.Process().children():
-            if "gcs_server" in child.name():
-                child.suspend()
-                stopped.append(child)
-                return
-        time.sleep(0.001)
+def connect_to_the_suspended(node):
+    if not silent:
+        (gcs,) = [child for child in psutil.Process().children() if "gcs_server" in child.name()]
+        gcs.suspend()
+        silent.append(gcs)
+    connect(node)
 
-if sys.argv[1] == "once":
-    threading.Thread(target=stop_the_first, daemon=True).start()
+if how == "before its port is known":  # the first one sleeps in the place of a GCS
+    script, mark = folder + "/gcs_server", folder + "/first"
+    with open(script, "w") as file:
+        file.write(f'#!/bin/sh\\n[ -e {mark} ] && exec {services.GCS_SERVER_EXECUTABLE} "$@"\\n: > {mark}\\nexec sleep 1000\\n')
+    os.chmod(script, 0o755)
+    services.GCS_SERVER_EXECUTABLE = script
+if how == "when it is asked":
+    Node._init_gcs_client = connect_to_the_suspended
+    started._START_LIMIT_S = 90
 try:
-    with session(ClusterConfig()):
-        print(ray.is_initialized(), len(stopped), [child.is_running() for child in stopped])
+    with started.session(ClusterConfig()):
+        print(started.ray.is_initialized(), [child.is_running() for child in silent])
 except RunError as error:
     print(error)
 """
 
 
-def start_late(how: str, patience_s: int) -> str:
+def start_late(how: str, patience_s: int, folder: Path) -> str:
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
     environment["RAY_gcs_server_port_wait_time_s"] = str(patience_s)
-    done = subprocess.run([sys.executable, "-c", LATE, how], env=environment, capture_output=True, text=True, timeout=900)
+    done = subprocess.run(
+        [sys.executable, "-c", LATE, how, str(folder)], env=environment, capture_output=True, text=True, timeout=900
+    )
     assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
     return done.stdout
 
 
-def test_a_ray_session_that_does_not_come_up_is_started_once_more():
-    assert start_late("once", 20) == "True 1 [False]\n"
+@pytest.mark.parametrize("how, patience_s, running", [("before its port is known", 40, []), ("when it is asked", 300, [False])])
+def test_a_ray_session_whose_gcs_falls_silent_is_started_once_more(tmp_path, how, patience_s, running):
+    """Where the port is known, Ray would ask for hours."""
+    assert start_late(how, patience_s, tmp_path) == f"True {running}\n"
 
 
-def test_a_ray_session_that_never_comes_up_is_one_sentence():
-    line = start_late("always", 0)
+def test_a_ray_session_that_never_comes_up_is_one_sentence(tmp_path):
+    line = start_late("never", 0, tmp_path)
     assert line.startswith("Ray did not start on this machine in 2 attempts (") and line.count("\n") == 1, line

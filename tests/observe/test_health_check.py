@@ -137,7 +137,9 @@ def test_the_command_exits_0_for_a_healthy_run_and_1_for_a_sick_one(tmp_path, ca
     assert cli.main(["health", str(sick), "--thresholds", "absent.yaml"]) == 2
 
 
-def test_a_run_with_other_rewards_is_judged_by_what_holds_for_every_run(tmp_path, capsys):
+@pytest.mark.parametrize("columns", ["80", "120"])
+def test_a_run_with_other_rewards_is_judged_by_what_holds_for_every_run(tmp_path, capsys, monkeypatch, columns):
+    monkeypatch.setenv("COLUMNS", columns)
     folder = run_folder(tmp_path / "run", renamed, correctness=1.0, shape=1.0, length=1.0)
     assert cli.main(["health", str(folder)]) == 0
     out = capsys.readouterr().out

@@ -11,9 +11,11 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+import torch
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
+from safetensors.torch import save_file
 
 from gdpo_nemo import cli
 from gdpo_nemo.observe import installation
@@ -105,7 +107,7 @@ def test_a_missing_library_ends_a_run_with_one_line_before_anything_is_written(t
 def test_eval_and_parity_name_a_missing_library_before_they_start_a_process(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(installation, "_LIBRARIES", {"libabsent.so.9": "libabsent9"})
     (tmp_path / "config.json").write_text(json.dumps(QWEN2))
-    (tmp_path / "model.safetensors").write_bytes(b"")
+    save_file({"weight": torch.zeros(1)}, tmp_path / "model.safetensors")
     assert cli.main(["eval", str(tmp_path), "--config", str(cli.DEFAULT_CONFIG)]) == 1
     assert "apt-get install libabsent9" in capsys.readouterr().err
     assert cli.main(["parity", "--model", str(tmp_path), "--engine"]) == 1

@@ -60,7 +60,7 @@ def test_new_weights_wait_for_what_is_being_drawn_and_a_lost_engine_draws_it_aga
     await_work(router)
     os.kill(stage.fleet.places()[0][1], signal.SIGKILL)
     assert_same(drawn(after), alone, 2)
-    assert stage.fleet._replaced == 0 and router.failure is None
+    assert not stage.fleet._deaths[0] and router.failure is None
 
 
 def await_work(router) -> None:
