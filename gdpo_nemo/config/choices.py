@@ -21,6 +21,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "loss_fn.reference_policy_kl_gradient": KL_GRADIENTS,
     "loss_fn.off_policy.mode": MODES,
     "loss_fn.off_policy.level": LEVELS,
+    "gdpo.group_by": ("row", "prompt"),
     "policy.lora.init": ("uniform", "xavier"),
     "policy.precision": ("float32", "bfloat16"),
     "policy.megatron_cfg.recompute": ("none", "selective", "full"),

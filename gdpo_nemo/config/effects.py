@@ -112,7 +112,8 @@ EFFECTS = (
         f"without {_MEGATRON}.use_distributed_optimizer",
     ),
     Effect(
-        ("gdpo.dynamic_sampling.batch_multiplier", "gdpo.dynamic_sampling.max_rounds", "gdpo.dynamic_sampling.before_shaping"),
+        ("gdpo.dynamic_sampling.batch_multiplier", "gdpo.dynamic_sampling.max_rounds", "gdpo.dynamic_sampling.before_shaping",
+         "gdpo.dynamic_sampling.leave_one_out"),
         lambda c: c.gdpo.dynamic_sampling.enabled,
         "while gdpo.dynamic_sampling.enabled is false",
     ),

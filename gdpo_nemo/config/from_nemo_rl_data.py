@@ -47,13 +47,16 @@ def env_name(recipe: Recipe) -> str:
 
 def components(recipe: Recipe) -> tuple[str, dict[str, Any], tuple[str, ...]] | None:
     """(our environment, its options, its components that count, sorted by name as their weights are); None: none is like theirs."""
-    name, data = env_name(recipe), recipe.get("data.train.dataset_name", "")
+    name = env_name(recipe)
     processor = str(recipe.get("data.train.processor") or recipe.get("data.default.processor") or "")
     if name == "math_multi_reward" or (name in _MATH and "gdpo" in processor):
         return "gsm8k", {"strict": True}, ("correctness", "format", "integer")
     if name not in _MATH:
         return None
-    return ("gsm8k" if data == "gsm8k" else "math"), {}, ("correctness",)
+    if recipe.get("data.train.dataset_name") == "gsm8k":
+        return "gsm8k", {}, ("correctness",)
+    # The limit is that of math-verify, which NeMo-RL leaves as it is.
+    return "math", {"math_verify_impl": "hf_math_verify", "time_limit_s": 5}, ("correctness",)
 
 
 def data(recipe: Recipe, account: Account) -> None:
@@ -199,6 +202,10 @@ def _validation(recipe: Recipe, account: Account) -> None:
         account.set("gdpo.val_generations_per_prompt", samples, "repeat and val_num_generations_per_prompt")
     most = recipe.get("grpo.max_val_samples")
     if most:
+        batch = recipe.get("grpo.val_batch_size", 256)
+        if most < batch:
+            account.differs("grpo.val_batch_size", f"{most} held-out prompts are asked; there none, as they fill no batch of {batch}")
+        most = most // batch * batch or most  # whole batches alone
         account.set("gdpo.val_prompts", max(1, -(-most // repeat)), "max_val_samples" + (f", {repeat} of each prompt" if repeat > 1 else ""))
     temperature = recipe.get("policy.generation.val_temperature", recipe.get("policy.generation.temperature", 1.0))
     account.set("gdpo.val_temperature", float(temperature), "val_temperature")

@@ -81,6 +81,8 @@ def _rewards(recipe: Recipe, account: Account) -> None:
         weights = [1.0] * len(names)
     rewards = {name: float(weight) for name, weight in zip(names, weights)}
     account.set("env", {plugin: options}, f"in place of {env_name(recipe)}")
+    if plugin == "gsm8k" and not options:
+        account.differs(f"env.{env_name(recipe)}.math_verify_impl", "the answer in the tags is compared; there the whole text is searched")
     rules = [*_scaling(recipe, names), *_lengths(recipe, account, names)]
     if rules:
         account.set("gdpo.shaping", rules, "reward_scaling and reward_shaping")
@@ -88,9 +90,12 @@ def _rewards(recipe: Recipe, account: Account) -> None:
     if workers:
         account.set("rollout.env_workers", workers, f"env.{env_name(recipe)}.num_workers")
     account.set("gdpo.rewards", rewards, f"components of {env_name(recipe)}")
+    account.set("gdpo.group_by", "prompt", "NeMo-RL's groups are samples of equal prompt tokens")
     if recipe.get("grpo.use_dynamic_sampling"):
         multiple = float(recipe.get("grpo.batch_multiplier", 1.0))
         account.set("gdpo.dynamic_sampling.batch_multiplier", multiple, "batch_multiplier; every round is a whole batch")
+        if recipe.get("grpo.use_leave_one_out_baseline"):
+            account.set("gdpo.dynamic_sampling.leave_one_out", True, "grpo.use_leave_one_out_baseline judges samples, not groups")
     if recipe.get("grpo.use_dynamic_sampling") and any("overlong" in rule or "truncated" in rule for rule in rules):
         account.set("gdpo.dynamic_sampling.before_shaping", True, "NeMo-RL judges unshaped_total_reward")
 
@@ -250,6 +255,8 @@ def _lora(recipe: Recipe, account: Account) -> None:
     if recipe.get(f"{section}.alpha") is None:
         account.set("policy.lora.alpha", 32.0, "NeMo-RL's default")
     names = recipe.get(f"{section}.target_modules")
+    if recipe.megatron and names == []:
+        _every_linear_layer(recipe, account, f"{section}.target_modules")
     if recipe.megatron and (not names or {"linear_qkv", "linear_fc1"} & {name.rpartition(".")[2] for name in names}):
         account.set("policy.lora.share_a", True, "linear_qkv and linear_fc1 have one A")
     if not recipe.megatron and recipe.get(f"{section}.match_all_linear"):

@@ -20,6 +20,9 @@ def machines(recipe: Recipe, account: Account) -> None:
 def _model(recipe: Recipe, account: Account) -> None:
     if recipe.model.refusal:
         account.blocks("policy.model_name", recipe.model.refusal)
+    positions = "policy.hf_config_overrides.max_position_embeddings"
+    if (recipe.get(positions) or 0) >= recipe.get("policy.max_total_sequence_length", 1024):
+        account.blocks(positions, "a run has no more positions than the model's config.json gives it; change it there")
     backend = recipe.get("policy.generation.backend", "vllm")
     if backend != "vllm":
         account.blocks("policy.generation.backend", f"{backend} is not a sampling engine here; vllm is")

@@ -51,7 +51,8 @@ GRPO = [
     ("grpo.max_num_epochs", via("gdpo.max_num_epochs", "gdpo.max_num_steps")),
     ("grpo.max_rollout_turns", to("rollout.turns.max_turns")),
     ("grpo.normalize_rewards", via("gdpo.estimator")),
-    ("grpo.use_leave_one_out_baseline", via("gdpo.estimator")),
+    ("grpo.use_leave_one_out_baseline", where(
+        lambda r: r.get("grpo.use_dynamic_sampling"), via("gdpo.estimator", "gdpo.dynamic_sampling.leave_one_out"), via("gdpo.estimator"))),
     ("grpo.adv_estimator.reward_weights", via("gdpo.rewards")),
     ("grpo.adv_estimator.*", via("gdpo.estimator")),
     ("grpo.adv_estimator", via("gdpo.estimator")),
@@ -60,7 +61,7 @@ GRPO = [
     ("grpo.val_at_end", idle("the last step is always validated where gdpo.val_period is set")),
     ("grpo.val_start_at", _validation(missing("validation starts with the run", 0, -1))),
     ("grpo.max_val_samples", _validation(via("gdpo.val_prompts"))),
-    ("grpo.val_batch_size", idle("engines take all held-out prompts at once")),
+    ("grpo.val_batch_size", via("gdpo.val_prompts")),
     ("grpo.val_num_generations_per_prompt", _validation(via("gdpo.val_generations_per_prompt"))),
     ("grpo.num_val_generations_per_prompt", idle("no key of NeMo-RL (val_num_generations_per_prompt is)")),
     ("grpo.stop_at_validation_*", missing("no early stop on a metric; checkpointing.keep_best keeps the best")),
@@ -70,7 +71,9 @@ GRPO = [
     ("grpo.use_dynamic_sampling", to("gdpo.dynamic_sampling.enabled")),
     ("grpo.dynamic_sampling_max_gen_batches", gated(
         "grpo.use_dynamic_sampling", to("gdpo.dynamic_sampling.max_rounds", note="there the run ends after them, here the step goes on"))),
-    ("grpo.batch_multiplier", gated("grpo.use_dynamic_sampling", via("gdpo.dynamic_sampling.batch_multiplier"))),
+    ("grpo.batch_multiplier", where(
+        lambda r: r.get("grpo.use_dynamic_sampling"), via("gdpo.dynamic_sampling.batch_multiplier"),
+        missing("without use_dynamic_sampling NeMo-RL refuses it; here it does nothing", 1, 1.0))),
     ("grpo.dynamic_sampling_oversample_ratio", gated(
         "grpo.use_dynamic_sampling", missing("rounds are of num_prompts_per_step x batch_multiplier", 1, 1.0))),
     ("grpo.zero_variance_prompt_filtering", missing("prompts are not filtered over epochs")),
@@ -210,9 +213,7 @@ POLICY = [
     ("policy.dtensor_cfg.automodel_kwargs.force_hf", idle("which implementation computes the model")),
     ("policy.dtensor_cfg.*", idle("how DTensor splits and computes the model")),
     ("policy.router_replay.*", _of_mixture(missing("the sampler's routing is not replayed in training"))),
-    ("policy.draft.enabled", missing("no draft model is trained beside the policy")),
-    ("policy.draft.*", idle("of the draft model")),
-    ("policy.draft", missing("no draft model is trained beside the policy")),
+    ("policy.draft*", idle("a draft model makes sampling faster; what the policy samples and learns is the same, its states are detached")),
     ("policy.quant_cfg", missing("no training through a quantiser")),
     ("policy.quant_*", idle("how a quantiser is calibrated")),
     ("policy.disable_modelopt_layer_spec", idle("how a quantiser is attached")),

@@ -126,6 +126,8 @@ def _check_loss(config: Config) -> None:
 def _check_dynamic_sampling(config: Config) -> None:
     if config.gdpo.dynamic_sampling.batch_multiplier == math.inf:
         raise ConfigError("gdpo.dynamic_sampling.batch_multiplier: must be finite")
+    if config.gdpo.dynamic_sampling.leave_one_out and config.loss_fn.type == "target_po":
+        raise ConfigError("gdpo.dynamic_sampling.leave_one_out: leaves parts of groups, which loss_fn.type target_po cannot train")
     if config.gdpo.dynamic_sampling.enabled and config.rollout.max_staleness:
         raise ConfigError(
             f"gdpo.dynamic_sampling.enabled: needs rollout.max_staleness 0, not {config.rollout.max_staleness}; prompts "

@@ -41,6 +41,9 @@ class DynamicSamplingConfig:
     """Generation rounds after which the step goes on with the groups it has."""
     before_shaping: bool = False
     """Judge the components as the environments give them, so that a group whose lengths alone differ is replaced."""
+    leave_one_out: bool = False
+    """Judge each sample by the others of its group: one that differs from all others, which are alike, is dropped, and the step
+    is filled to its number of samples, if need be with a part of a group (NeMo-RL, with its leave-one-out baseline)."""
 
 
 @dataclass
@@ -73,6 +76,8 @@ class GdpoConfig:
     """Prompts in one step."""
     num_generations_per_prompt: int = 8
     """Samples per prompt (the group size G), at least 2."""
+    group_by: str = "row"
+    """What samples are compared with: those of their row, or prompt: of all rows of the step with the same prompt tokens."""
     max_num_steps: int = 100
     """Steps after which the run is complete."""
     max_num_epochs: Optional[int] = None

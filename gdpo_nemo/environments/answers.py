@@ -14,6 +14,8 @@ from gdpo_nemo.errors import RunError
 ANSWER_CHARACTERS = 4096
 """Only this much of the end of an answer is compared; a longer one is no answer, only a load for the parser."""
 
+_MARKED = re.compile(r"(?<!\\)\$|\\boxed|\\\(|\\\[")
+"""A mark of mathematics: ``$``, unless it is the currency ``\\$``, a box, ``\\(`` or ``\\[``."""
 _BLOCKS = re.compile(r"<think>.*?</think>\s*<answer>.*?</answer>", re.DOTALL)
 
 
@@ -58,10 +60,28 @@ def same_mathematics(gold: str, answer: str, time_limit_s: int) -> bool:
     return bool(verify(_parsed_gold(gold), parsed, timeout_seconds=time_limit_s))
 
 
+def hf_math_verify(gold: str, answer: str, time_limit_s: int) -> bool:
+    """What NeMo-RL's verifier of that name decides (``environments/math_environment.py``).
+
+    The gold answer is boxed and read as LaTeX alone, the whole answer is searched, and texts are not compared. As in
+    ``same_mathematics`` what cannot be parsed in time is not equal, and the limit needs a main thread.
+    """
+    from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
+
+    parsed = parse(answer, [ExprExtractionConfig(), LatexExtractionConfig()], parsing_timeout=time_limit_s)
+    return bool(verify(_boxed_gold(gold), parsed, timeout_seconds=time_limit_s))
+
+
+@lru_cache(maxsize=4096)
+def _boxed_gold(gold: str) -> list[Any]:
+    from math_verify import LatexExtractionConfig, parse
+
+    return parse(rf"\boxed{{{gold}}}", [LatexExtractionConfig()])
+
+
 @lru_cache(maxsize=4096)
 def _parsed_gold(gold: str) -> list[Any]:
     from math_verify import parse
 
     # A bare `(0, 1]` or `3, 4` is only read as a whole when it is marked as mathematics.
-    marked = any(mark in gold for mark in ("$", r"\boxed", r"\(", r"\["))
-    return parse(gold if marked else rf"\boxed{{{gold}}}") or parse(gold)
+    return parse(gold if _MARKED.search(gold) else rf"\boxed{{{gold}}}") or parse(gold)

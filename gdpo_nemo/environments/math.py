@@ -5,8 +5,11 @@ from __future__ import annotations
 from typing import Any, Mapping, Sequence
 
 from gdpo_nemo.data.records import Trajectory, Verdict
-from gdpo_nemo.environments.answers import column, prepare_math, same_mathematics
+from gdpo_nemo.environments.answers import column, hf_math_verify, prepare_math, same_mathematics
 from gdpo_nemo.environments.options import read_options
+from gdpo_nemo.errors import ConfigError
+
+_VERIFIERS = {"default": same_mathematics, "hf_math_verify": hf_math_verify}
 
 
 class Math:
@@ -15,15 +18,21 @@ class Math:
     Components, each 0 or 1: ``correctness`` (the final answer equals the gold one; math-verify prefers what is in
     ``\boxed{}``) and ``format`` (exactly one ``\boxed{``, with something in it).
 
-    Options: ``gold_key`` (column with the gold answer, ``answer``) and ``time_limit_s`` (2, per parse and comparison).
+    Options: ``gold_key`` (column with the gold answer, ``answer``), ``time_limit_s`` (2, per parse and comparison) and
+    ``math_verify_impl`` (``default``, or ``hf_math_verify``: to the letter as NeMo-RL's verifier of that name).
     """
 
     reward_names = ("correctness", "format")
     system_prompt = r"Reason step by step and put the final answer, and nothing else, inside \boxed{}."
 
     def __init__(self, options: Mapping[str, Any] | None = None):
-        chosen = read_options("math", options, gold_key="answer", time_limit_s=2)
+        chosen = read_options("math", options, gold_key="answer", time_limit_s=2, math_verify_impl="default")
+        if chosen.math_verify_impl not in _VERIFIERS:
+            raise ConfigError(
+                f"environment math: option math_verify_impl must be {' or '.join(_VERIFIERS)}, not {chosen.math_verify_impl!r}"
+            )
         self._gold_key, self._limit = chosen.gold_key, chosen.time_limit_s
+        self._same = _VERIFIERS[chosen.math_verify_impl]
 
     def prepare(self) -> None:
         """Import the parser before the clock runs."""
@@ -46,7 +55,7 @@ class Math:
         return [rf"\boxed{{{row.get(self._gold_key)}}}"]
 
     def _correct(self, trajectory: Trajectory) -> bool:
-        return same_mathematics(str(column(trajectory.prompt, self._gold_key)), trajectory.text, self._limit)
+        return self._same(str(column(trajectory.prompt, self._gold_key)), trajectory.text, self._limit)
 
 
 def _boxed_once(text: str) -> bool:

@@ -57,7 +57,7 @@ def advantages_of(groups: Sequence[Group], config: Config, kl: np.ndarray | None
     gdpo = config.gdpo
     own = own_estimator(config)
     trajectories = [t for group in groups for t in group.trajectories]
-    ids = np.repeat(np.arange(len(groups)), [len(group.trajectories) for group in groups])
+    ids = np.repeat(_group_ids(groups, gdpo.group_by), [len(group.trajectories) for group in groups])
     try:
         columns = reward_columns(trajectories, config)
         return compute_advantages(
@@ -80,6 +80,13 @@ def advantages_of(groups: Sequence[Group], config: Config, kl: np.ndarray | None
         if own is None:
             raise
         raise RunError(f"gdpo.estimator: {gdpo.estimator} raised {first_line(error)}") from error
+
+
+def _group_ids(groups: Sequence[Group], by: str) -> np.ndarray:
+    """int64 [groups]: the places of the groups, or of the first with the same prompt tokens."""
+    first: dict[bytes, int] = {}
+    same = [first.setdefault(group.prompt.token_ids.tobytes(), place) for place, group in enumerate(groups)]
+    return np.array(same) if by == "prompt" else np.arange(len(groups))
 
 
 def log_ratios(sequences: Sequence[TrainSequence], reference: Sequence[np.ndarray]) -> np.ndarray:
@@ -114,11 +121,24 @@ def has_signal(group: Group, config: Config) -> bool:
     members = [t for t in group.trajectories if t.trains]
     if len(members) < 2:
         return False
-    weights = config.gdpo.rewards
-    columns = {name: column for name, column in reward_columns(members, config).items() if weights.get(name)}
+    columns = _weighted_columns(members, config)
     if all(np.isnan(column).all() for column in columns.values()):
         return False
     return bool(groups_with_signal(columns, np.zeros(len(members), np.int64)).alive.any())
+
+
+def part_with_signal(group: Group, config: Config) -> Group | None:
+    """What dynamic sampling keeps of a group: the whole or nothing, or those samples whose fellows vary (``leave_one_out``)."""
+    if not config.gdpo.dynamic_sampling.leave_one_out:
+        return group if has_signal(group, config) else None
+    members = [t for t in group.trajectories if t.trains]
+    fellows = [Group(group.prompt, members[:place] + members[place + 1 :]) for place in range(len(members))]
+    kept = [member for member, others in zip(members, fellows) if has_signal(others, config)]
+    return Group(group.prompt, kept) if kept else None
+
+
+def _weighted_columns(members: Sequence[Trajectory], config: Config) -> dict[str, np.ndarray]:
+    return {name: column for name, column in reward_columns(members, config).items() if config.gdpo.rewards.get(name)}
 
 
 def _number(value: float | None) -> float:

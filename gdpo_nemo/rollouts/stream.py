@@ -24,7 +24,7 @@ from gdpo_nemo.data.records import Group, Outcome, Prompt, Trajectory
 from gdpo_nemo.environments.pool import EnvironmentPool
 from gdpo_nemo.generation.requests import CompletionBatch, SampleRequest, Sampling
 from gdpo_nemo.rollouts.functions import Asked, Player, needs_verdict
-from gdpo_nemo.rollouts.learning import has_signal
+from gdpo_nemo.rollouts.learning import part_with_signal
 from gdpo_nemo.waits import waiting
 
 Span = tuple[str, str, float, float]
@@ -176,22 +176,27 @@ class RolloutStream:
         """
         wanted, dynamic = self._config.gdpo.num_prompts_per_step, self._config.gdpo.dynamic_sampling
         drawn, per_round = len(rollout.groups), prompts_per_round(self._config) if dynamic.batch_multiplier else 0
-        kept = [g for g in rollout.groups if has_signal(g, self._config)]
-        spare = [g for g in rollout.groups if not has_signal(g, self._config)]
-        while len(kept) < wanted and rollout.rounds < dynamic.max_rounds and self._left() > 0:
-            position, count = self._position, int(min(per_round or wanted - len(kept), self._left()))
+        size = self._config.gdpo.num_generations_per_prompt
+        kept, spare = self._parted(rollout.groups)
+        while (missing := wanted * size - _samples(kept)) > 0 and rollout.rounds < dynamic.max_rounds and self._left() > 0:
+            position, count = self._position, int(min(per_round or -(-missing // size), self._left()))
             self._position += count
             extra = self._verified(*self._submit(position, count), self._position)
-            kept += [g for g in extra.groups if has_signal(g, self._config)]
+            kept += self._parted(extra.groups)[0]
             rollout.next_position = self._position
             rollout.generation_s += extra.generation_s
             rollout.verify_s += extra.verify_s
             rollout.spans += extra.spans
             rollout.rounds += 1
             drawn += count
-        # Never fewer groups than asked for: what found no replacement stays, with its zeros.
-        rollout.groups = (kept + spare)[:wanted]
-        rollout.dropped_groups = drawn - wanted
+        # Never fewer samples than asked for: what found no replacement stays, with its zeros.
+        rollout.groups = _cut(kept + spare, wanted * size)
+        rollout.dropped_groups = drawn - len(rollout.groups)
+
+    def _parted(self, groups: Sequence[Group]) -> tuple[list[Group], list[Group]]:
+        """What dynamic sampling keeps of the groups, and the groups of which it keeps nothing."""
+        parts = [part_with_signal(group, self._config) for group in groups]
+        return [part for part in parts if part], [group for group, part in zip(groups, parts) if part is None]
 
     # -- validation ---------------------------------------------------------------------------------------------
 
@@ -213,6 +218,21 @@ class RolloutStream:
         groups = grouped(prompts, self._fleet.collect(self._fleet.submit(requests, sampling)), self._tokenizer)
         judge([t for g in groups for t in g.trajectories], self._pool)
         return groups
+
+
+def _samples(groups: Sequence[Group]) -> int:
+    return sum(len(group.trajectories) for group in groups)
+
+
+def _cut(groups: Sequence[Group], count: int) -> list[Group]:
+    """The first ``count`` samples; the last group is cut where they end."""
+    chosen: list[Group] = []
+    for group in groups:
+        left = count - _samples(chosen)
+        if left <= 0:
+            break
+        chosen.append(group if len(group.trajectories) <= left else Group(group.prompt, group.trajectories[:left]))
+    return chosen
 
 
 def sample_seed(run_seed: int, position: int, sample: int, turn: int = 0) -> int:

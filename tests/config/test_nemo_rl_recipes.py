@@ -235,6 +235,44 @@ def test_the_run_ends_with_its_epochs_and_a_round_of_dynamic_sampling_is_a_whole
     assert {key: found.get(key) for key in expected} == expected and not set(translation.differences) & {"grpo.max_num_epochs"}
 
 
+@pytest.mark.parametrize(
+    "base, change, expected, status",
+    [
+        # math_environment.py, HFVerifyWorker; utils.py, calculate_baseline_and_std_per_prompt: equal prompt tokens are one group.
+        ("base", "", {"env": {"math": {"math_verify_impl": "hf_math_verify", "time_limit_s": 5}}, "gdpo.group_by": "prompt"}, SAME),
+        # grpo.py, dynamic_sampling: the deviation of the key of grpo, not of adv_estimator, decides by sample.
+        ("base", "grpo: {use_dynamic_sampling: true, batch_multiplier: 1.5}",
+         {"gdpo.dynamic_sampling.leave_one_out": True, "gdpo.dynamic_sampling.batch_multiplier": 1.5}, SAME),
+        ("base", "grpo: {use_dynamic_sampling: true, use_leave_one_out_baseline: false}", {"gdpo.dynamic_sampling.leave_one_out": False}, SAME),
+        # grpo.py, setup asserts.
+        ("base", "grpo: {batch_multiplier: 1.5}", {"gdpo.dynamic_sampling.batch_multiplier": None}, {"grpo.batch_multiplier"}),
+        # grpo.py, validate: whole batches.
+        ("base", "grpo: {max_val_samples: 16, val_batch_size: 5}", {"gdpo.val_prompts": 15}, SAME),
+        ("base", "grpo: {max_val_samples: 16, val_batch_size: 32}", {"gdpo.val_prompts": 16}, {"grpo.val_batch_size"}),
+        # draft/hidden_capture.py and loss/utils.py detach what the draft model sees.
+        ("megatron", "policy: {draft: {enabled: true, model_name: x, loss_weight: 1.0}}", {}, SAME),
+    ],
+)  # fmt: skip
+def test_what_was_silently_another_has_its_meaning_or_is_named(tmp_path, base, change, expected, status):
+    path = tmp_path / "recipe.yaml"
+    prompts = "" if change.startswith("data") else "data: {default: {prompt_file: null}}"
+    path.write_text(f"defaults: {FOLDER / base}.yaml\n{change}\n{prompts}\n")
+    translation = translate(path)
+    ours = tmp_path / "ours.yaml"
+    ours.write_text(translation.to_text("recipe"))
+    config = load_config(ours)
+    assert {key: reduce(getattr, key.split("."), config) for key in expected} == expected
+    assert (translation.status, set(translation.differences)) == ((SAME, set()) if status == SAME else (DIFFERS, status))
+
+
+def test_more_positions_than_the_model_has_cannot_run(tmp_path):
+    path = tmp_path / "recipe.yaml"
+    path.write_text(
+        f"defaults: {FOLDER / 'base.yaml'}\npolicy: {{max_total_sequence_length: 2048, hf_config_overrides: {{max_position_embeddings: 4096}}}}\n"
+    )
+    assert set(translate(path).blockers) == {"policy.hf_config_overrides.max_position_embeddings"}
+
+
 def test_an_environment_variable_that_is_not_set_stays_an_interpolation():
     translation = translated("gym")
     assert translation.content["data"]["train"]["path"] == "${oc.env:GDPO_TEST_UNSET}/train.jsonl"

@@ -110,6 +110,7 @@ def test_gsm8k_published_behaviour_on_a_bare_answer_and_on_what_is_no_integer():
 )
 def test_a_hostile_answer_is_a_wrong_answer_within_the_time_limit(text):
     assert gsm8k(f"<answer>{text}</answer>", time_limit_s=1)[0] == 0
+    assert rewards(Math({"math_verify_impl": "hf_math_verify", "time_limit_s": 1}), text, answer="1080")["correctness"] == 0
 
 
 def test_a_row_without_the_gold_column_is_an_error_that_names_it():
@@ -122,6 +123,8 @@ def test_a_row_without_the_gold_column_is_an_error_that_names_it():
     [
         (r"\frac{1}{2}", r"so it is \boxed{0.5}", (1, 1)),
         (r"$\frac{1}{2}$", r"\boxed{\frac{2}{4}}", (1, 1)),
+        (r"\$18.90", r"\boxed{18.90}", (1, 1)),
+        (r"\$18.90", r"\boxed{\$18.90}", (1, 1)),
         ("(0, 1]", r"$\boxed{(0,1]}$", (1, 1)),
         ("3, 4", r"\boxed{4, 3}", (None, 1)),
         ("3, 4", r"\boxed{4}", (0, 1)),
@@ -136,6 +139,38 @@ def test_a_row_without_the_gold_column_is_an_error_that_names_it():
 def test_math_compares_values_and_not_spellings(gold, text, expected):
     found = rewards(Math(), text, answer=gold)
     assert expected[0] in (None, found["correctness"]) and found["format"] == expected[1]
+
+
+LONG = r"\boxed{18.9}" + " and so on" * 600
+UNLIKE = {(r"18.9", LONG), ("Yes", "Yes")}
+
+
+@pytest.mark.parametrize(
+    "gold, text",
+    [*sorted(UNLIKE), ("Monday", r"\boxed{Monday}"), (r"\$18.90", r"\boxed{18.90}"), (r"\$18.90", r"\boxed{\$18.90}"), ("(0, 1]", r"$\boxed{(0,1]}$"), ("3, 4", r"\boxed{4}"),
+     (r"$\frac{1}{2}$", "it is 0.5"), ("7", "The answer is 7."), ("7", r"\boxed{8} and \boxed{7}"), ("7", ""), ("", "7"), ("1,080", "1080"),
+     (r"\text{even}", r"\boxed{even}"), ("x^2+1", r"\boxed{1+x^2}"), ("50\\%", r"\boxed{0.5}"), ("7", "7" + " " * 5000 + "8")],
+)  # fmt: skip
+def test_math_decides_as_hf_math_verify_where_it_is_asked_to(gold, text):
+    """math_metric with the targets of NeMo-RL's HFVerifyWorker is the oracle; a gold that it cannot read raises there and is 0 then."""
+    from math_verify import ExprExtractionConfig, LatexExtractionConfig
+    from math_verify.metric import math_metric
+
+    oracle = math_metric(
+        gold_extraction_target=(LatexExtractionConfig(),), pred_extraction_target=(ExprExtractionConfig(), LatexExtractionConfig())
+    )
+    try:
+        expected = oracle([rf"\boxed{{{gold}}}"], [text])[0]
+    except ValueError:
+        expected = 0.0
+    assert rewards(Math({"math_verify_impl": "hf_math_verify", "time_limit_s": 5}), text, answer=gold)["correctness"] == expected
+    if (gold, text) in UNLIKE:
+        assert rewards(Math(), text, answer=gold)["correctness"] != expected
+
+
+def test_math_knows_its_verifiers_by_name():
+    with pytest.raises(ConfigError, match="math_verify_impl must be default or hf_math_verify, not 'hf'"):
+        Math({"math_verify_impl": "hf"})
 
 
 def test_reasoning_gym_without_its_package_names_the_command_that_installs_it(monkeypatch, capsys):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,6 +20,7 @@ from gdpo_nemo.rollouts.learning import (
     advantages_of,
     check_failures,
     has_signal,
+    part_with_signal,
     log_ratios,
     reward_columns,
     update_metrics,
@@ -393,3 +395,27 @@ def test_more_environment_failures_than_allowed_stop_the_run_with_the_first_ones
     check_failures(trajectories, 0.25)
     with pytest.raises(RunError, match=r"2 of 8 samples .* 'digit_sort' .* 0.2\): time limit"):
         check_failures(trajectories, 0.2)
+
+
+@pytest.mark.parametrize(
+    "right, kept",
+    [("0000", ""), ("1000", "123"), ("0111", "123"), ("1100", "0123"), ("0x01", "02"), ("01xx", "")],
+)
+def test_leave_one_out_keeps_the_samples_whose_fellows_vary(right, kept):
+    """Of one right answer in four the right one goes: its fellows are alike. x has no verdict, and is no fellow."""
+    made = group("a", *({C: None if r == "x" else float(r), F: 0.0} for r in right))
+    for trajectory, r in zip(made.trajectories, right):
+        trajectory.outcome = Outcome.ENV_FAILED if r == "x" else Outcome.OK
+    part = part_with_signal(made, config("gdpo.dynamic_sampling={enabled: true, leave_one_out: true}"))
+    assert (part is None) == (kept == "")
+    if part is not None:
+        assert "".join(str(t.sample_index) for t in part.trajectories) == kept and part.prompt is made.prompt
+
+
+def test_rows_with_the_same_prompt_are_one_group_where_groups_are_by_prompt():
+    """Each row alone is dead; together they vary."""
+    rows = [group("a", {C: 1.0, F: 0.0}, {C: 1.0, F: 0.0}), group("b", {C: 0.0, F: 0.0}, {C: 0.0, F: 0.0})]
+    assert not advantages_of(rows, config()).values.any()
+    np.testing.assert_array_equal(np.sign(advantages_of(rows, config("gdpo.group_by=prompt")).values), [1, 1, -1, -1])
+    rows[1].prompt = replace(rows[1].prompt, token_ids=np.arange(1, 4, dtype=np.int32))
+    assert not advantages_of(rows, config("gdpo.group_by=prompt")).values.any()

@@ -108,6 +108,16 @@ def test_a_round_of_a_multiple_is_drawn_whole_and_what_is_not_needed_is_discarde
     assert world.stream.in_flight == 0
 
 
+def test_leave_one_out_fills_the_step_to_its_samples_with_a_part_of_a_group():
+    """Groups of three with one right sample keep two: five of them make nine samples and a tenth that is cut."""
+    world = World("gdpo.dynamic_sampling={enabled: true, leave_one_out: true}", "gdpo.num_generations_per_prompt=3")
+    world.verdict = lambda t: Verdict({"correctness": float(t.sample_index == 2)})
+    world.stream.top_up(0)
+    rollout = world.stream.take(0)
+    assert [[t.sample_index for t in group.trajectories] for group in rollout.groups] == [[0, 1]] * 4 + [[0]]
+    assert world.places(rollout) == [0, 1, 2, 3, 4] and (rollout.rounds, rollout.dropped_groups, rollout.next_position) == (3, 0, 5)
+
+
 def test_rounds_are_bounded_and_a_step_never_has_fewer_groups_than_asked_for():
     world = World("gdpo.dynamic_sampling={enabled: true, max_rounds: 2}", dead=frozenset(range(1, 100)))
     world.stream.top_up(0)
