@@ -38,7 +38,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, Qwen2Config, Qw
 from gdpo_nemo.algorithms.policy_loss import LossSettings
 from gdpo_nemo.config.schema import MegatronConfig, OptimizerConfig, PolicyConfig, SchedulerConfig
 from gdpo_nemo.data.packing import TrainSequence, assign
-from gdpo_nemo.environments.digit_sort import DIGITS, is_held_out
+from gdpo_nemo.environments.tasks.digit_sort import DIGITS, is_held_out
 from gdpo_nemo.errors import ConfigError, GdpoError
 
 ALPHABET = "0123456789+=<>/ta,."
@@ -261,7 +261,7 @@ def _character_rows(seed: int) -> Iterator[Row]:
 
 def _byte_rows(seed: int, tokenizer: Qwen2Tokenizer) -> Iterator[Row]:
     """Chats of random words, up to the length of a GSM8K question under its system prompt, and answers to them."""
-    from gdpo_nemo.environments.gsm8k import Gsm8k
+    from gdpo_nemo.environments.tasks.gsm8k import Gsm8k
 
     rng = random.Random(seed)
     system = {"role": "system", "content": Gsm8k({}).system_prompt}

@@ -163,7 +163,7 @@ def _sampled(config: Config, subject: Subject) -> list[Group]:
     from gdpo_nemo.cluster.placement import Placement
     from gdpo_nemo.cluster.session import session
     from gdpo_nemo.config.placement import Places
-    from gdpo_nemo.environments.pools import EnvironmentPools
+    from gdpo_nemo.environments.execution.dispatch import EnvironmentPools
     from gdpo_nemo.inputs import read_inputs
     from gdpo_nemo.rollouts.learning import check_failures
     from gdpo_nemo.rollouts.stream import RolloutStream

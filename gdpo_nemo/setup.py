@@ -17,7 +17,7 @@ from gdpo_nemo.config.placement import chosen_transport, joined
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.data.splits import wanted_splits
 from gdpo_nemo.endings import answered_by, leave_lost_terminal
-from gdpo_nemo.environments.pools import EnvironmentPools
+from gdpo_nemo.environments.execution.dispatch import EnvironmentPools
 from gdpo_nemo.errors import GdpoError
 from gdpo_nemo.inputs import Inputs, read_inputs
 from gdpo_nemo.observe.doctor import examine

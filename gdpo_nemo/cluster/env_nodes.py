@@ -23,8 +23,8 @@ from gdpo_nemo.config.env_workers import SHARED, place_workers
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.data.records import Trajectory, Verdict
 from gdpo_nemo.environments.episodes import EpisodeReply, EpisodeStep
-from gdpo_nemo.environments.pools import EnvironmentPools
-from gdpo_nemo.environments.remote import is_remote
+from gdpo_nemo.environments.execution.dispatch import EnvironmentPools
+from gdpo_nemo.environments.execution.remote import is_remote
 from gdpo_nemo.errors import ConfigError, RunError
 from gdpo_nemo.waits import WaitExpired
 

@@ -18,7 +18,7 @@ from gdpo_nemo.data.rows import PROMPT_KEYS
 from gdpo_nemo.data.wording import first_line
 from gdpo_nemo.environments.base import Environment
 from gdpo_nemo.environments.episodes import EpisodeStep, has_turns
-from gdpo_nemo.environments.pools import EnvironmentPools
+from gdpo_nemo.environments.execution.dispatch import EnvironmentPools
 from gdpo_nemo.errors import ConfigError, RunError
 
 _TURNS = 9

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any, Mapping, Protocol, Sequence
 
 from gdpo_nemo.data.records import Outcome, Prompt
-from gdpo_nemo.environments.checks import reward_value
+from gdpo_nemo.environments.verdicts import reward_value
 from gdpo_nemo.errors import RunError
 
 MAX_STATE_BYTES = 16 * 2**20

@@ -17,15 +17,15 @@ ENTRY_POINT_GROUP = "gdpo_nemo.environments"
 
 # By text, so that naming one environment imports only that one.
 BUILT_IN = {
-    "digit_sort": "gdpo_nemo.environments.digit_sort:DigitSort",
-    "digit_turns": "gdpo_nemo.environments.digit_turns:DigitTurns",
-    "functions": "gdpo_nemo.environments.functions:Functions",
-    "gsm8k": "gdpo_nemo.environments.gsm8k:Gsm8k",
-    "math": "gdpo_nemo.environments.math:Math",
+    "digit_sort": "gdpo_nemo.environments.tasks.digit_sort:DigitSort",
+    "digit_turns": "gdpo_nemo.environments.tasks.digit_turns:DigitTurns",
+    "functions": "gdpo_nemo.environments.tasks.reward_functions:Functions",
+    "gsm8k": "gdpo_nemo.environments.tasks.gsm8k:Gsm8k",
+    "math": "gdpo_nemo.environments.tasks.math:Math",
     "nemo_gym": "gdpo_nemo.environments.nemo_gym.environment:NemoGym",
     "nemo_gym_agent": "gdpo_nemo.environments.nemo_gym.agents:NemoGymAgent",
-    "reasoning_gym": "gdpo_nemo.environments.reasoning_gym:ReasoningGym",
-    "tool_calling": "gdpo_nemo.environments.tool_calling:ToolCalling",
+    "reasoning_gym": "gdpo_nemo.environments.tasks.reasoning_gym:ReasoningGym",
+    "tool_calling": "gdpo_nemo.environments.tasks.tool_calling:ToolCalling",
 }
 
 

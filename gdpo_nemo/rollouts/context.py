@@ -18,7 +18,7 @@ import numpy as np
 
 from gdpo_nemo.data.conversation import Conversation
 from gdpo_nemo.data.records import Outcome, Prompt, Trajectory
-from gdpo_nemo.environments.pool import EnvironmentPool
+from gdpo_nemo.environments.execution.pool import EnvironmentPool
 from gdpo_nemo.errors import RunError
 from gdpo_nemo.generation.requests import Completion, CompletionBatch, SampleRequest, Sampling
 

@@ -13,7 +13,7 @@ from gdpo_nemo.data.records import Prompt, Trajectory
 from gdpo_nemo.data.wording import first_line
 from gdpo_nemo.environments.episodes import has_turns
 from gdpo_nemo.environments.objects import load_object
-from gdpo_nemo.environments.pool import EnvironmentPool
+from gdpo_nemo.environments.execution.pool import EnvironmentPool
 from gdpo_nemo.environments.registry import load_environments
 from gdpo_nemo.errors import ConfigError, GdpoError, RunError
 from gdpo_nemo.generation.requests import CompletionBatch, SampleRequest, Sampling

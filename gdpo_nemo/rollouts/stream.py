@@ -21,7 +21,7 @@ from gdpo_nemo.config.layout import prompts_per_round
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.data.prompts import PromptSource
 from gdpo_nemo.data.records import Group, Outcome, Prompt, Trajectory
-from gdpo_nemo.environments.pool import EnvironmentPool
+from gdpo_nemo.environments.execution.pool import EnvironmentPool
 from gdpo_nemo.generation.requests import CompletionBatch, SampleRequest, Sampling
 from gdpo_nemo.rollouts.functions import Asked, Player, needs_verdict
 from gdpo_nemo.rollouts.learning import part_with_signal

@@ -303,7 +303,7 @@ def _same_first_update(one: list[dict], many: list[dict]) -> None:
 
 HANGING = """
 import pathlib, time
-from gdpo_nemo.environments.digit_sort import DigitSort
+from gdpo_nemo.environments.tasks.digit_sort import DigitSort
 
 class Patient(DigitSort):
     def verify(self, trajectories):

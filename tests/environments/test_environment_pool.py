@@ -10,7 +10,7 @@ import time
 import pytest
 
 from gdpo_nemo.data.records import Outcome
-from gdpo_nemo.environments.pool import RETRY_FAILURES, EnvironmentPool, _shards
+from gdpo_nemo.environments.execution.pool import RETRY_FAILURES, EnvironmentPool, _shards
 from gdpo_nemo.errors import RunError
 from environment_samples import HOSTILE, trajectories, trajectory
 
@@ -156,7 +156,7 @@ def test_workers_survive_an_interrupt_and_end_when_the_driver_is_killed():
             sys.path.insert(0, {os.path.dirname(HOSTILE)!r})
             if __name__ == "__main__":
                 from environment_samples import trajectory
-                from gdpo_nemo.environments.pool import EnvironmentPool
+                from gdpo_nemo.environments.execution.pool import EnvironmentPool
                 pool = EnvironmentPool({{"env": {{"plugin": {HOSTILE!r} + ":Hostile"}}}}, workers=1, timeout_s=60.0)
                 for _ in range(2):
                     print(int(pool.verify([trajectory("pid")])[0].rewards["length"]), flush=True)
@@ -185,7 +185,7 @@ def test_workers_survive_an_interrupt_and_end_when_the_driver_is_killed():
 
 
 def test_a_worker_needs_no_torch_and_starts_in_seconds():
-    code = "import sys, gdpo_nemo.environments.worker, gdpo_nemo.environments.pool; sys.exit('torch' in sys.modules)"
+    code = "import sys, gdpo_nemo.environments.execution.worker, gdpo_nemo.environments.execution.pool; sys.exit('torch' in sys.modules)"
     begin = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
     assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - begin < 8.0

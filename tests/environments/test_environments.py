@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from environment_samples import HOSTILE, trajectory
 from gdpo_nemo import cli
 from gdpo_nemo.environments import registry
-from gdpo_nemo.environments.digit_sort import DigitSort, is_held_out
-from gdpo_nemo.environments.gsm8k import Gsm8k
-from gdpo_nemo.environments.math import Math
-from gdpo_nemo.environments.pool import EnvironmentPool
+from gdpo_nemo.environments.tasks.digit_sort import DigitSort, is_held_out
+from gdpo_nemo.environments.tasks.gsm8k import Gsm8k
+from gdpo_nemo.environments.tasks.math import Math
+from gdpo_nemo.environments.execution.pool import EnvironmentPool
 from gdpo_nemo.environments.registry import environment_names, environment_reward_names, load_environment
 from gdpo_nemo.errors import ConfigError, RunError
 
@@ -224,7 +224,7 @@ def test_every_built_in_environment_loads_and_names_its_rewards():
 
 
 def test_an_installed_plugin_is_found_by_its_entry_point(monkeypatch):
-    point = EntryPoint("sorting", "gdpo_nemo.environments.digit_sort:DigitSort", registry.ENTRY_POINT_GROUP)
+    point = EntryPoint("sorting", "gdpo_nemo.environments.tasks.digit_sort:DigitSort", registry.ENTRY_POINT_GROUP)
     monkeypatch.setattr(registry, "entry_points", lambda group, name=None: [point] if name in (None, "sorting") else [])
     assert isinstance(load_environment("sorting", {"length_limit": 30}), DigitSort)
     assert "sorting" in environment_names()

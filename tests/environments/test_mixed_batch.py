@@ -12,7 +12,7 @@ from gdpo_nemo.config.load import load_config
 from gdpo_nemo.config.validate import validate
 from gdpo_nemo.data.prompts import PromptSource
 from gdpo_nemo.data.records import Group, Trajectory
-from gdpo_nemo.environments.pools import EnvironmentPools
+from gdpo_nemo.environments.execution.dispatch import EnvironmentPools
 from gdpo_nemo.environments.registry import load_environments
 from gdpo_nemo.errors import ConfigError
 from gdpo_nemo.rollouts.functions import check_one_kind, rollout_functions

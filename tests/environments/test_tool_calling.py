@@ -3,7 +3,7 @@ import json
 import pytest
 
 from environment_samples import trajectory
-from gdpo_nemo.environments.tool_calling import ToolCalling, correctness, formatted
+from gdpo_nemo.environments.tasks.tool_calling import ToolCalling, correctness, formatted
 
 
 def block(*calls):

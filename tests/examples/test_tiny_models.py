@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from gdpo_nemo.config.files import REPOSITORY
-from gdpo_nemo.environments.digit_sort import is_held_out
+from gdpo_nemo.environments.tasks.digit_sort import is_held_out
 from gdpo_nemo.errors import ConfigError
 
 SCRIPT = REPOSITORY / "examples" / "make_tiny_model.py"

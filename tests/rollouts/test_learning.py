@@ -14,7 +14,7 @@ from gdpo_nemo.config.load import load_config
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.data.records import Group, Outcome, Prompt, Trajectory
 from gdpo_nemo.data.results import UpdateResult
-from gdpo_nemo.environments.digit_sort import DigitSort
+from gdpo_nemo.environments.tasks.digit_sort import DigitSort
 from gdpo_nemo.errors import RunError
 from gdpo_nemo.rollouts.learning import (
     advantages_of,

@@ -11,7 +11,7 @@ import pytest
 from gdpo_nemo.data.packing import TrainSequence, lay_out
 from gdpo_nemo.data.records import Outcome, Prompt
 from gdpo_nemo.environments.episodes import EpisodeStep
-from gdpo_nemo.environments.pool import EnvironmentPool
+from gdpo_nemo.environments.execution.pool import EnvironmentPool
 from gdpo_nemo.errors import RunError
 from gdpo_nemo.rollouts.turns import play
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from environment_samples import trajectory
 from gdpo_nemo.data.records import Outcome
 from gdpo_nemo.endpoint.service import Budgets
-from gdpo_nemo.environments.functions import Functions
+from gdpo_nemo.environments.tasks.reward_functions import Functions
 from gdpo_nemo.generation.requests import Sampling
 
 ANSWERS = [f"Dear reader, the answer is {n}." for n in range(32)]

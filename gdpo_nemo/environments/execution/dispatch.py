@@ -11,7 +11,7 @@ from typing import Any, Callable, Mapping, Sequence
 
 from gdpo_nemo.data.records import Trajectory, Verdict
 from gdpo_nemo.environments.episodes import EpisodeReply, EpisodeStep
-from gdpo_nemo.environments.pool import EnvironmentPool
+from gdpo_nemo.environments.execution.pool import EnvironmentPool
 from gdpo_nemo.environments.registry import own_workers
 
 

@@ -11,7 +11,7 @@ import random
 import re
 from typing import Any, Mapping
 
-from gdpo_nemo.environments.digit_sort import DIGITS, is_held_out
+from gdpo_nemo.environments.tasks.digit_sort import DIGITS, is_held_out
 from gdpo_nemo.environments.options import read_options
 
 _RUN = re.compile(r"[0-9]+")

@@ -13,7 +13,7 @@ from collections import Counter
 from typing import Any, Iterable, Mapping, Sequence
 
 from gdpo_nemo.data.records import Trajectory, Verdict
-from gdpo_nemo.environments.answers import column
+from gdpo_nemo.environments.tasks.answers import column
 from gdpo_nemo.environments.options import read_options
 
 WORST, BEST = -3.0, 3.0

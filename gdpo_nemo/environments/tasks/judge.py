@@ -16,7 +16,7 @@ from typing import Any, Sequence
 from urllib.parse import urlsplit
 
 from gdpo_nemo.environments.base import Failure
-from gdpo_nemo.environments.formats import completion_text
+from gdpo_nemo.environments.tasks.formats import completion_text
 from gdpo_nemo.errors import ConfigError
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 4.0

@@ -11,16 +11,16 @@ from typing import Any, Callable, Mapping, Sequence
 from gdpo_nemo.data.records import Outcome, Trajectory, Verdict
 from gdpo_nemo.data.wording import first_line, nearest
 from gdpo_nemo.environments.base import Failure
-from gdpo_nemo.environments.checks import reward_value
+from gdpo_nemo.environments.verdicts import reward_value
 from gdpo_nemo.environments.objects import load_object
 from gdpo_nemo.environments.options import read_options
 from gdpo_nemo.errors import ConfigError, RunError
 
 BUILT_IN = {
-    "regex": "gdpo_nemo.environments.formats:regex",
-    "json_schema": "gdpo_nemo.environments.formats:json_schema",
-    "length": "gdpo_nemo.environments.formats:length",
-    "llm_judge": "gdpo_nemo.environments.judge:LlmJudge",
+    "regex": "gdpo_nemo.environments.tasks.formats:regex",
+    "json_schema": "gdpo_nemo.environments.tasks.formats:json_schema",
+    "length": "gdpo_nemo.environments.tasks.formats:length",
+    "llm_judge": "gdpo_nemo.environments.tasks.judge:LlmJudge",
 }
 """Functions that may be named without their place."""
 

@@ -10,7 +10,7 @@ import re
 from typing import Any, Mapping, Sequence
 
 from gdpo_nemo.data.records import Trajectory, Verdict
-from gdpo_nemo.environments.answers import (
+from gdpo_nemo.environments.tasks.answers import (
     column,
     has_think_and_answer,
     prepare_math,

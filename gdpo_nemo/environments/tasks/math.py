@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any, Mapping, Sequence
 
 from gdpo_nemo.data.records import Trajectory, Verdict
-from gdpo_nemo.environments.answers import column, hf_math_verify, prepare_math, same_mathematics
 from gdpo_nemo.environments.options import read_options
+from gdpo_nemo.environments.tasks.answers import column, hf_math_verify, prepare_math, same_mathematics
 from gdpo_nemo.errors import ConfigError
 
 _VERIFIERS = {"default": same_mathematics, "hf_math_verify": hf_math_verify}

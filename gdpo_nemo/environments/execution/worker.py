@@ -21,7 +21,7 @@ import numpy as np
 from gdpo_nemo.data.records import Trajectory, Verdict
 from gdpo_nemo.data.wording import first_line
 from gdpo_nemo.environments.base import Environment
-from gdpo_nemo.environments.checks import checked_verdicts
+from gdpo_nemo.environments.verdicts import checked_verdicts
 from gdpo_nemo.environments.episodes import EpisodeReply, EpisodeStep, advance
 from gdpo_nemo.environments.registry import load_environment
 from gdpo_nemo.errors import GdpoError

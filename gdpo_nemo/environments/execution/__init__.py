@@ -1,0 +1,1 @@
+"""Where verdicts are computed: worker processes, their pool, environments on other nodes."""

@@ -1,0 +1,1 @@
+"""One task a file: the place to add an environment."""
