@@ -104,7 +104,7 @@ def plan(arguments: argparse.Namespace) -> int:
 
 def from_nemo_rl(arguments: argparse.Namespace) -> int:
     """Translates a NeMo-RL recipe; exit status 0, 1 where it cannot run, 3 where it differs and --strict is given."""
-    from gdpo_nemo.config.from_nemo_rl import CANNOT_RUN, DIFFERS, translate
+    from gdpo_nemo.interop.nemo_rl.translate import CANNOT_RUN, DIFFERS, translate
 
     translation = translate(arguments.recipe)
     text = translation.to_text(arguments.recipe)

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Iterator
 
-from gdpo_nemo.config.from_nemo_rl import CANNOT_RUN, DIFFERS, SAME, Translation, translate
-from gdpo_nemo.config.from_nemo_rl_read import open_recipe
+from gdpo_nemo.interop.nemo_rl.translate import CANNOT_RUN, DIFFERS, SAME, Translation, translate
+from gdpo_nemo.interop.nemo_rl.recipe import open_recipe
 from gdpo_nemo.errors import ConfigError
 
 UNREADABLE = "cannot be read"

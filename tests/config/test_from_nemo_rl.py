@@ -9,7 +9,7 @@ import yaml
 from omegaconf import OmegaConf
 
 from gdpo_nemo import cli
-from gdpo_nemo.config.from_nemo_rl import (
+from gdpo_nemo.interop.nemo_rl.translate import (
     ADDED,
     ALREADY,
     CANNOT_RUN,
@@ -21,7 +21,7 @@ from gdpo_nemo.config.from_nemo_rl import (
     Translation,
     translate,
 )
-from gdpo_nemo.config.from_nemo_rl_read import DEFAULTS, read_recipe
+from gdpo_nemo.interop.nemo_rl.recipe import DEFAULTS, read_recipe
 from gdpo_nemo.config.load import load_config
 from gdpo_nemo.config.validate import validate
 from gdpo_nemo.errors import ConfigError

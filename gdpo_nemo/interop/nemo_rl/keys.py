@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from gdpo_nemo.config.from_nemo_rl_read import Recipe
-from gdpo_nemo.config.from_nemo_rl_rules import Act, Said, gated, idle, missing, only, to, via, where
+from gdpo_nemo.interop.nemo_rl.recipe import Recipe
+from gdpo_nemo.interop.nemo_rl.rules import Act, Said, gated, idle, missing, only, to, via, where
 
 _MEGATRON, _VLLM = "policy.megatron_cfg", "policy.generation.vllm_cfg"
 _RECOMPUTE = f"{_MEGATRON}.recompute"
@@ -298,7 +298,7 @@ MEGATRON = [
         "inference_*", "cp_normalize", "calculate_per_token_loss", "do_not_average_loss", "scale_loss_by_dp_cp_size")),
 ]  # fmt: skip
 
-from gdpo_nemo.config.from_nemo_rl_table_rest import DATA, GENERATION, REST  # noqa: E402
+from gdpo_nemo.interop.nemo_rl.more_keys import DATA, GENERATION, REST  # noqa: E402
 
 RULES: list[tuple[str, Act]] = [*GRPO, *LOSS, *MEGATRON, *GENERATION, *POLICY, *DATA, *REST]
 """(pattern of their key, rule), the first that fits."""

@@ -1,8 +1,8 @@
-"""The rules of generation, data, environments, machines and logs (see ``from_nemo_rl_table``)."""
+"""The rules of generation, data, environments, machines and logs (see ``keys.py``)."""
 
 from __future__ import annotations
 
-from gdpo_nemo.config.from_nemo_rl_rules import gated, idle, missing, only, to, via, where
+from gdpo_nemo.interop.nemo_rl.rules import gated, idle, missing, only, to, via, where
 
 _VLLM = "policy.generation.vllm_cfg"
 _END_TOKENS = {"llama": {128001, 128008, 128009}, "qwen2": {151643, 151645}, "qwen3": {151643, 151645}, "qwen3_moe": {151643, 151645}}

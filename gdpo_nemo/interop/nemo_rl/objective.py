@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from gdpo_nemo.config.choices import LORA_TARGETS
-from gdpo_nemo.config.from_nemo_rl_account import Account
-from gdpo_nemo.config.from_nemo_rl_data import components, env_name
-from gdpo_nemo.config.from_nemo_rl_read import Recipe
-from gdpo_nemo.config.from_nemo_rl_table import adapted
+from gdpo_nemo.interop.nemo_rl.account import Account
+from gdpo_nemo.interop.nemo_rl.datasets import components, env_name
+from gdpo_nemo.interop.nemo_rl.recipe import Recipe
+from gdpo_nemo.interop.nemo_rl.keys import adapted
 
 _MEGATRON = "policy.megatron_cfg"
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gdpo_nemo.config.from_nemo_rl_account import Account
-from gdpo_nemo.config.from_nemo_rl_read import Recipe
+from gdpo_nemo.interop.nemo_rl.account import Account
+from gdpo_nemo.interop.nemo_rl.recipe import Recipe
 
 
 class _Dataset(NamedTuple):

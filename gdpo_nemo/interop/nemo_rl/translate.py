@@ -1,8 +1,8 @@
 """NeMo-RL's GRPO and GDPO recipes as configs of this project, with what became of every key.
 
-A recipe's ``defaults:`` chain and its ``${...}`` are resolved first (``from_nemo_rl_read``); then each leaf meets the
-first rule of the table (``from_nemo_rl_table``) whose pattern fits. Keys that only make sense together are worked out in
-``from_nemo_rl_learning``, ``_data`` and ``_machines``. What comes out is one of three things: the same run, a run that
+A recipe's ``defaults:`` chain and its ``${...}`` are resolved first (``recipe.py``); then each leaf meets the
+first rule of the table (``keys.py``) whose pattern fits. Keys that only make sense together are worked out in
+``objective.py``, ``datasets.py`` and ``machines.py``. What comes out is one of three things: the same run, a run that
 differs in named ways that change the result, or no run, with the reason. A key that no rule knows counts as a difference.
 """
 
@@ -16,13 +16,13 @@ from typing import Any
 import yaml
 
 from gdpo_nemo.config.effects import keys_without_effect
-from gdpo_nemo.config.from_nemo_rl_account import Account
-from gdpo_nemo.config.from_nemo_rl_data import data
-from gdpo_nemo.config.from_nemo_rl_learning import learning
-from gdpo_nemo.config.from_nemo_rl_machines import machines
-from gdpo_nemo.config.from_nemo_rl_read import Recipe, open_recipe, variables_of
-from gdpo_nemo.config.from_nemo_rl_rules import Said, is_off
-from gdpo_nemo.config.from_nemo_rl_table import said_of
+from gdpo_nemo.interop.nemo_rl.account import Account
+from gdpo_nemo.interop.nemo_rl.datasets import data
+from gdpo_nemo.interop.nemo_rl.objective import learning
+from gdpo_nemo.interop.nemo_rl.machines import machines
+from gdpo_nemo.interop.nemo_rl.recipe import Recipe, open_recipe, variables_of
+from gdpo_nemo.interop.nemo_rl.rules import Said, is_off
+from gdpo_nemo.interop.nemo_rl.keys import said_of
 from gdpo_nemo.config.load import all_keys, load_config
 from gdpo_nemo.config.validate import validate
 from gdpo_nemo.errors import ConfigError

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Callable
 
-from gdpo_nemo.config.from_nemo_rl_read import Recipe
+from gdpo_nemo.interop.nemo_rl.recipe import Recipe
 
 
 @dataclass

@@ -15,7 +15,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from gdpo_nemo.config.from_nemo_rl_models import KnownModel, known_model
+from gdpo_nemo.interop.nemo_rl.known_models import KnownModel, known_model
 from gdpo_nemo.errors import ConfigError
 
 _ARITHMETIC = {

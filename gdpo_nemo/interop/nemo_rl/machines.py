@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from gdpo_nemo.config.from_nemo_rl_account import Account
-from gdpo_nemo.config.from_nemo_rl_read import Recipe
+from gdpo_nemo.interop.nemo_rl.account import Account
+from gdpo_nemo.interop.nemo_rl.recipe import Recipe
 
 _MEGATRON = "policy.megatron_cfg"
 

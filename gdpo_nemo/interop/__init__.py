@@ -1,0 +1,1 @@
+"""Configurations and formats of other programs, into ours."""
