@@ -84,7 +84,7 @@ def _subject(arguments: argparse.Namespace):
     from gdpo_nemo.config.schema import DatasetConfig, RolloutConfig
     from gdpo_nemo.config.validate import check_ranges
     from gdpo_nemo.data.rows import load_rows
-    from gdpo_nemo.data.wording import nearest
+    from gdpo_nemo.config.messages import nearest
     from gdpo_nemo.environments.registry import load_environment
 
     name = arguments.name

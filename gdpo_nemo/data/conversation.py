@@ -12,7 +12,7 @@ from typing import Any, Mapping, Sequence
 
 import numpy as np
 
-from gdpo_nemo.data.wording import first_line
+from gdpo_nemo.config.messages import first_line
 from gdpo_nemo.errors import RunError
 
 Message = Mapping[str, Any]

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from gdpo_nemo.config.schema import Config
-from gdpo_nemo.data.wording import first_line
+from gdpo_nemo.config.messages import first_line
 from gdpo_nemo.errors import ConfigError
 
 

@@ -17,7 +17,7 @@ from typing import Any, Mapping, Sequence
 import numpy as np
 
 from gdpo_nemo.config.turns import TURNS_KEPT
-from gdpo_nemo.environments.nemo_gym.completions import split_thought
+from gdpo_nemo.data.completions import split_thought
 from gdpo_nemo.generation.requests import Completion
 
 Messages = Sequence[Mapping[str, Any]]

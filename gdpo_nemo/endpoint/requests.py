@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Mapping
 
 from gdpo_nemo.environments.nemo_gym.failures import Failure
-from gdpo_nemo.environments.nemo_gym.replies import parse_json
+from gdpo_nemo.data.replies import parse_json
 from gdpo_nemo.generation.requests import Sampling
 
 MAX_BODY_BYTES = 64 * 2**20

@@ -11,7 +11,7 @@ from typing import Any, Iterator, Mapping
 
 from gdpo_nemo.endpoint.history import Turn
 from gdpo_nemo.endpoint.requests import ChatRequest, Refused, read_object, read_request
-from gdpo_nemo.environments.nemo_gym.completions import output_items
+from gdpo_nemo.data.completions import output_items
 from gdpo_nemo.generation.requests import Sampling
 
 TOKEN_FIELDS = ("prompt_token_ids", "generation_token_ids", "generation_log_probs")

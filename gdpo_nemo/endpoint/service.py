@@ -17,7 +17,7 @@ from gdpo_nemo.endpoint.history import EditedHistory, History, Turn, UnknownTurn
 from gdpo_nemo.endpoint.requests import ChatRequest, NoRoom, Refused, read_chat
 from gdpo_nemo.endpoint.responses import read_responses, response_of, response_without_room
 from gdpo_nemo.endpoint.router import EngineRouter
-from gdpo_nemo.environments.nemo_gym.completions import output_items
+from gdpo_nemo.data.completions import output_items
 from gdpo_nemo.errors import GdpoError, RunError
 from gdpo_nemo.generation.requests import Completion, SampleRequest, Sampling
 

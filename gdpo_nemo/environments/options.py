@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any, Mapping
 
-from gdpo_nemo.data.wording import nearest
+from gdpo_nemo.config.messages import nearest
 from gdpo_nemo.errors import ConfigError
 
 

@@ -7,10 +7,10 @@ from typing import Any, Mapping
 
 from gdpo_nemo.config.learning import check_components
 from gdpo_nemo.config.schema import Config
-from gdpo_nemo.data.wording import first_line, nearest
+from gdpo_nemo.config.messages import first_line, nearest
 from gdpo_nemo.environments.base import Environment
 from gdpo_nemo.environments.episodes import has_turns
-from gdpo_nemo.environments.objects import is_reference, load_object
+from gdpo_nemo.config.objects import is_reference, load_object
 from gdpo_nemo.errors import ConfigError
 
 ENTRY_POINT_GROUP = "gdpo_nemo.environments"

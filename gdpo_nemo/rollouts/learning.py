@@ -14,8 +14,8 @@ from gdpo_nemo.config.schema import Config
 from gdpo_nemo.data.packing import TrainSequence
 from gdpo_nemo.data.records import NOT_CONTIGUOUS, Group, Outcome, Trajectory
 from gdpo_nemo.data.results import UpdateResult
-from gdpo_nemo.data.wording import first_line
-from gdpo_nemo.environments.objects import load_object
+from gdpo_nemo.config.messages import first_line
+from gdpo_nemo.config.objects import load_object
 from gdpo_nemo.errors import ConfigError, RunError
 
 

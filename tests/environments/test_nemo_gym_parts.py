@@ -15,10 +15,10 @@ from gdpo_nemo.config.schema import DatasetConfig
 from gdpo_nemo.config.validate import validate
 from gdpo_nemo.data.rows import load_rows
 from gdpo_nemo.environments.nemo_gym.client import Cookies
-from gdpo_nemo.environments.nemo_gym.completions import output_items
+from gdpo_nemo.data.completions import output_items
 from gdpo_nemo.environments.nemo_gym.environment import NemoGym
 from gdpo_nemo.environments.nemo_gym.failures import Failure
-from gdpo_nemo.environments.nemo_gym.replies import check_measurement, depth_exceeds, parse_json, retry_after_s
+from gdpo_nemo.data.replies import check_measurement, depth_exceeds, parse_json, retry_after_s
 from gdpo_nemo.environments.nemo_gym.rewards import read_rules, rewards_of
 from gdpo_nemo.environments.nemo_gym.routing import routes_of
 from gdpo_nemo.environments.nemo_gym.rows import ROW, read_row, request_body

@@ -19,7 +19,7 @@ from typing import Any, Mapping, Sequence
 import numpy as np
 
 from gdpo_nemo.data.records import Trajectory, Verdict
-from gdpo_nemo.data.wording import first_line
+from gdpo_nemo.config.messages import first_line
 from gdpo_nemo.environments.base import Environment
 from gdpo_nemo.environments.verdicts import checked_verdicts
 from gdpo_nemo.environments.episodes import EpisodeReply, EpisodeStep, advance

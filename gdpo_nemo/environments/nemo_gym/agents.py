@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import Any, Mapping, Sequence
 
 from gdpo_nemo.data.records import Prompt
-from gdpo_nemo.data.wording import nearest
+from gdpo_nemo.config.messages import nearest
 from gdpo_nemo.environments.nemo_gym.client import Cookies, HttpClient
 from gdpo_nemo.environments.nemo_gym.failures import Failure, FailureKind
-from gdpo_nemo.environments.nemo_gym.replies import check_measurement
+from gdpo_nemo.data.replies import check_measurement
 from gdpo_nemo.environments.nemo_gym.rewards import read_rules, rewards_of
 from gdpo_nemo.environments.nemo_gym.rows import ROW, agent_of, read_row
 from gdpo_nemo.environments.nemo_gym.settings import api_key, base_url

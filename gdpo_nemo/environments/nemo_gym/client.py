@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 import aiohttp
 
 from gdpo_nemo.environments.nemo_gym.failures import Failure, FailureKind, printable
-from gdpo_nemo.environments.nemo_gym.replies import parse_json, retry_after_s, validation_errors
+from gdpo_nemo.data.replies import parse_json, retry_after_s, validation_errors
 
 CONNECT_S = 10.0
 _KEEP_ALIVE_S = 4.0

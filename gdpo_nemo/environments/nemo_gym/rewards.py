@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, Mapping, Sequence
 
-from gdpo_nemo.data.wording import nearest
+from gdpo_nemo.config.messages import nearest
 from gdpo_nemo.environments.nemo_gym.failures import Failure, FailureKind, printable
 from gdpo_nemo.errors import ConfigError
 

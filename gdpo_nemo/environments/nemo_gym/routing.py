@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 import yaml
 
-from gdpo_nemo.data.wording import nearest
+from gdpo_nemo.config.messages import nearest
 from gdpo_nemo.environments.nemo_gym.client import HttpClient
 from gdpo_nemo.environments.nemo_gym.failures import Failure, FailureKind, printable
 from gdpo_nemo.environments.nemo_gym.rows import agent_of

@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import Any
 
 from gdpo_nemo.config.files import REPOSITORY
-from gdpo_nemo.data.wording import first_line, nearest
+from gdpo_nemo.config.messages import first_line, nearest
 from gdpo_nemo.errors import ConfigError
 
 
