@@ -16,11 +16,11 @@ from typing import Sequence
 
 from gdpo_nemo import __version__
 from gdpo_nemo.config.load import load_config, to_yaml
-from gdpo_nemo.config.plan import describe
+from gdpo_nemo.config.summary import describe
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.config.validate import validate
 from gdpo_nemo.endings import answered_by, leave_lost_terminal
-from gdpo_nemo.env_commands import add_commands as add_env_commands
+from gdpo_nemo.commands.env import add_commands as add_env_commands
 from gdpo_nemo.errors import ConfigError, GdpoError
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
@@ -82,7 +82,7 @@ def train(arguments: argparse.Namespace) -> int:
 
 def _dry_run(config: Config, notes: Sequence[str]) -> int:
     """Checks the data that is here and prints the plan, as comments: the output as a whole is a config file again."""
-    from gdpo_nemo.dry_run import check_data
+    from gdpo_nemo.commands.dry_run import check_data
     from gdpo_nemo.observe.installation import missing_libraries
     from gdpo_nemo.planning.report import brief, text
     from gdpo_nemo.resume import planned_changes
@@ -97,7 +97,7 @@ def _dry_run(config: Config, notes: Sequence[str]) -> int:
 
 def plan(arguments: argparse.Namespace) -> int:
     """Prints what a config will need: memory, batches, time, the best layout."""
-    from gdpo_nemo.planning.command import run
+    from gdpo_nemo.commands.plan import run
 
     return run(arguments)
 
@@ -121,7 +121,7 @@ def from_nemo_rl(arguments: argparse.Namespace) -> int:
 
 def explain(arguments: argparse.Namespace) -> int:
     """Prints what a key or a section means."""
-    from gdpo_nemo.config.explain import explain as explanation
+    from gdpo_nemo.commands.explain_key import explain as explanation
 
     print(explanation(arguments.key), end="")
     return 0
@@ -129,7 +129,7 @@ def explain(arguments: argparse.Namespace) -> int:
 
 def explain_advantages(arguments: argparse.Namespace) -> int:
     """Prints what the rewards of a recorded step did to its advantages."""
-    from gdpo_nemo.rollouts.explain import explain_step
+    from gdpo_nemo.commands.explain_advantages import explain_step
 
     _terminal().print(explain_step(arguments.file, arguments.config, arguments.overrides, arguments.groups))
     return 0
@@ -161,8 +161,8 @@ def evaluate(arguments: argparse.Namespace) -> int:
     import json
     from dataclasses import asdict
 
-    from gdpo_nemo.evaluation import evaluate as scores_of
-    from gdpo_nemo.evaluation import table
+    from gdpo_nemo.commands.evaluate import evaluate as scores_of
+    from gdpo_nemo.commands.evaluate import table
 
     found = scores_of(arguments.source, arguments.config, arguments.step, arguments.overrides, arguments.out)
     if arguments.json:
@@ -176,8 +176,8 @@ def parity(arguments: argparse.Namespace) -> int:
     """Compares a layout and vLLM with one rank; exit status 1 where they differ by more than the threshold."""
     import json
 
-    from gdpo_nemo.parity import describe as described
-    from gdpo_nemo.parity import measure_parity
+    from gdpo_nemo.commands.parity import describe as described
+    from gdpo_nemo.commands.parity import measure_parity
 
     found = measure_parity(
         arguments.model, arguments.layout, arguments.record, arguments.engine, arguments.precision, arguments.threshold
@@ -188,7 +188,7 @@ def parity(arguments: argparse.Namespace) -> int:
 
 def convert(arguments: argparse.Namespace) -> int:
     """Converts between Hugging Face folders and checkpoints and says where the result is."""
-    from gdpo_nemo.convert import to_checkpoint, to_huggingface
+    from gdpo_nemo.commands.convert import to_checkpoint, to_huggingface
 
     if arguments.to == "hf":
         print(to_huggingface(arguments.source, arguments.out, arguments.model, arguments.layout))

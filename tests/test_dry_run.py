@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from gdpo_nemo import cli, dry_run
+from gdpo_nemo import cli
+from gdpo_nemo.commands import dry_run
 from gdpo_nemo.config.load import load_config
 from gdpo_nemo.config.validate import validate
 from gdpo_nemo.data.rows import load_rows

@@ -17,7 +17,7 @@ from gdpo_nemo.config.schema import Config
 from gdpo_nemo.config.validate import validate
 from gdpo_nemo.data.records import Group, Outcome, Prompt, Trajectory
 from gdpo_nemo.errors import ConfigError
-from gdpo_nemo.evaluation import evaluate, find_subject, scored, without_policy
+from gdpo_nemo.commands.evaluate import evaluate, find_subject, scored, without_policy
 
 
 @pytest.fixture

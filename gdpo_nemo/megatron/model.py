@@ -299,7 +299,7 @@ def build(
     """
     from transformers import AutoConfig
 
-    from gdpo_nemo.megatron.convert import load_hf
+    from gdpo_nemo.megatron.conversion import load_hf
     from gdpo_nemo.weights.model_folder import open_weights
 
     hf = AutoConfig.from_pretrained(folder)

@@ -22,7 +22,7 @@ from gdpo_nemo.config.schema import PolicyConfig
 from gdpo_nemo.data.packing import Assignment, PackedRows, TrainSequence, lay_out
 from gdpo_nemo.data.results import TokenValues, UpdateResult
 from gdpo_nemo.megatron.attention import local_positions, make_packing
-from gdpo_nemo.megatron.convert import export_hf
+from gdpo_nemo.megatron.conversion import export_hf
 from gdpo_nemo.megatron.lora import switched_off, whole_pairs
 from gdpo_nemo.megatron.model import BuiltModel, build
 from gdpo_nemo.megatron.runtime import Runtime

@@ -9,7 +9,7 @@ import pytest
 
 from gdpo_nemo.config.layout import resolve_layout
 from gdpo_nemo.config.load import load_config, save_config
-from gdpo_nemo.config.plan import describe
+from gdpo_nemo.config.summary import describe
 from gdpo_nemo.config.validate import validate
 from gdpo_nemo.errors import ConfigError
 from gdpo_nemo.planning.shape import model_shape
@@ -258,7 +258,7 @@ def test_the_plan_works_the_batch_arithmetic_out(minimal):
     "turns, tokens", [([], 36), (["max_turns=3"], 108), (["max_turns=3", "max_tokens=50"], 50)], ids=["one", "three", "budget"]
 )
 def test_a_null_constant_length_is_what_its_documentation_says(turns, tokens):
-    from gdpo_nemo.config.explain import explain
+    from gdpo_nemo.commands.explain_key import explain
     from gdpo_nemo.rollouts.learning import longest_completion
 
     config = load_config(CONFIGS / "gdpo_tiny_cpu.yaml", [f"rollout.turns.{key}" for key in turns])

@@ -143,7 +143,7 @@ def round_trips(place, folders) -> dict:
     import torch
     from transformers import AutoConfig
 
-    from gdpo_nemo.megatron.convert import export_hf, load_hf
+    from gdpo_nemo.megatron.conversion import export_hf, load_hf
     from gdpo_nemo.weights.model_folder import open_weights
     from gdpo_nemo.megatron.model import build_chunks
 
@@ -164,7 +164,7 @@ def exported_at_once(place, folder) -> int:
     import torch
     from transformers import AutoConfig
 
-    from gdpo_nemo.megatron.convert import export_hf
+    from gdpo_nemo.megatron.conversion import export_hf
     from gdpo_nemo.megatron.model import build_chunks
 
     hf = AutoConfig.from_pretrained(folder)
@@ -182,7 +182,7 @@ def load_failure(place, folder, break_it) -> str:
     import torch
     from transformers import AutoConfig
 
-    from gdpo_nemo.megatron.convert import load_hf
+    from gdpo_nemo.megatron.conversion import load_hf
     from gdpo_nemo.weights.model_folder import open_weights
     from gdpo_nemo.megatron.model import build_chunks
 

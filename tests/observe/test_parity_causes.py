@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from gdpo_nemo.observe.parity import compare, diagnose
+from gdpo_nemo.observe.parity_report import compare, diagnose
 
 LENGTHS = [(5, 20), (3, 31), (9, 12), (4, 27)]
 

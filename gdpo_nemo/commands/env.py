@@ -38,7 +38,7 @@ def list_all(arguments: argparse.Namespace) -> int:
     from rich.table import Table
     from rich.text import Text
 
-    from gdpo_nemo.environments.listing import list_environments, list_functions
+    from gdpo_nemo.commands.env_list import list_environments, list_functions
 
     table = Table(title="environments: env: {NAME: {...}}", title_justify="left")
     for heading in ("name", "reward components", "where from"):
@@ -57,7 +57,7 @@ def list_all(arguments: argparse.Namespace) -> int:
 
 def check(arguments: argparse.Namespace) -> int:
     """Verifies a few rows and prints every component; exit status 1 where a verdict failed."""
-    from gdpo_nemo.environments.check import check_environment
+    from gdpo_nemo.commands.env_check import check_environment
 
     if arguments.rows < 1:
         raise ConfigError(f"--rows: must be at least 1, got {arguments.rows}")
@@ -71,7 +71,7 @@ def check(arguments: argparse.Namespace) -> int:
 
 def new(arguments: argparse.Namespace) -> int:
     """Writes the package and says what to do with it."""
-    from gdpo_nemo.environments.template import write_plugin
+    from gdpo_nemo.commands.env_new import write_plugin
 
     folder = write_plugin(arguments.name, arguments.dir)
     print(f"{folder}: an environment, its test and a config; {folder / 'README.md'} says how to go on")

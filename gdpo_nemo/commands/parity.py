@@ -16,7 +16,7 @@ from gdpo_nemo.config.standalone import standalone_config
 from gdpo_nemo.data.packing import TrainSequence
 from gdpo_nemo.errors import ConfigError
 from gdpo_nemo.observe.installation import require_libraries
-from gdpo_nemo.observe.parity import Comparison, compare, diagnose
+from gdpo_nemo.observe.parity_report import Comparison, compare, diagnose
 
 _TEMPERATURES = (0.5, 0.6, 0.7, 0.8, 0.9, 1.1, 1.2, 1.3, 1.5, 2.0)
 

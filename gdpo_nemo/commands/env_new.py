@@ -85,7 +85,7 @@ class @CLASS@:
 '''
 
 _TEST = '''\
-from gdpo_nemo.environments.check import check_environment, sample_of
+from gdpo_nemo.commands.env_check import check_environment, sample_of
 from gdpo_nemo.environments.registry import load_environment
 
 PLACE = "gdpo_nemo_@NAME@.@CLASS@"

@@ -89,7 +89,7 @@ def _prompts(config: Config, split: str, rows: list[Row], environments: Mapping[
 
 def _verdicts(config: Config, name: str, environment: Any, row: Row, key: str | None) -> str:
     """The environment's own check on one row, unless it needs more than worker processes."""
-    from gdpo_nemo.environments.check import check_environment
+    from gdpo_nemo.commands.env_check import check_environment
 
     if getattr(environment, "plays_with_endpoint", False) or hasattr(environment, "preflight"):
         return f"env.{name}: needs the servers of the run, unchecked"

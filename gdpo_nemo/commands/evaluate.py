@@ -189,7 +189,7 @@ def _sampled(config: Config, subject: Subject) -> list[Group]:
 
 def _exported(checkpoint: Path, config: Config, model: Path) -> Path:
     """A checkpoint as a Hugging Face folder that goes with the Ray session, however that ends."""
-    from gdpo_nemo.convert import export, export_config
+    from gdpo_nemo.commands.convert import export, export_config
 
     _say(f"reading {checkpoint}")
     folder = Path(tempfile.mkdtemp(dir=os.environ["TMPDIR"]))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from gdpo_nemo.config.load import load_config
-from gdpo_nemo.config.plan import describe
+from gdpo_nemo.config.summary import describe
 from gdpo_nemo.config.validate import validate
 from gdpo_nemo.errors import ConfigError
 from gdpo_nemo.planning.hardware import CPU_RATES, Device, Rates, device, host, load_rates, save_rates
