@@ -283,7 +283,7 @@ def _tagged_answer(rng: random.Random) -> str:
 
 def _tool_call_rows(seed: int, tokenizer: Qwen2Tokenizer) -> Iterator[Row]:
     """The prompts of ``data/weather_calls.jsonl`` with calls for any of their cities, a third of them spoilt."""
-    from gdpo_nemo.environments.nemo_gym.rows import read_row
+    from gdpo_nemo.environments.nemo_gym.gym_rows import read_row
 
     rng = random.Random(seed)
     file = Path(__file__).with_name("data") / "weather_calls.jsonl"

@@ -139,7 +139,7 @@ def _start_processes(parts: Parts, stack: contextlib.ExitStack, inputs: Inputs, 
     from gdpo_nemo.cluster.env_nodes import EnvironmentNodes
     from gdpo_nemo.cluster.fleet import EngineFleet
     from gdpo_nemo.cluster.policy_group import PolicyGroup
-    from gdpo_nemo.cluster.placement import reserve
+    from gdpo_nemo.cluster.reservation import reserve
     from gdpo_nemo.cluster.session import keep_logs, session
     from gdpo_nemo.cluster.transports import make_transport
     from gdpo_nemo.cluster.weight_sync import WeightSync

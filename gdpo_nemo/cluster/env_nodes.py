@@ -17,7 +17,7 @@ from typing import Any, Mapping, Sequence
 
 import numpy as np
 
-from gdpo_nemo.cluster.placement import Placement
+from gdpo_nemo.cluster.reservation import Placement
 from gdpo_nemo.cluster.session import WorkerDied, answered, gather, ray, thread_environment
 from gdpo_nemo.config.env_workers import SHARED, place_workers
 from gdpo_nemo.config.schema import Config

@@ -10,7 +10,7 @@ from typing import Iterable, Mapping, Sequence
 
 import numpy as np
 
-from gdpo_nemo.cluster.placement import Placement, here
+from gdpo_nemo.cluster.reservation import Placement, here
 from gdpo_nemo.cluster.session import WorkerDied, answered, cores, gather, ray, thread_environment
 from gdpo_nemo.cluster.transports import Transport
 from gdpo_nemo.config.schema import Config

@@ -160,7 +160,7 @@ def _of_run(run_dir: Path, config_file: str | Path | None) -> Path:
 def _sampled(config: Config, subject: Subject) -> list[Group]:
     """The judged samples of the held-out prompts. The engines get the machine, or Ray's GPUs, to themselves."""
     from gdpo_nemo.cluster.fleet import EngineFleet
-    from gdpo_nemo.cluster.placement import Placement
+    from gdpo_nemo.cluster.reservation import Placement
     from gdpo_nemo.cluster.session import session
     from gdpo_nemo.config.placement import Places
     from gdpo_nemo.environments.execution.dispatch import EnvironmentPools

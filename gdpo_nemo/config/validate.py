@@ -14,7 +14,7 @@ from gdpo_nemo.config.env_workers import place_workers
 from gdpo_nemo.config.files import check_files
 from gdpo_nemo.config.health import read_checks
 from gdpo_nemo.config.layout import Layout, resolve_layout, updates_per_step
-from gdpo_nemo.config.learning import check_learning
+from gdpo_nemo.config.objective import check_learning
 from gdpo_nemo.config.placement import Places, joined, place
 from gdpo_nemo.config.schema import Config, DatasetConfig
 from gdpo_nemo.config.stages import check_stages

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import Any, Iterator, Mapping
 
-from gdpo_nemo.endpoint.history import Turn
-from gdpo_nemo.endpoint.requests import ChatRequest, Refused, read_object, read_request
+from gdpo_nemo.endpoint.conversations import Turn
+from gdpo_nemo.endpoint.parameters import ChatRequest, Refused, read_object, read_request
 from gdpo_nemo.data.completions import output_items
 from gdpo_nemo.generation.requests import Sampling
 

@@ -10,7 +10,7 @@ import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 
-from gdpo_nemo.endpoint.requests import MAX_BODY_BYTES, Refused
+from gdpo_nemo.endpoint.parameters import MAX_BODY_BYTES, Refused
 from gdpo_nemo.endpoint.service import Service
 from gdpo_nemo.errors import RunError
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Mapping
 
-from gdpo_nemo.config.learning import check_components
+from gdpo_nemo.config.objective import check_components
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.config.messages import first_line, nearest
 from gdpo_nemo.environments.base import Environment
@@ -23,7 +23,7 @@ BUILT_IN = {
     "gsm8k": "gdpo_nemo.environments.tasks.gsm8k:Gsm8k",
     "math": "gdpo_nemo.environments.tasks.math:Math",
     "nemo_gym": "gdpo_nemo.environments.nemo_gym.environment:NemoGym",
-    "nemo_gym_agent": "gdpo_nemo.environments.nemo_gym.agents:NemoGymAgent",
+    "nemo_gym_agent": "gdpo_nemo.environments.nemo_gym.agent_environment:NemoGymAgent",
     "reasoning_gym": "gdpo_nemo.environments.tasks.reasoning_gym:ReasoningGym",
     "tool_calling": "gdpo_nemo.environments.tasks.tool_calling:ToolCalling",
 }

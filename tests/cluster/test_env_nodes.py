@@ -12,7 +12,7 @@ import pytest
 from environment_samples import HOSTILE, trajectories, trajectory
 
 from gdpo_nemo.cluster.env_nodes import EnvironmentNodes, divide
-from gdpo_nemo.cluster.placement import here
+from gdpo_nemo.cluster.reservation import here
 from gdpo_nemo.cluster.session import session
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.data.records import Outcome

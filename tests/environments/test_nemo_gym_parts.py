@@ -19,10 +19,10 @@ from gdpo_nemo.data.completions import output_items
 from gdpo_nemo.environments.nemo_gym.environment import NemoGym
 from gdpo_nemo.environments.nemo_gym.failures import Failure
 from gdpo_nemo.data.replies import check_measurement, depth_exceeds, parse_json, retry_after_s
-from gdpo_nemo.environments.nemo_gym.rewards import read_rules, rewards_of
+from gdpo_nemo.environments.nemo_gym.reward_mapping import read_rules, rewards_of
 from gdpo_nemo.environments.nemo_gym.routing import routes_of
-from gdpo_nemo.environments.nemo_gym.rows import ROW, read_row, request_body
-from gdpo_nemo.environments.nemo_gym.settings import api_key, read_settings
+from gdpo_nemo.environments.nemo_gym.gym_rows import ROW, read_row, request_body
+from gdpo_nemo.environments.nemo_gym.server_settings import api_key, read_settings
 from gdpo_nemo.environments.preview import announced_components
 from gdpo_nemo.environments.registry import load_environment
 from gdpo_nemo.errors import ConfigError

@@ -9,7 +9,7 @@ from gdpo_nemo.algorithms import compute_advantages
 from gdpo_nemo.config.load import load_config
 from gdpo_nemo.data.records import Outcome
 from gdpo_nemo.environments.nemo_gym.environment import NemoGym
-from gdpo_nemo.environments.nemo_gym.rows import ROW
+from gdpo_nemo.environments.nemo_gym.gym_rows import ROW
 from gdpo_nemo.errors import ConfigError
 from real_nemo_gym import COMPILED, REPOSITORY
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from gdpo_nemo.data.records import Prompt
-from gdpo_nemo.endpoint.history import History, Turn
+from gdpo_nemo.endpoint.conversations import History, Turn
 from gdpo_nemo.errors import RunError
 from gdpo_nemo.generation.requests import Completion
 from gdpo_nemo.rollouts.agents import BrokenEpisode, follow

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from gdpo_nemo.data.records import Prompt
-from gdpo_nemo.endpoint.history import Turn, fingerprint
+from gdpo_nemo.endpoint.conversations import Turn, fingerprint
 from gdpo_nemo.endpoint.responses import TOKEN_FIELDS, read_responses, response_of
 from gdpo_nemo.endpoint.service import Budgets
 from gdpo_nemo.generation.requests import Completion, Sampling

@@ -13,8 +13,8 @@ from gdpo_nemo.environments.nemo_gym.episode import Verifier
 from gdpo_nemo.environments.nemo_gym.failures import Failure
 from gdpo_nemo.environments.nemo_gym.preflight import preflight
 from gdpo_nemo.environments.nemo_gym.routing import find_routes
-from gdpo_nemo.environments.nemo_gym.rows import read_row
-from gdpo_nemo.environments.nemo_gym.settings import api_key, read_settings
+from gdpo_nemo.environments.nemo_gym.gym_rows import read_row
+from gdpo_nemo.environments.nemo_gym.server_settings import api_key, read_settings
 from gdpo_nemo.errors import RunError
 
 _T = TypeVar("_T")

@@ -15,10 +15,10 @@ from gdpo_nemo.data.records import Outcome, Trajectory, Verdict
 from gdpo_nemo.environments.nemo_gym.client import Cookies, HttpClient
 from gdpo_nemo.environments.nemo_gym.failures import Failure, FailureKind
 from gdpo_nemo.data.replies import check_measurement
-from gdpo_nemo.environments.nemo_gym.rewards import rewards_of
+from gdpo_nemo.environments.nemo_gym.reward_mapping import rewards_of
 from gdpo_nemo.environments.nemo_gym.routing import Routes
-from gdpo_nemo.environments.nemo_gym.rows import ROW, request_body, seed_body
-from gdpo_nemo.environments.nemo_gym.settings import Settings
+from gdpo_nemo.environments.nemo_gym.gym_rows import ROW, request_body, seed_body
+from gdpo_nemo.environments.nemo_gym.server_settings import Settings
 
 GIVE_UP_AFTER = 64
 """Trajectories of a batch that may fail in a row at one server before the others are not tried: a server that hangs

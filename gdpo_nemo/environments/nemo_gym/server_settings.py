@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Mapping
 from urllib.parse import urlsplit
 
-from gdpo_nemo.environments.nemo_gym.rewards import RewardRule, read_rules
+from gdpo_nemo.environments.nemo_gym.reward_mapping import RewardRule, read_rules
 from gdpo_nemo.environments.options import read_options
 from gdpo_nemo.errors import ConfigError
 
