@@ -16,7 +16,7 @@ from typing import Sequence
 
 from gdpo_nemo import __version__
 from gdpo_nemo.config.load import load_config, to_yaml
-from gdpo_nemo.config.summary import describe
+from gdpo_nemo.config.description import describe
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.config.validate import validate
 from gdpo_nemo.endings import answered_by, leave_lost_terminal
@@ -84,7 +84,7 @@ def _dry_run(config: Config, notes: Sequence[str]) -> int:
     """Checks the data that is here and prints the plan, as comments: the output as a whole is a config file again."""
     from gdpo_nemo.commands.dry_run import check_data
     from gdpo_nemo.observe.installation import missing_libraries
-    from gdpo_nemo.planning.report import brief, text
+    from gdpo_nemo.planning.plan_report import brief, text
     from gdpo_nemo.resume import planned_changes
 
     if config.cluster.gpus_per_node == 0 and (missing := missing_libraries()):

@@ -12,7 +12,7 @@ from typing import Any, Mapping, Sequence
 from gdpo_nemo.config.architectures import check_model_content
 from gdpo_nemo.config.files import find_function, read_model_config
 from gdpo_nemo.config.schema import Config
-from gdpo_nemo.config.turns import check_turns_kept
+from gdpo_nemo.config.turn_limits import check_turns_kept
 from gdpo_nemo.data.prompts import PromptSource
 from gdpo_nemo.data.records import Prompt
 from gdpo_nemo.data.splits import room_for_prompts

@@ -14,7 +14,7 @@ from gdpo_nemo.cluster.network import interface_of
 from gdpo_nemo.cluster.reservation import Placement, here
 from gdpo_nemo.cluster.session import answered, cores, gather, ray, thread_environment
 from gdpo_nemo.cluster.streaming import StreamingRank
-from gdpo_nemo.config.objective import kl_in_reward
+from gdpo_nemo.config.objective_checks import kl_in_reward
 from gdpo_nemo.config.schema import Config, MegatronConfig, PolicyConfig
 from gdpo_nemo.data.packing import TrainSequence, assign, assign_singly, attention_cost, measure
 from gdpo_nemo.data.results import UpdateResult

@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from gdpo_nemo.algorithms import Advantages
-from gdpo_nemo.config.objective import kl_in_reward
+from gdpo_nemo.config.objective_checks import kl_in_reward
 from gdpo_nemo.config.load import load_config
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.data.records import Group, Outcome, Prompt, Trajectory

@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 
 from gdpo_nemo.config.load import load_config
-from gdpo_nemo.config.summary import describe
+from gdpo_nemo.config.description import describe
 from gdpo_nemo.config.validate import validate
 from gdpo_nemo.errors import ConfigError
 from gdpo_nemo.planning.hardware import CPU_RATES, Device, Rates, device, host, load_rates, save_rates
-from gdpo_nemo.planning.report import full, text
+from gdpo_nemo.planning.plan_report import full, text
 from gdpo_nemo.planning.shape import model_shape
 
 

@@ -12,13 +12,13 @@ from gdpo_nemo.config.choices import LORA_TARGETS
 from gdpo_nemo.config.effects import SWITCHED_OFF, keys_without_effect, value_of
 from gdpo_nemo.config.env_workers import place_workers
 from gdpo_nemo.config.files import check_files
-from gdpo_nemo.config.health import read_checks
+from gdpo_nemo.config.health_checks import read_checks
 from gdpo_nemo.config.layout import Layout, resolve_layout, updates_per_step
-from gdpo_nemo.config.objective import check_learning
+from gdpo_nemo.config.objective_checks import check_learning
 from gdpo_nemo.config.placement import Places, joined, place
 from gdpo_nemo.config.schema import Config, DatasetConfig
 from gdpo_nemo.config.stages import check_stages
-from gdpo_nemo.config.turns import check_turns_kept
+from gdpo_nemo.config.turn_limits import check_turns_kept
 from gdpo_nemo.errors import ConfigError
 
 _AT_LEAST_ONE = (

@@ -16,7 +16,7 @@ from typing import Any, Mapping, Sequence
 
 import numpy as np
 
-from gdpo_nemo.config.turns import TURNS_KEPT
+from gdpo_nemo.config.turn_limits import TURNS_KEPT
 from gdpo_nemo.data.completions import split_thought
 from gdpo_nemo.generation.requests import Completion
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Mapping
 
-from gdpo_nemo.config.objective import check_components
+from gdpo_nemo.config.objective_checks import check_components
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.config.messages import first_line, nearest
 from gdpo_nemo.environments.base import Environment

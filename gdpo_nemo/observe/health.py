@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 from yaml import YAMLError
 
-from gdpo_nemo.config.health import Check, read_checks
+from gdpo_nemo.config.health_checks import Check, read_checks
 from gdpo_nemo.config.load import load_config
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.errors import ConfigError, RunError

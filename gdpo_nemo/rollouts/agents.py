@@ -13,7 +13,7 @@ from typing import Any, Mapping, Sequence
 
 import numpy as np
 
-from gdpo_nemo.config.turns import TURNS_KEPT
+from gdpo_nemo.config.turn_limits import TURNS_KEPT
 from gdpo_nemo.data.records import NOT_CONTIGUOUS, Outcome, Prompt, Trajectory
 from gdpo_nemo.endpoint.conversations import History
 from gdpo_nemo.environments.nemo_gym.failures import Failure, printable

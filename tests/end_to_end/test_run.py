@@ -53,7 +53,7 @@ def test_the_plans_batch_arithmetic_is_what_the_run_did(undisturbed):
     from gdpo_nemo.data.packing import assign
     from gdpo_nemo.planning.calibrate import calibrate, read_run
     from gdpo_nemo.planning.hardware import CPU_RATES, host
-    from gdpo_nemo.planning.report import worked_batch
+    from gdpo_nemo.planning.plan_report import worked_batch
 
     run_dir = undisturbed[0].run_dir
     config = load_config(run_dir / "config.yaml")

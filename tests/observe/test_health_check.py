@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from gdpo_nemo import cli
-from gdpo_nemo.config.health import Check, read_checks
+from gdpo_nemo.config.health_checks import Check, read_checks
 from gdpo_nemo.config.load import load_config, save_config
 from gdpo_nemo.errors import ConfigError, RunError
 from gdpo_nemo.observe.health import check_health, healthy, load_thresholds, thresholds_of
