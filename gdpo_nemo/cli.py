@@ -18,7 +18,7 @@ from gdpo_nemo import __version__
 from gdpo_nemo.config.load import load_config, to_yaml
 from gdpo_nemo.config.description import describe
 from gdpo_nemo.config.schema import Config
-from gdpo_nemo.config.validate import validate
+from gdpo_nemo.validation import validate
 from gdpo_nemo.endings import answered_by, leave_lost_terminal
 from gdpo_nemo.commands.env import add_commands as add_env_commands
 from gdpo_nemo.errors import ConfigError, GdpoError

@@ -12,7 +12,7 @@ import pytest
 from gdpo_nemo import cli
 from gdpo_nemo.commands import dry_run
 from gdpo_nemo.config.load import load_config
-from gdpo_nemo.config.validate import validate
+from gdpo_nemo.validation import validate
 from gdpo_nemo.data.rows import load_rows
 from gdpo_nemo.environments.registry import load_environments
 from gdpo_nemo.errors import ConfigError

@@ -20,7 +20,7 @@ from gdpo_nemo.checkpoints import Checkpoints, check_whole, read_state
 from gdpo_nemo.config.files import check_folder_can_be
 from gdpo_nemo.config.load import load_config
 from gdpo_nemo.config.schema import Config, MegatronConfig
-from gdpo_nemo.config.validate import validate
+from gdpo_nemo.validation import validate
 from gdpo_nemo.data.records import Group, Outcome
 from gdpo_nemo.errors import ConfigError
 from gdpo_nemo.observe.installation import require_libraries

@@ -6,7 +6,7 @@ import argparse
 
 from gdpo_nemo.config.load import load_config
 from gdpo_nemo.config.description import describe
-from gdpo_nemo.config.validate import validate
+from gdpo_nemo.validation import validate
 from gdpo_nemo.errors import ConfigError
 from gdpo_nemo.planning.hardware import CPU_RATES, Device, Rates, device, host, load_rates, save_rates
 from gdpo_nemo.planning.plan_report import full, text

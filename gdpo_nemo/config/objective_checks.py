@@ -6,7 +6,7 @@ Calls the algorithms' own checks, those parts of them that need no torch, so tha
 from __future__ import annotations
 
 import math
-from typing import Callable, Sequence
+from typing import Callable, Iterable
 
 from gdpo_nemo.algorithms.rewards import CREATING, check_shaping, parse_condition, transformation_of
 from gdpo_nemo.algorithms.selection import check_selection
@@ -28,12 +28,9 @@ def check_learning(config: Config) -> None:
     check_estimator(config)
     _check_loss(config)
     _check_dynamic_sampling(config)
-    known = _instant_names(config)
-    if known is not None:
-        check_components(config, known)
 
 
-def check_components(config: Config, known: Sequence[str]) -> None:
+def check_components(config: Config, known: Iterable[str]) -> None:
     """Refuses weights and shaping rules for components that nothing gives.
 
     Args:
@@ -54,14 +51,6 @@ def check_components(config: Config, known: Sequence[str]) -> None:
 def kl_in_reward(config: Config) -> bool:
     """Whether the reward needs the log-probs of the starting model."""
     return config.gdpo.kl_in_reward is not None
-
-
-def _instant_names(config: Config) -> set[str] | None:
-    """Components of all environments, or None where one of them would have to run its author's code."""
-    from gdpo_nemo.environments.preview import announced_components
-
-    announced = [announced_components(name, options) for name, options in config.env.items()]
-    return None if None in announced else {component for names in announced for component in names}
 
 
 def _check_shaping_alone(config: Config) -> None:

@@ -8,7 +8,7 @@ from email.utils import parsedate_to_datetime
 from datetime import datetime, timezone
 from typing import Any, Mapping
 
-from gdpo_nemo.environments.nemo_gym.failures import Failure, FailureKind, printable
+from gdpo_nemo.data.failures import Failure, FailureKind, printable
 
 # Matches wherever it is tried, unterminated strings included, so that no input makes it go over the same bytes twice.
 _STRING = re.compile(rb'"(?:[^"\\]|\\.|\\\Z)*+(?:"|\Z)', re.DOTALL)

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, Mapping
 
-from gdpo_nemo.environments.nemo_gym.failures import Failure
+from gdpo_nemo.data.failures import Failure
 from gdpo_nemo.data.replies import parse_json
 from gdpo_nemo.generation.requests import Sampling
 

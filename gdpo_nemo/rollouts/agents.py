@@ -16,7 +16,7 @@ import numpy as np
 from gdpo_nemo.config.turn_limits import TURNS_KEPT
 from gdpo_nemo.data.records import NOT_CONTIGUOUS, Outcome, Prompt, Trajectory
 from gdpo_nemo.endpoint.conversations import History
-from gdpo_nemo.environments.nemo_gym.failures import Failure, printable
+from gdpo_nemo.data.failures import Failure, printable
 from gdpo_nemo.errors import RunError
 from gdpo_nemo.rollouts.context import RolloutContext, Transcript
 

@@ -11,7 +11,7 @@ import pytest
 from gdpo_nemo.algorithms import Terms, compute_advantages, weighted_terms, z_scores
 from gdpo_nemo.algorithms.estimators import gdpo
 from gdpo_nemo.config.load import load_config
-from gdpo_nemo.config.validate import validate
+from gdpo_nemo.validation import validate
 from gdpo_nemo.errors import ConfigError, RunError
 from gdpo_nemo.rollouts.learning import advantages_of, check_own_estimator
 

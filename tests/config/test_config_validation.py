@@ -10,7 +10,7 @@ import pytest
 from gdpo_nemo.config.layout import resolve_layout
 from gdpo_nemo.config.load import load_config, save_config
 from gdpo_nemo.config.description import describe
-from gdpo_nemo.config.validate import validate
+from gdpo_nemo.validation import validate
 from gdpo_nemo.errors import ConfigError
 from gdpo_nemo.planning.shape import model_shape
 

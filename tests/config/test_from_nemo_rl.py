@@ -23,7 +23,7 @@ from gdpo_nemo.interop.nemo_rl.translate import (
 )
 from gdpo_nemo.interop.nemo_rl.recipe import DEFAULTS, read_recipe
 from gdpo_nemo.config.load import load_config
-from gdpo_nemo.config.validate import validate
+from gdpo_nemo.validation import validate
 from gdpo_nemo.errors import ConfigError
 
 RECIPES = Path(__file__).with_name("nemo_rl")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from gdpo_nemo.config.load import load_config
-from gdpo_nemo.config.validate import validate
+from gdpo_nemo.validation import validate
 from gdpo_nemo.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]

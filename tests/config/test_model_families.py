@@ -12,7 +12,7 @@ import pytest
 from gdpo_nemo import cli
 from gdpo_nemo.config.architectures import CPU_HEAD_SIZES, FAMILIES, check_model_content
 from gdpo_nemo.config.load import load_config
-from gdpo_nemo.config.validate import validate
+from gdpo_nemo.validation import validate
 from gdpo_nemo.errors import ConfigError
 
 EMPTY_SAFETENSORS = (2).to_bytes(8, "little") + b"{}"

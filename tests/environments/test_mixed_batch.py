@@ -9,7 +9,7 @@ import pytest
 from character_tokenizer import character_tokenizer
 from environment_samples import trajectory
 from gdpo_nemo.config.load import load_config
-from gdpo_nemo.config.validate import validate
+from gdpo_nemo.validation import validate
 from gdpo_nemo.data.prompts import PromptSource
 from gdpo_nemo.data.records import Group, Trajectory
 from gdpo_nemo.environments.execution.dispatch import EnvironmentPools

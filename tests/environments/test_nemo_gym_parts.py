@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from environment_samples import trajectory
 from gdpo_nemo.config.load import load_config
 from gdpo_nemo.config.schema import DatasetConfig
-from gdpo_nemo.config.validate import validate
+from gdpo_nemo.validation import validate
 from gdpo_nemo.data.rows import load_rows
 from gdpo_nemo.environments.nemo_gym.client import Cookies
 from gdpo_nemo.data.completions import output_items
 from gdpo_nemo.environments.nemo_gym.environment import NemoGym
-from gdpo_nemo.environments.nemo_gym.failures import Failure
+from gdpo_nemo.data.failures import Failure
 from gdpo_nemo.data.replies import check_measurement, depth_exceeds, parse_json, retry_after_s
 from gdpo_nemo.environments.nemo_gym.reward_mapping import read_rules, rewards_of
 from gdpo_nemo.environments.nemo_gym.routing import routes_of

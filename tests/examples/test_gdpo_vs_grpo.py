@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from gdpo_nemo.config.load import load_config
-from gdpo_nemo.config.validate import validate
+from gdpo_nemo.validation import validate
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 _spec = importlib.util.spec_from_file_location("gdpo_vs_grpo", EXAMPLES / "gdpo_vs_grpo.py")

@@ -16,7 +16,7 @@ from gdpo_nemo.endpoint.router import EngineRouter
 from gdpo_nemo.endpoint.server import Endpoint
 from gdpo_nemo.endpoint.service import Budgets, Service
 from gdpo_nemo.environments.nemo_gym.agent_environment import NemoGymAgent
-from gdpo_nemo.environments.nemo_gym.failures import FailureKind
+from gdpo_nemo.data.failures import FailureKind
 from gdpo_nemo.errors import RunError
 from gdpo_nemo.generation.requests import Sampling
 from gdpo_nemo.rollouts.agents import play_with_agents

@@ -11,7 +11,7 @@ from typing import Any, Mapping, Sequence
 from gdpo_nemo.data.records import Prompt
 from gdpo_nemo.config.messages import nearest
 from gdpo_nemo.environments.nemo_gym.client import Cookies, HttpClient
-from gdpo_nemo.environments.nemo_gym.failures import Failure, FailureKind
+from gdpo_nemo.data.failures import Failure, FailureKind
 from gdpo_nemo.data.replies import check_measurement
 from gdpo_nemo.environments.nemo_gym.reward_mapping import read_rules, rewards_of
 from gdpo_nemo.environments.nemo_gym.gym_rows import ROW, agent_of, read_row

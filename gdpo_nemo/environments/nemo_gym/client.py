@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
-from gdpo_nemo.environments.nemo_gym.failures import Failure, FailureKind, printable
+from gdpo_nemo.data.failures import Failure, FailureKind, printable
 from gdpo_nemo.data.replies import parse_json, retry_after_s, validation_errors
 
 CONNECT_S = 10.0

@@ -10,7 +10,7 @@ from typing import Any, Coroutine, Mapping, Sequence, TypeVar
 from gdpo_nemo.data.records import Prompt, Trajectory, Verdict
 from gdpo_nemo.environments.nemo_gym.client import HttpClient
 from gdpo_nemo.environments.nemo_gym.episode import Verifier
-from gdpo_nemo.environments.nemo_gym.failures import Failure
+from gdpo_nemo.data.failures import Failure
 from gdpo_nemo.environments.nemo_gym.preflight import preflight
 from gdpo_nemo.environments.nemo_gym.routing import find_routes
 from gdpo_nemo.environments.nemo_gym.gym_rows import read_row

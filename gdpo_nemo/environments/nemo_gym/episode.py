@@ -13,7 +13,7 @@ from typing import Sequence
 
 from gdpo_nemo.data.records import Outcome, Trajectory, Verdict
 from gdpo_nemo.environments.nemo_gym.client import Cookies, HttpClient
-from gdpo_nemo.environments.nemo_gym.failures import Failure, FailureKind
+from gdpo_nemo.data.failures import Failure, FailureKind
 from gdpo_nemo.data.replies import check_measurement
 from gdpo_nemo.environments.nemo_gym.reward_mapping import rewards_of
 from gdpo_nemo.environments.nemo_gym.routing import Routes

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Mapping, Sequence
 
 from gdpo_nemo.config.messages import nearest
-from gdpo_nemo.environments.nemo_gym.failures import Failure, FailureKind, printable
+from gdpo_nemo.data.failures import Failure, FailureKind, printable
 from gdpo_nemo.errors import ConfigError
 
 MISSING = ("error", "mask", "zero")

@@ -24,7 +24,7 @@ from gdpo_nemo.interop.nemo_rl.recipe import Recipe, open_recipe, variables_of
 from gdpo_nemo.interop.nemo_rl.rules import Said, is_off
 from gdpo_nemo.interop.nemo_rl.keys import said_of
 from gdpo_nemo.config.load import all_keys, load_config
-from gdpo_nemo.config.validate import validate
+from gdpo_nemo.validation import validate
 from gdpo_nemo.errors import ConfigError
 
 SAME, DIFFERS, CANNOT_RUN = "same", "differs", "cannot run"

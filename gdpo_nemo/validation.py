@@ -1,0 +1,21 @@
+"""Every check of a config that runs none of its author's code: the config by itself, and against what its environments announce."""
+
+from __future__ import annotations
+
+from gdpo_nemo.config.objective_checks import check_components
+from gdpo_nemo.config.schema import Config
+from gdpo_nemo.config.validate import validate as validate_alone
+from gdpo_nemo.environments.preview import announced_components
+
+
+def validate(config: Config) -> list[str]:
+    """Refuses what cannot run as written; returns notes on what runs but may surprise.
+
+    Raises:
+        ConfigError: names the key and the remedy.
+    """
+    notes = validate_alone(config)
+    announced = [announced_components(name, options) for name, options in config.env.items()]
+    if None not in announced:  # else one of them would have to run its author's code, which is done at the start
+        check_components(config, {component for names in announced for component in names})
+    return notes
