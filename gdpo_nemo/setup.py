@@ -20,7 +20,7 @@ from gdpo_nemo.endings import answered_by, leave_lost_terminal
 from gdpo_nemo.environments.execution.dispatch import EnvironmentPools
 from gdpo_nemo.errors import GdpoError
 from gdpo_nemo.inputs import Inputs, read_inputs
-from gdpo_nemo.observe.doctor import examine
+from gdpo_nemo.observe.diagnosis import examine
 from gdpo_nemo.observe.installation import require_libraries
 from gdpo_nemo.observe.log import RunLog
 from gdpo_nemo.observe.status import StatusFile

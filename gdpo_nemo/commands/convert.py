@@ -6,11 +6,13 @@ No rank holds the model in the other format: each writes or reads its shards, an
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Iterator
 
 from gdpo_nemo.checkpoints import Checkpoints, RunState, check_whole, model_fingerprint
+from gdpo_nemo.commands.arguments import add_layout
 from gdpo_nemo.config.files import check_folder_can_be
 from gdpo_nemo.config.load import load_config
 from gdpo_nemo.config.schema import Config
@@ -19,6 +21,26 @@ from gdpo_nemo.errors import ConfigError
 
 if TYPE_CHECKING:
     from gdpo_nemo.cluster.policy_group import PolicyGroup
+
+
+def add(commands) -> None:
+    """Register the command."""
+    command = commands.add_parser("convert", help="Hugging Face folder to checkpoint, or back")
+    command.add_argument("--to", required=True, choices=("hf", "checkpoint"), help="what to write")
+    command.add_argument("source", metavar="SOURCE", help="checkpoints/step_N of a run, or a Hugging Face folder")
+    command.add_argument("out", metavar="OUT", help="folder to write; must be new")
+    command.add_argument("--model", metavar="DIR", help="with --to hf: the model the run started from; default: the run's")
+    add_layout(command)
+    command.set_defaults(command=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Convert between Hugging Face folders and checkpoints and say where the result is."""
+    if arguments.to == "hf":
+        print(to_huggingface(arguments.source, arguments.out, arguments.model, arguments.layout))
+    else:
+        print(to_checkpoint(arguments.source, arguments.out, arguments.layout, arguments.precision))
+    return 0
 
 
 def to_huggingface(checkpoint: str | Path, out: str | Path, model: str | Path | None = None, layout: str = "") -> Path:

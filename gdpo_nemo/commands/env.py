@@ -7,15 +7,16 @@ import os
 import sys
 from typing import Any, Mapping
 
+from gdpo_nemo.commands.arguments import Parser, add_overrides
 from gdpo_nemo.errors import ConfigError
 
 _SHOWN_CHARACTERS = 40
 
 
-def add_commands(commands: Any, parser_class: type) -> None:
-    """Adds ``env`` and its commands to the subparsers ``commands``."""
+def add(commands) -> None:
+    """Register ``env`` and its actions."""
     command = commands.add_parser("env", help="list, check or start environments")
-    actions = command.add_subparsers(required=True, metavar="ACTION", parser_class=parser_class)
+    actions = command.add_subparsers(required=True, metavar="ACTION", parser_class=Parser)
     action = actions.add_parser("list", help="environments and reward functions that have a name")
     action.set_defaults(command=list_all)
     action = actions.add_parser("check", help="verify a few rows in worker processes and show what each reward gives")
@@ -25,7 +26,7 @@ def add_commands(commands: Any, parser_class: type) -> None:
     action.add_argument(
         "--completion", action="append", default=[], metavar="TEXT", help="a completion to try on each row; may be repeated"
     )
-    action.add_argument("overrides", nargs="*", metavar="section.key=value", help="changes to the config")
+    add_overrides(action)
     action.set_defaults(command=check)
     action = actions.add_parser("new", help="write a plugin package with an environment, a test and a config")
     action.add_argument("name", metavar="NAME", help="name of the environment: lower-case letters, digits and _")
@@ -81,10 +82,10 @@ def new(arguments: argparse.Namespace) -> int:
 def _subject(arguments: argparse.Namespace):
     """Options, environment, rows, prompt column and rollout settings of what is to be checked."""
     from gdpo_nemo.config.load import load_config
+    from gdpo_nemo.config.messages import nearest
     from gdpo_nemo.config.schema import DatasetConfig, RolloutConfig
     from gdpo_nemo.config.validate import check_ranges
     from gdpo_nemo.data.rows import load_rows
-    from gdpo_nemo.config.messages import nearest
     from gdpo_nemo.environments.registry import load_environment
 
     name = arguments.name

@@ -13,9 +13,9 @@ from typing import Any, Mapping, Sequence
 
 import numpy as np
 
+from gdpo_nemo.config.messages import first_line
 from gdpo_nemo.data.records import Outcome, Prompt, Trajectory, Verdict
 from gdpo_nemo.data.rows import PROMPT_KEYS
-from gdpo_nemo.config.messages import first_line
 from gdpo_nemo.environments.base import Environment
 from gdpo_nemo.environments.episodes import EpisodeStep, has_turns
 from gdpo_nemo.environments.execution.dispatch import EnvironmentPools

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import Any
 
-from gdpo_nemo.environments.tasks import reward_functions as functions
 from gdpo_nemo.config.objects import load_object
 from gdpo_nemo.environments.registry import BUILT_IN, ENTRY_POINT_GROUP, find_plugin, load_environment, origin
+from gdpo_nemo.environments.tasks import reward_functions as functions
 from gdpo_nemo.errors import ConfigError
 
 

@@ -5,6 +5,7 @@ The prompts, samples, seeds and verdicts are those of a run's own validation, so
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import os
@@ -17,13 +18,39 @@ from typing import Sequence
 import numpy as np
 
 from gdpo_nemo.checkpoints import Checkpoints, check_whole, read_state
+from gdpo_nemo.commands.arguments import add_overrides, terminal
 from gdpo_nemo.config.files import check_folder_can_be
 from gdpo_nemo.config.load import load_config
 from gdpo_nemo.config.schema import Config, MegatronConfig
-from gdpo_nemo.validation import validate
 from gdpo_nemo.data.records import Group, Outcome
 from gdpo_nemo.errors import ConfigError
 from gdpo_nemo.observe.installation import require_libraries
+from gdpo_nemo.validation import validate
+
+
+def add(commands) -> None:
+    """Register the command."""
+    command = commands.add_parser("eval", help="score a run's weights, or any model, on the held-out prompts")
+    command.add_argument("source", metavar="SOURCE", help="the folder of a run, one of its checkpoints, or a Hugging Face folder")
+    command.add_argument("--config", metavar="FILE", help="default: config.yaml of the run that SOURCE lies in")
+    command.add_argument("--step", type=int, metavar="N", help="the run's checkpoint of that step; default: its newest")
+    command.add_argument("--out", metavar="DIR", help="new folder for eval.json and samples.jsonl")
+    command.add_argument("--json", action="store_true", help="print JSON")
+    add_overrides(command)
+    command.set_defaults(command=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Score a run's weights or a model on the held-out prompts; a table, or JSON."""
+    import json
+    from dataclasses import asdict
+
+    found = evaluate(arguments.source, arguments.config, arguments.step, arguments.overrides, arguments.out)
+    if arguments.json:
+        print(json.dumps(asdict(found), indent=1))
+    else:
+        terminal().print(table(found))
+    return 0
 
 
 @dataclass(frozen=True)

@@ -5,12 +5,14 @@ Run it on a new machine, driver or version before a long run: what differs, by h
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import numpy as np
 
+from gdpo_nemo.commands.arguments import add_layout
 from gdpo_nemo.config.files import check_engines
 from gdpo_nemo.config.standalone import standalone_config
 from gdpo_nemo.data.packing import TrainSequence
@@ -19,6 +21,29 @@ from gdpo_nemo.observe.installation import require_libraries
 from gdpo_nemo.observe.parity_report import Comparison, compare, diagnose
 
 _TEMPERATURES = (0.5, 0.6, 0.7, 0.8, 0.9, 1.1, 1.2, 1.3, 1.5, 2.0)
+
+
+def add(commands) -> None:
+    """Register the command."""
+    command = commands.add_parser("parity", help="the same tokens through one rank, a layout, and vLLM")
+    command.add_argument("--model", required=True, metavar="DIR", help="Hugging Face folder")
+    command.add_argument("--record", metavar="FILE", help="rollouts/step_N.jsonl to replay; default: fixed random sequences")
+    command.add_argument("--engine", action="store_true", help="compare with vLLM, too")
+    command.add_argument("--threshold", type=float, default=1e-4, help="largest difference that passes (%(default)s)")
+    command.add_argument("--json", action="store_true", help="print JSON")
+    add_layout(command)
+    command.set_defaults(command=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Compare a layout and vLLM with one rank; exit status 1 where they differ by more than the threshold."""
+    import json
+
+    found = measure_parity(
+        arguments.model, arguments.layout, arguments.record, arguments.engine, arguments.precision, arguments.threshold
+    )
+    print(json.dumps(found.to_dict(), indent=1) if arguments.json else describe(found))
+    return 0 if found.passed else 1
 
 
 @dataclass

@@ -4,17 +4,31 @@ from __future__ import annotations
 
 import argparse
 
-from gdpo_nemo.config.load import load_config
+from gdpo_nemo.commands.arguments import add_config
 from gdpo_nemo.config.description import describe
-from gdpo_nemo.validation import validate
+from gdpo_nemo.config.load import load_config
 from gdpo_nemo.errors import ConfigError
 from gdpo_nemo.planning.hardware import CPU_RATES, Device, Rates, device, host, load_rates, save_rates
 from gdpo_nemo.planning.plan_report import full, text
 from gdpo_nemo.planning.shape import model_shape
+from gdpo_nemo.validation import validate
+
+
+def add(commands) -> None:
+    """Register the command."""
+    command = commands.add_parser("plan", help="memory, batches, time and the best layout of a config, before it is run")
+    add_config(command)
+    command.add_argument("--gpu", default="h100", metavar="NAME", help="a100, h100, h200 or b200 (default: %(default)s)")
+    command.add_argument("--link", type=float, metavar="GB/S", help="network of one GPU to other nodes, one direction")
+    command.add_argument("--calibration", metavar="FILE", help="speeds that --calibrate measured, in place of assumed ones")
+    command.add_argument("--calibrate", nargs="+", metavar="RUN", help="measure speeds on finished runs and write them to --out")
+    command.add_argument("--sweep", type=int, metavar="N", help="rank layouts for up to N GPUs and draw them to --out")
+    command.add_argument("--out", metavar="FILE", help="default: plan.png, calibration.json")
+    command.set_defaults(command=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints the plan of a config, a sweep, or what a calibration measured.
+    """Print the plan of a config, a sweep, or what a calibration measured.
 
     Raises:
         ConfigError: of the config or the options; also where the model's shape cannot be had without a download.

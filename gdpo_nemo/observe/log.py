@@ -155,6 +155,6 @@ def _plot(run_dir: Path) -> Path:
 
 
 def _report(run_dir: Path) -> Path:
-    from gdpo_nemo.observe.report import write_report
+    from gdpo_nemo.observe.html_report import write_report
 
     return write_report(run_dir)

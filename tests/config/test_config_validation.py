@@ -258,7 +258,7 @@ def test_the_plan_works_the_batch_arithmetic_out(minimal):
     "turns, tokens", [([], 36), (["max_turns=3"], 108), (["max_turns=3", "max_tokens=50"], 50)], ids=["one", "three", "budget"]
 )
 def test_a_null_constant_length_is_what_its_documentation_says(turns, tokens):
-    from gdpo_nemo.commands.explain_key import explain
+    from gdpo_nemo.commands.explain import explain
     from gdpo_nemo.rollouts.learning import longest_completion
 
     config = load_config(CONFIGS / "gdpo_tiny_cpu.yaml", [f"rollout.turns.{key}" for key in turns])

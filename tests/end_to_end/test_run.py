@@ -361,7 +361,7 @@ def _stop(launch: Launch, role: str) -> psutil.Process:
 
 def _diagnosis_when(launch: Launch, owner: str, waited_s: float):
     """The doctor's word once the run has waited for ``owner`` so long."""
-    from gdpo_nemo.observe.doctor import examine
+    from gdpo_nemo.observe.diagnosis import examine
 
     deadline = time.monotonic() + START_S
     while True:

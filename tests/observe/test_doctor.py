@@ -13,7 +13,7 @@ import pytest
 
 from gdpo_nemo import waits
 from gdpo_nemo.errors import ConfigError
-from gdpo_nemo.observe.doctor import Patient, diagnose, examine
+from gdpo_nemo.observe.diagnosis import Patient, diagnose, examine
 from gdpo_nemo.observe.status import StatusFile
 
 STUCK = 'Thread 7 (active): "MainThread"\n    crunch (mine/model.py:12)\n    train (gdpo_nemo/megatron/policy.py:90)\n'

@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 
 from gdpo_nemo import cli
+from gdpo_nemo.commands.arguments import DEFAULT_CONFIG
 from gdpo_nemo.config.health_checks import Check, read_checks
 from gdpo_nemo.config.load import load_config, save_config
 from gdpo_nemo.errors import ConfigError, RunError
-from gdpo_nemo.observe.health import check_health, healthy, load_thresholds, thresholds_of
+from gdpo_nemo.observe.health_findings import check_health, healthy, load_thresholds, thresholds_of
 from gdpo_nemo.observe.metrics import MetricsLog
 
 from demo_run import demo_row
@@ -118,7 +119,7 @@ def run_folder(folder: Path, change=lambda row: row, steps: int = 60, **rewards:
     """A recorded run with the demo's config, its rewards replaced where some are named."""
     overrides = [f"gdpo.rewards={{{', '.join(f'{k}: {v}' for k, v in rewards.items())}}}"] if rewards else []
     folder.mkdir(exist_ok=True)
-    save_config(load_config(cli.DEFAULT_CONFIG, overrides), folder / "config.yaml")
+    save_config(load_config(DEFAULT_CONFIG, overrides), folder / "config.yaml")
     return record(folder, change, steps)
 
 

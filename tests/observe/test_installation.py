@@ -18,6 +18,7 @@ from packaging.utils import canonicalize_name
 from safetensors.torch import save_file
 
 from gdpo_nemo import cli
+from gdpo_nemo.commands.arguments import DEFAULT_CONFIG
 from gdpo_nemo.observe import installation
 from gdpo_nemo.observe.installation import check_installation
 
@@ -109,7 +110,7 @@ def test_eval_and_parity_name_a_missing_library_before_they_start_a_process(tmp_
     (tmp_path / "config.json").write_text(json.dumps(QWEN2))
     save_file({"weight": torch.zeros(1)}, tmp_path / "model.safetensors")
     (tmp_path / "tokenizer_config.json").write_text("{}")
-    assert cli.main(["eval", str(tmp_path), "--config", str(cli.DEFAULT_CONFIG)]) == 1
+    assert cli.main(["eval", str(tmp_path), "--config", str(DEFAULT_CONFIG)]) == 1
     assert "apt-get install libabsent9" in capsys.readouterr().err
     assert cli.main(["parity", "--model", str(tmp_path), "--engine"]) == 1
     assert "apt-get install libabsent9" in capsys.readouterr().err

@@ -11,7 +11,7 @@ from gdpo_nemo import cli
 from gdpo_nemo.config.load import load_config, save_config
 from gdpo_nemo.data.records import Group, Outcome, Prompt, Trajectory
 from gdpo_nemo.observe.rollouts import write_rollouts
-from gdpo_nemo.commands.explain_advantages import read_step
+from gdpo_nemo.rollouts.advantage_tables import read_step
 from gdpo_nemo.rollouts.learning import advantages_of
 
 DEMO = Path(__file__).resolve().parents[2] / "configs" / "gdpo_tiny_cpu.yaml"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import ast
 import dataclasses
 import inspect
@@ -15,6 +16,19 @@ from gdpo_nemo.config.choices import CHOICES, OWN_FUNCTIONS
 from gdpo_nemo.config.load import nearest_key
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.errors import ConfigError
+
+
+def add(commands) -> None:
+    """Register the command."""
+    command = commands.add_parser("explain", help="what a config key does")
+    command.add_argument("key", nargs="?", default="", metavar="KEY", help="a section or a dotted key; none: all sections")
+    command.set_defaults(command=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print what a key or a section means."""
+    print(explain(arguments.key), end="")
+    return 0
 
 
 def explain(key: str = "") -> str:

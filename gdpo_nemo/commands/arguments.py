@@ -1,0 +1,45 @@
+"""What several commands share: the parser, arguments of one meaning, and the terminal."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+DEFAULT_CONFIG = CONFIGS / "gdpo_tiny_cpu.yaml"
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse, with one line instead of the usage text before an error."""
+
+    def error(self, message: str) -> None:
+        """Print the line and exit with status 2."""
+        self.exit(2, f"error: {message} (see {self.prog} --help)\n")
+
+
+def add_config(command: argparse.ArgumentParser) -> None:
+    """``--config`` and overrides."""
+    command.add_argument("--config", default=str(DEFAULT_CONFIG), metavar="FILE", help="default: %(default)s")
+    add_overrides(command)
+
+
+def add_overrides(command: argparse.ArgumentParser, what: str = "changes to the config") -> None:
+    """``section.key=value``, any number of times and anywhere on the command line."""
+    command.add_argument("overrides", nargs="*", metavar="section.key=value", help=what)
+
+
+def add_layout(command: argparse.ArgumentParser) -> None:
+    """``--layout`` and ``--precision`` of a policy that stands alone."""
+    command.add_argument(
+        "--layout", default="", metavar="SIZES", help="for instance tensor=2,pipeline=2,sequence; default: one rank"
+    )
+    command.add_argument("--precision", default="float32", choices=("float32", "bfloat16"), help="default: %(default)s")
+
+
+def terminal():
+    """Standard output for tables; 120 columns where it is no terminal and COLUMNS says nothing."""
+    from rich.console import Console
+
+    return Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else 120)

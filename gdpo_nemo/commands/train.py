@@ -1,0 +1,46 @@
+"""``gdpo-nemo train``: a run, or with ``--dry-run`` what it would be."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Sequence
+
+from gdpo_nemo.commands.arguments import add_config
+from gdpo_nemo.config.description import describe
+from gdpo_nemo.config.load import load_config, to_yaml
+from gdpo_nemo.config.schema import Config
+from gdpo_nemo.validation import validate
+
+
+def add(commands) -> None:
+    """Register the command."""
+    command = commands.add_parser("train", help="train, or resume the run of the same folder")
+    add_config(command)
+    command.add_argument("--dry-run", action="store_true", help="validate, print the resolved config and the plan, exit")
+    command.set_defaults(command=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Validate the config, then train; with --dry-run stop after showing what would be done."""
+    config = load_config(arguments.config, arguments.overrides)
+    notes = validate(config)
+    if arguments.dry_run:
+        return _dry_run(config, notes)
+    from gdpo_nemo.trainer import run as train
+
+    return train(config)
+
+
+def _dry_run(config: Config, notes: Sequence[str]) -> int:
+    """Check the data that is here and print the plan, as comments: the output as a whole is a config file again."""
+    from gdpo_nemo.commands.dry_run import check_data
+    from gdpo_nemo.observe.installation import missing_libraries
+    from gdpo_nemo.planning.plan_report import brief, text
+    from gdpo_nemo.resume import planned_changes
+
+    if config.cluster.gpus_per_node == 0 and (missing := missing_libraries()):
+        notes = [*notes, missing]
+    found = [*check_data(config), *(("resume", sentence) for sentence in planned_changes(config))]
+    lines = [*describe(config, notes).splitlines(), *text([*brief(config), *found]).splitlines()]
+    print(to_yaml(config) + "\n" + "\n".join(f"# {line}" for line in lines))
+    return 0
