@@ -106,7 +106,7 @@ def _from_hub(name: str) -> Path:
     try:
         return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]))
     except Exception as error:  # noqa: BLE001 - the hub client raises many kinds; all mean the model is not there
-        raise ConfigError(f"policy.model_name: {name} is neither a folder nor reachable on the hub ({type(error).__name__})")
+        raise ConfigError(f"policy.model_name: {name} is neither a folder nor reachable on the hub ({type(error).__name__})") from None
 
 
 def _make_model(config: Config) -> None:

@@ -13,8 +13,8 @@ from gdpo_nemo.checkpoints import Checkpoints, RunState, model_fingerprint
 from gdpo_nemo.config.changes import Change, check_changes, find_changes
 from gdpo_nemo.config.layout import prompt_limit, prompts_per_round, updates_per_step
 from gdpo_nemo.config.load import save_config, to_yaml
-from gdpo_nemo.config.schema import Config
 from gdpo_nemo.config.messages import first_line
+from gdpo_nemo.config.schema import Config
 from gdpo_nemo.errors import ConfigError
 
 if TYPE_CHECKING:  # it imports torch, which the dry run does without

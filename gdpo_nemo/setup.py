@@ -23,8 +23,8 @@ from gdpo_nemo.inputs import Inputs, read_inputs
 from gdpo_nemo.observe.diagnosis import examine
 from gdpo_nemo.observe.installation import require_libraries
 from gdpo_nemo.observe.log import RunLog
-from gdpo_nemo.observe.status import StatusFile
 from gdpo_nemo.observe.metrics import read_metrics
+from gdpo_nemo.observe.status import StatusFile
 from gdpo_nemo.resume import find_start, record_config, total_updates
 from gdpo_nemo.waits import WaitExpired
 
@@ -131,7 +131,7 @@ def standing(config: Config) -> Iterator[Parts]:
             raise
         except SystemExit as end:
             outcome[0] = "stopped"
-            raise SystemExit(stop.status or end.code)  # Ray, waiting, makes every exit a 1.
+            raise SystemExit(stop.status or end.code) from None  # Ray, waiting, makes every exit a 1.
 
 
 def _start_processes(parts: Parts, stack: contextlib.ExitStack, inputs: Inputs, checkpoint: Path | None) -> None:

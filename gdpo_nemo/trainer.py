@@ -13,9 +13,9 @@ import numpy as np
 
 from gdpo_nemo.algorithms import target_po_coefficients
 from gdpo_nemo.checkpoints import RunState
-from gdpo_nemo.config.objective_checks import kl_in_reward
 from gdpo_nemo.config.layout import prompts_per_round, updates_per_step
 from gdpo_nemo.config.load import save_config
+from gdpo_nemo.config.objective_checks import kl_in_reward
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.data.packing import TrainSequence
 from gdpo_nemo.errors import RunError

@@ -12,10 +12,10 @@ import pytest
 from gdpo_nemo import cli
 from gdpo_nemo.commands import dry_run
 from gdpo_nemo.config.load import load_config
-from gdpo_nemo.validation import validate
 from gdpo_nemo.data.rows import load_rows
 from gdpo_nemo.environments.registry import load_environments
 from gdpo_nemo.errors import ConfigError
+from gdpo_nemo.validation import validate
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 CONFIG = """\

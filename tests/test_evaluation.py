@@ -11,13 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gdpo_nemo.checkpoints import Checkpoints, RunState
+from gdpo_nemo.commands.evaluate import evaluate, find_subject, scored, without_policy
 from gdpo_nemo.config.layout import resolve_layout
 from gdpo_nemo.config.load import load_config
 from gdpo_nemo.config.schema import Config
-from gdpo_nemo.validation import validate
 from gdpo_nemo.data.records import Group, Outcome, Prompt, Trajectory
 from gdpo_nemo.errors import ConfigError
-from gdpo_nemo.commands.evaluate import evaluate, find_subject, scored, without_policy
+from gdpo_nemo.validation import validate
 
 
 @pytest.fixture

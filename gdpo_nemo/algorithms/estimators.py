@@ -207,7 +207,7 @@ def sa_mrpo(
     Raises:
         ValueError: a reward outside its bounds, or bounds of an unknown component.
     """
-    limits = {name: (0.0, 1.0) for name in table.names}
+    limits = dict.fromkeys(table.names, (0.0, 1.0))
     for name, limit in (bounds or {}).items():
         if name not in limits:
             raise ValueError(f"bounds of unknown component {name!r}; {nearest(name, table.names)}")

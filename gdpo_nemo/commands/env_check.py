@@ -69,7 +69,8 @@ def sample_of(row: Mapping[str, Any], text: str, environment: str = "env", index
     shown = value if messages is None else "\n".join(str(message.get("content")) for message in messages)
     fields = {name: content for name, content in row.items() if name not in (key, "id")}
     tokens = np.frombuffer(text.encode(), np.uint8).astype(np.int32)
-    prompt = Prompt(str(row.get("id", "row")), np.frombuffer(str(shown).encode(), np.uint8).astype(np.int32), str(shown), environment, fields, messages)
+    shown_tokens = np.frombuffer(str(shown).encode(), np.uint8).astype(np.int32)
+    prompt = Prompt(str(row.get("id", "row")), shown_tokens, str(shown), environment, fields, messages)
     return Trajectory(prompt, index, tokens, np.zeros(len(tokens), np.float32), 0, text, "stop")
 
 

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from gdpo_nemo.config.architectures import (
-    check_adapted_layers,
     CPU_HEAD_SIZES,
     attention_scaling,
+    check_adapted_layers,
     check_model_content,
     check_scaled_rope,
     head_size,

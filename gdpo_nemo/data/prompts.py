@@ -14,10 +14,10 @@ from typing import Any, Mapping, Sequence
 
 import numpy as np
 
+from gdpo_nemo.config.messages import first_line, nearest
 from gdpo_nemo.config.schema import DatasetConfig
 from gdpo_nemo.data.records import Prompt
 from gdpo_nemo.data.rows import PROMPT_KEYS, Row, environment_of, environment_of_row, load_rows
-from gdpo_nemo.config.messages import first_line, nearest
 from gdpo_nemo.errors import ConfigError
 
 Messages = Sequence[Mapping[str, Any]]

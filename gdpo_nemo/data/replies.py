@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from email.utils import parsedate_to_datetime
 from datetime import datetime, timezone
+from email.utils import parsedate_to_datetime
 from typing import Any, Mapping
 
 from gdpo_nemo.data.failures import Failure, FailureKind, printable

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, Iterator, Mapping
 
 from gdpo_nemo.config.files import DATA_SUFFIXES, check_data_file
-from gdpo_nemo.config.schema import DatasetConfig
 from gdpo_nemo.config.messages import first_line, nearest
+from gdpo_nemo.config.schema import DatasetConfig
 from gdpo_nemo.errors import ConfigError
 
 PROMPT_KEYS = ("messages", "prompt", "question", "problem")

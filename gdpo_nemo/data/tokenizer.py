@@ -6,8 +6,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from gdpo_nemo.config.schema import Config
 from gdpo_nemo.config.messages import first_line
+from gdpo_nemo.config.schema import Config
 from gdpo_nemo.errors import ConfigError
 
 

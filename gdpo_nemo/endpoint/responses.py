@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from typing import Any, Iterator, Mapping
 
+from gdpo_nemo.data.completions import output_items
 from gdpo_nemo.endpoint.conversations import Turn
 from gdpo_nemo.endpoint.parameters import ChatRequest, Refused, read_object, read_request
-from gdpo_nemo.data.completions import output_items
 from gdpo_nemo.generation.requests import Sampling
 
 TOKEN_FIELDS = ("prompt_token_ids", "generation_token_ids", "generation_log_probs")

@@ -12,12 +12,12 @@ from typing import Any, Iterator, Mapping
 
 import numpy as np
 
+from gdpo_nemo.data.completions import output_items
 from gdpo_nemo.data.conversation import Conversation
 from gdpo_nemo.endpoint.conversations import EditedHistory, History, Turn, UnknownTurn, arguments_of, fingerprint, text_of
 from gdpo_nemo.endpoint.parameters import ChatRequest, NoRoom, Refused, read_chat
 from gdpo_nemo.endpoint.responses import read_responses, response_of, response_without_room
 from gdpo_nemo.endpoint.router import EngineRouter
-from gdpo_nemo.data.completions import output_items
 from gdpo_nemo.errors import GdpoError, RunError
 from gdpo_nemo.generation.requests import Completion, SampleRequest, Sampling
 

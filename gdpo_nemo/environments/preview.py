@@ -8,9 +8,9 @@ from importlib.util import find_spec
 from typing import Any, Mapping
 
 from gdpo_nemo.config.messages import nearest
-from gdpo_nemo.environments.tasks.reward_functions import BUILT_IN as FUNCTIONS
 from gdpo_nemo.config.objects import find_file, is_reference
 from gdpo_nemo.environments.registry import BUILT_IN, ENTRY_POINT_GROUP, environment_names, load_environment, own_workers
+from gdpo_nemo.environments.tasks.reward_functions import BUILT_IN as FUNCTIONS
 from gdpo_nemo.errors import ConfigError
 
 _INSTANT = ("digit_sort", "digit_turns", "gsm8k", "math", "nemo_gym", "nemo_gym_agent", "reasoning_gym", "tool_calling")

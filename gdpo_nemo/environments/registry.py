@@ -5,12 +5,12 @@ from __future__ import annotations
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Mapping
 
-from gdpo_nemo.config.objective_checks import check_components
-from gdpo_nemo.config.schema import Config
 from gdpo_nemo.config.messages import first_line, nearest
+from gdpo_nemo.config.objective_checks import check_components
+from gdpo_nemo.config.objects import is_reference, load_object
+from gdpo_nemo.config.schema import Config
 from gdpo_nemo.environments.base import Environment
 from gdpo_nemo.environments.episodes import has_turns
-from gdpo_nemo.config.objects import is_reference, load_object
 from gdpo_nemo.errors import ConfigError
 
 ENTRY_POINT_GROUP = "gdpo_nemo.environments"

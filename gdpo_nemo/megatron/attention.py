@@ -261,7 +261,7 @@ class PackedAttention(MegatronModule):
             half = parts.size(1) // 2
             pieces.extend(parts[:, :half])
             pieces.extend(parts[:, half:].flip(0))
-        return torch.cat([piece for piece in pieces])
+        return torch.cat(list(pieces))
 
     def _attend(self, query, key, value, rectangle: Rectangle, drop: float):
         q = _Unroll.apply(query, rectangle.queries, rectangle.queries_back, rectangle.rows)

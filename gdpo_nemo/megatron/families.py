@@ -16,7 +16,6 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from gdpo_nemo.config.architectures import TRAITS, Family, check_family
 
-
 # How a weight is split over tensor-parallel ranks.
 REPLICATED, ROWS, COLUMNS, GATED_ROWS = "replicated", "rows", "columns", "gated rows"
 

@@ -50,7 +50,7 @@ def write_model(
     def flush():
         names.append(f"model-{len(names) + 1:05d}.safetensors")
         save_tensors(shards[-1], folder / names[-1], metadata={"format": "pt"})
-        maps.append({key: names[-1] for key in shards[-1]})
+        maps.append(dict.fromkeys(shards[-1], names[-1]))
         shards[-1].clear()
         sizes[-1] = 0
 

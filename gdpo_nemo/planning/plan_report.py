@@ -126,7 +126,8 @@ def _shared_line(config: Config, shape: Shape, device: Device) -> str:
 
 
 def _mesh(config: Config, layout: Layout) -> str:
-    mesh = f"tensor {layout.tensor} x pipeline {layout.pipeline} x context {layout.context} x data {layout.data} = {_count(layout.policy_ranks, 'policy rank')}"
+    sizes = f"tensor {layout.tensor} x pipeline {layout.pipeline} x context {layout.context} x data {layout.data}"
+    mesh = f"{sizes} = {_count(layout.policy_ranks, 'policy rank')}"
     engines = (
         f"{_count(layout.engines, 'engine')} x {layout.engine_tensor} = {_count(layout.engine_ranks, 'engine rank')}"
     )

@@ -18,11 +18,11 @@ from rich.table import Table
 from rich.text import Text
 
 from gdpo_nemo.algorithms import Advantages
-from gdpo_nemo.config.objective_checks import kl_in_reward
 from gdpo_nemo.config.load import load_config
+from gdpo_nemo.config.messages import nearest
+from gdpo_nemo.config.objective_checks import kl_in_reward
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.data.records import Group, Outcome, Prompt, Trajectory
-from gdpo_nemo.config.messages import nearest
 from gdpo_nemo.errors import ConfigError
 from gdpo_nemo.observe.rollouts import loss_mask_of, read_rollouts
 from gdpo_nemo.rollouts.learning import advantages_of, reward_columns

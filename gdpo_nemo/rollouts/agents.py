@@ -14,9 +14,9 @@ from typing import Any, Mapping, Sequence
 import numpy as np
 
 from gdpo_nemo.config.turn_limits import TURNS_KEPT
+from gdpo_nemo.data.failures import Failure, printable
 from gdpo_nemo.data.records import NOT_CONTIGUOUS, Outcome, Prompt, Trajectory
 from gdpo_nemo.endpoint.conversations import History
-from gdpo_nemo.data.failures import Failure, printable
 from gdpo_nemo.errors import RunError
 from gdpo_nemo.rollouts.context import RolloutContext, Transcript
 

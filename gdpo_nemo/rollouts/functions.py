@@ -7,12 +7,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Callable, Collection, Mapping, Sequence
 
 from gdpo_nemo.cluster.fleet import EngineFleet
+from gdpo_nemo.config.messages import first_line
+from gdpo_nemo.config.objects import load_object
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.data.conversation import Conversation
 from gdpo_nemo.data.records import Prompt, Trajectory
-from gdpo_nemo.config.messages import first_line
 from gdpo_nemo.environments.episodes import has_turns
-from gdpo_nemo.config.objects import load_object
 from gdpo_nemo.environments.execution.pool import EnvironmentPool
 from gdpo_nemo.environments.registry import load_environments
 from gdpo_nemo.errors import ConfigError, GdpoError, RunError

@@ -9,13 +9,13 @@ import numpy as np
 
 from gdpo_nemo.algorithms import Advantages, apply_shaping, compute_advantages, groups_with_signal, token_weights
 from gdpo_nemo.algorithms.rewards import CREATING, transformation_of
+from gdpo_nemo.config.messages import first_line
 from gdpo_nemo.config.objective_checks import check_estimator
+from gdpo_nemo.config.objects import load_object
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.data.packing import TrainSequence
 from gdpo_nemo.data.records import NOT_CONTIGUOUS, Group, Outcome, Trajectory
 from gdpo_nemo.data.results import UpdateResult
-from gdpo_nemo.config.messages import first_line
-from gdpo_nemo.config.objects import load_object
 from gdpo_nemo.errors import ConfigError, RunError
 
 

@@ -11,9 +11,9 @@ import pytest
 from gdpo_nemo.algorithms import Terms, compute_advantages, weighted_terms, z_scores
 from gdpo_nemo.algorithms.estimators import gdpo
 from gdpo_nemo.config.load import load_config
-from gdpo_nemo.validation import validate
 from gdpo_nemo.errors import ConfigError, RunError
 from gdpo_nemo.rollouts.learning import advantages_of, check_own_estimator
+from gdpo_nemo.validation import validate
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 EXAMPLE = "examples/custom_estimator.py"

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Iterator
 
-from gdpo_nemo.interop.nemo_rl.translate import CANNOT_RUN, DIFFERS, SAME, Translation, translate
-from gdpo_nemo.interop.nemo_rl.recipe import open_recipe
 from gdpo_nemo.errors import ConfigError
+from gdpo_nemo.interop.nemo_rl.recipe import open_recipe
+from gdpo_nemo.interop.nemo_rl.translate import CANNOT_RUN, DIFFERS, SAME, Translation, translate
 
 UNREADABLE = "cannot be read"
 

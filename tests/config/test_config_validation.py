@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from gdpo_nemo.config.description import describe
 from gdpo_nemo.config.layout import resolve_layout
 from gdpo_nemo.config.load import load_config, save_config
-from gdpo_nemo.config.description import describe
-from gdpo_nemo.validation import validate
 from gdpo_nemo.errors import ConfigError
 from gdpo_nemo.planning.shape import model_shape
+from gdpo_nemo.validation import validate
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 EXPERTS = {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}

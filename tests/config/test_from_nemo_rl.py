@@ -9,6 +9,9 @@ import yaml
 from omegaconf import OmegaConf
 
 from gdpo_nemo import cli
+from gdpo_nemo.config.load import load_config
+from gdpo_nemo.errors import ConfigError
+from gdpo_nemo.interop.nemo_rl.recipe import DEFAULTS, read_recipe
 from gdpo_nemo.interop.nemo_rl.translate import (
     ADDED,
     ALREADY,
@@ -21,10 +24,7 @@ from gdpo_nemo.interop.nemo_rl.translate import (
     Translation,
     translate,
 )
-from gdpo_nemo.interop.nemo_rl.recipe import DEFAULTS, read_recipe
-from gdpo_nemo.config.load import load_config
 from gdpo_nemo.validation import validate
-from gdpo_nemo.errors import ConfigError
 
 RECIPES = Path(__file__).with_name("nemo_rl")
 EVERY_KEY = RECIPES / "every_key.yaml"

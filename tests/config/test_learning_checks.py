@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from gdpo_nemo.config.load import load_config
-from gdpo_nemo.validation import validate
 from gdpo_nemo.errors import ConfigError
+from gdpo_nemo.validation import validate
 
 ROOT = Path(__file__).resolve().parents[2]
 CONDITION = "{component: format, condition: {on: correctness, ge: 1.0}}"

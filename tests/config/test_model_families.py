@@ -12,8 +12,8 @@ import pytest
 from gdpo_nemo import cli
 from gdpo_nemo.config.architectures import CPU_HEAD_SIZES, FAMILIES, check_model_content
 from gdpo_nemo.config.load import load_config
-from gdpo_nemo.validation import validate
 from gdpo_nemo.errors import ConfigError
+from gdpo_nemo.validation import validate
 
 EMPTY_SAFETENSORS = (2).to_bytes(8, "little") + b"{}"
 GPUS = ["cluster.gpus_per_node=4", "policy.precision=bfloat16"]

@@ -13,9 +13,9 @@ import pytest
 
 from gdpo_nemo import cli
 from gdpo_nemo.config.effects import keys_without_effect
-from gdpo_nemo.interop.nemo_rl.translate import CANNOT_RUN, DIFFERS, SAME, Translation, translate
-from gdpo_nemo.interop.nemo_rl.known_models import known_model
 from gdpo_nemo.config.load import load_config
+from gdpo_nemo.interop.nemo_rl.known_models import known_model
+from gdpo_nemo.interop.nemo_rl.translate import CANNOT_RUN, DIFFERS, SAME, Translation, translate
 from gdpo_nemo.validation import validate
 
 FOLDER = Path(__file__).with_name("nemo_rl")
@@ -325,7 +325,7 @@ def test_a_name_tells_its_family(name, family):
 
 
 def test_every_family_that_can_be_built_is_known_by_some_name():
-    from gdpo_nemo.interop.nemo_rl.known_models import _NAMES
     from gdpo_nemo.config.architectures import FAMILIES
+    from gdpo_nemo.interop.nemo_rl.known_models import _NAMES
 
     assert set(FAMILIES) <= {kind for _, kind, _ in _NAMES}

@@ -12,9 +12,8 @@ from gdpo_nemo.config.layout import resolve_layout
 from gdpo_nemo.config.load import load_config
 from gdpo_nemo.config.placement import chosen_transport, describe_places, place
 from gdpo_nemo.config.schema import Config
-from gdpo_nemo.validation import validate
 from gdpo_nemo.errors import ConfigError
-
+from gdpo_nemo.validation import validate
 
 TINY = Path(__file__).resolve().parents[2] / "configs" / "gdpo_tiny_cpu.yaml"
 

@@ -5,10 +5,10 @@ from collections import Counter
 
 import numpy as np
 import pytest
+from character_tokenizer import character_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from character_tokenizer import character_tokenizer
 from gdpo_nemo.config.schema import DatasetConfig
 from gdpo_nemo.data.prompts import PromptSource
 from gdpo_nemo.environments.registry import load_environments
@@ -78,7 +78,9 @@ def test_rows_in_a_form_of_their_environments_own_are_read_by_it_and_no_others(t
     assert prompts[2].fields["kept"] == rows[2]
 
 
-@pytest.mark.parametrize("row, message", [({"task": "polit"}, "row 1: env has no 'polit'; did you mean 'polite'"), ({}, "row 1: names no environment")])
+@pytest.mark.parametrize(
+    "row, message", [({"task": "polit"}, "row 1: env has no 'polit'; did you mean 'polite'"), ({}, "row 1: names no environment")]
+)
 def test_a_row_that_no_environment_verifies_is_refused(tmp_path, row, message):
     rows = [{"prompt": "a", "task": "polite"}, {"prompt": "b", **row}]
     with pytest.raises(ConfigError, match=f"data.train.environment_key: {message}"):

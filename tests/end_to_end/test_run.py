@@ -15,7 +15,6 @@ from launch import START_S, STEPS, Launch, OnATerminal, rows, timeless
 
 from gdpo_nemo.observe.rollouts import read_rollouts, rollout_path
 
-
 QUICK = ("logger.plot=false", "logger.tensorboard.enabled=false")
 
 

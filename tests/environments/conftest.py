@@ -1,7 +1,6 @@
 from importlib.util import find_spec
 
 import pytest
-
 from real_nemo_gym import COMPILED, RealGym
 
 # An extra of the project, since it needs a compiler; .ci/run installs it.

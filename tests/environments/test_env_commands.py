@@ -9,8 +9,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
-
 from environment_samples import HOSTILE
+
 from gdpo_nemo import cli
 from gdpo_nemo.environments.registry import BUILT_IN
 

@@ -8,11 +8,11 @@ import threading
 import time
 
 import pytest
+from environment_samples import HOSTILE, trajectories, trajectory
 
 from gdpo_nemo.data.records import Outcome
 from gdpo_nemo.environments.execution.pool import RETRY_FAILURES, EnvironmentPool, _shards
 from gdpo_nemo.errors import RunError
-from environment_samples import HOSTILE, trajectories, trajectory
 
 ENVIRONMENTS = {
     "env": {"plugin": f"{HOSTILE}:Hostile"},

@@ -3,17 +3,17 @@ import sys
 from importlib.metadata import EntryPoint
 
 import pytest
+from environment_samples import HOSTILE, trajectory
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from environment_samples import HOSTILE, trajectory
 from gdpo_nemo import cli
 from gdpo_nemo.environments import registry
+from gdpo_nemo.environments.execution.pool import EnvironmentPool
+from gdpo_nemo.environments.registry import environment_names, environment_reward_names, load_environment
 from gdpo_nemo.environments.tasks.digit_sort import DigitSort, is_held_out
 from gdpo_nemo.environments.tasks.gsm8k import Gsm8k
 from gdpo_nemo.environments.tasks.math import Math
-from gdpo_nemo.environments.execution.pool import EnvironmentPool
-from gdpo_nemo.environments.registry import environment_names, environment_reward_names, load_environment
 from gdpo_nemo.errors import ConfigError, RunError
 
 
@@ -147,7 +147,8 @@ UNLIKE = {(r"18.9", LONG), ("Yes", "Yes")}
 
 @pytest.mark.parametrize(
     "gold, text",
-    [*sorted(UNLIKE), ("Monday", r"\boxed{Monday}"), (r"\$18.90", r"\boxed{18.90}"), (r"\$18.90", r"\boxed{\$18.90}"), ("(0, 1]", r"$\boxed{(0,1]}$"), ("3, 4", r"\boxed{4}"),
+    [*sorted(UNLIKE), ("Monday", r"\boxed{Monday}"), (r"\$18.90", r"\boxed{18.90}"), (r"\$18.90", r"\boxed{\$18.90}"),
+     ("(0, 1]", r"$\boxed{(0,1]}$"), ("3, 4", r"\boxed{4}"),
      (r"$\frac{1}{2}$", "it is 0.5"), ("7", "The answer is 7."), ("7", r"\boxed{8} and \boxed{7}"), ("7", ""), ("", "7"), ("1,080", "1080"),
      (r"\text{even}", r"\boxed{even}"), ("x^2+1", r"\boxed{1+x^2}"), ("50\\%", r"\boxed{0.5}"), ("7", "7" + " " * 5000 + "8")],
 )  # fmt: skip

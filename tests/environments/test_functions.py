@@ -4,13 +4,13 @@ import time
 from pathlib import Path
 
 import pytest
-
 from environment_samples import HOSTILE, trajectories, trajectory
+
 from gdpo_nemo.data.records import Outcome
-from gdpo_nemo.environments.tasks.reward_functions import Functions
-from gdpo_nemo.environments.execution.pool import EnvironmentPool
 from gdpo_nemo.environments.execution.dispatch import EnvironmentPools
+from gdpo_nemo.environments.execution.pool import EnvironmentPool
 from gdpo_nemo.environments.registry import load_environment
+from gdpo_nemo.environments.tasks.reward_functions import Functions
 from gdpo_nemo.errors import ConfigError, RunError
 
 PLACE = str(Path(__file__).with_name("hostile_functions.py"))

@@ -2,14 +2,14 @@ import logging
 import time
 
 import pytest
-
 from environment_samples import trajectory
+from judge_server import JudgeServer
+
 from gdpo_nemo.data.records import Outcome
-from gdpo_nemo.environments.tasks.reward_functions import Functions
 from gdpo_nemo.environments.execution.pool import EnvironmentPool
 from gdpo_nemo.environments.registry import load_environment
+from gdpo_nemo.environments.tasks.reward_functions import Functions
 from gdpo_nemo.errors import ConfigError
-from judge_server import JudgeServer
 
 KEY = "sk-verysecret-0123456789"
 

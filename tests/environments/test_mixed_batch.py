@@ -5,11 +5,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-
 from character_tokenizer import character_tokenizer
 from environment_samples import trajectory
+
 from gdpo_nemo.config.load import load_config
-from gdpo_nemo.validation import validate
 from gdpo_nemo.data.prompts import PromptSource
 from gdpo_nemo.data.records import Group, Trajectory
 from gdpo_nemo.environments.execution.dispatch import EnvironmentPools
@@ -18,6 +17,7 @@ from gdpo_nemo.errors import ConfigError
 from gdpo_nemo.rollouts.functions import check_one_kind, rollout_functions
 from gdpo_nemo.rollouts.learning import advantages_of
 from gdpo_nemo.rollouts.stream import judge
+from gdpo_nemo.validation import validate
 
 DEMO = Path(__file__).resolve().parents[2] / "configs" / "gdpo_tiny_cpu.yaml"
 PLACE = Path(__file__).with_name("hostile_functions.py")
@@ -100,7 +100,7 @@ def test_an_environment_that_fails_leaves_the_others_advantages_as_they_would_be
     config, groups = batch
     others = groups[1:]
     alone = advantages_of(others, config).values.numpy()
-    failed = [trajectory for trajectory in groups[0].trajectories]
+    failed = list(groups[0].trajectories)
     with EnvironmentPools({"digit_sort": {"plugin": "functions", "functions": {"correctness": f"{PLACE}:down"}}}) as pool:
         judge(failed, pool)
     beside = advantages_of(groups, config).values.numpy()

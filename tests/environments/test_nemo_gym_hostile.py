@@ -6,15 +6,15 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-
 from environment_samples import trajectory
+from hostile_gym_server import SECRET, ClosingServer, Hosted, hostile_app
+
 from gdpo_nemo.data.records import Outcome
+from gdpo_nemo.environments.execution.pool import EnvironmentPool
 from gdpo_nemo.environments.nemo_gym import episode
 from gdpo_nemo.environments.nemo_gym.environment import NemoGym
 from gdpo_nemo.environments.nemo_gym.gym_rows import ROW
-from gdpo_nemo.environments.execution.pool import EnvironmentPool
 from gdpo_nemo.errors import ConfigError, RunError
-from hostile_gym_server import SECRET, ClosingServer, Hosted, hostile_app
 
 DEADLINE = 2.4
 RULES = [{"name": "correctness"}, {"name": "format"}]

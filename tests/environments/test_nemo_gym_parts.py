@@ -6,28 +6,28 @@ import re
 import time
 
 import pytest
+from environment_samples import trajectory
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from environment_samples import trajectory
 from gdpo_nemo.config.load import load_config
 from gdpo_nemo.config.schema import DatasetConfig
-from gdpo_nemo.validation import validate
+from gdpo_nemo.data.completions import output_items
+from gdpo_nemo.data.failures import Failure
+from gdpo_nemo.data.records import Outcome
+from gdpo_nemo.data.replies import check_measurement, depth_exceeds, parse_json, retry_after_s
 from gdpo_nemo.data.rows import load_rows
 from gdpo_nemo.environments.nemo_gym.client import Cookies
-from gdpo_nemo.data.completions import output_items
 from gdpo_nemo.environments.nemo_gym.environment import NemoGym
-from gdpo_nemo.data.failures import Failure
-from gdpo_nemo.data.replies import check_measurement, depth_exceeds, parse_json, retry_after_s
+from gdpo_nemo.environments.nemo_gym.gym_rows import ROW, read_row, request_body
 from gdpo_nemo.environments.nemo_gym.reward_mapping import read_rules, rewards_of
 from gdpo_nemo.environments.nemo_gym.routing import routes_of
-from gdpo_nemo.environments.nemo_gym.gym_rows import ROW, read_row, request_body
 from gdpo_nemo.environments.nemo_gym.server_settings import api_key, read_settings
 from gdpo_nemo.environments.preview import announced_components
 from gdpo_nemo.environments.registry import load_environment
 from gdpo_nemo.errors import ConfigError
 from gdpo_nemo.rollouts.learning import rollout_metrics
-from gdpo_nemo.data.records import Outcome
+from gdpo_nemo.validation import validate
 
 SERVERS = {"servers": {"one": "http://127.0.0.1:1"}}
 TOOL = {"type": "function", "name": "f", "description": "d", "strict": True, "parameters": {"type": "object"}}

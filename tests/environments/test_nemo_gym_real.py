@@ -3,15 +3,15 @@
 import json
 
 import pytest
-
 from environment_samples import trajectory
+from real_nemo_gym import COMPILED, REPOSITORY
+
 from gdpo_nemo.algorithms import compute_advantages
 from gdpo_nemo.config.load import load_config
 from gdpo_nemo.data.records import Outcome
 from gdpo_nemo.environments.nemo_gym.environment import NemoGym
 from gdpo_nemo.environments.nemo_gym.gym_rows import ROW
 from gdpo_nemo.errors import ConfigError
-from real_nemo_gym import COMPILED, REPOSITORY
 
 TOOLS = "example_tool_call_multireward"
 RULES = [{"name": "correctness"}, {"name": "schema_valid"}, {"name": "format"}]

@@ -6,9 +6,9 @@ import subprocess
 import sys
 
 import pytest
+from real_nemo_gym import REPOSITORY
 
 from gdpo_nemo.cli import main
-from real_nemo_gym import REPOSITORY
 
 CONFIG = str(REPOSITORY / "configs" / "gdpo_nemo_gym_multireward.yaml")
 TOOLS = "example_tool_call_multireward"
@@ -53,7 +53,8 @@ def test_three_steps_on_three_named_rewards(real_gym, tool_model, tmp_path):
     [
         ("nobody", [], 1, f"env.tools: server {TOOLS} at http://127.0.0.1:9: connection: "),
         ("real", ["env.tools.rewards=[{name: style}]"], 2, "missing_reward: reward_components.style is not in the reply; it has reward, "),
-        ("real", ["env.tools.rewards=null", "gdpo.rewards={style: 1.0}"], 2, "gdpo.rewards.style: no environment gives this component; available: correctness, format, "),
+        ("real", ["env.tools.rewards=null", "gdpo.rewards={style: 1.0}"], 2,
+         "gdpo.rewards.style: no environment gives this component; available: correctness, format, "),
     ],
 )  # fmt: skip
 def test_preflight_ends_the_run_before_anything_is_started(

@@ -3,11 +3,11 @@
 import re
 
 import pytest
-
 from environment_samples import trajectory
+
 from gdpo_nemo.data.records import Outcome
-from gdpo_nemo.environments.tasks.reasoning_gym import ReasoningGym
 from gdpo_nemo.environments.registry import environment_reward_names, load_environment
+from gdpo_nemo.environments.tasks.reasoning_gym import ReasoningGym
 from gdpo_nemo.errors import ConfigError
 
 

@@ -1,8 +1,8 @@
 import json
 
 import pytest
-
 from environment_samples import trajectory
+
 from gdpo_nemo.environments.tasks.tool_calling import ToolCalling, correctness, formatted
 
 

@@ -29,12 +29,12 @@ def write(run, flags: np.ndarray) -> None:
     """Metrics of a run whose raw flags are ``flags``, as the trainer would have written them."""
     run.folder.mkdir(parents=True)
     rows = []
-    for step, (c, f, l, a) in enumerate(flags.tolist(), start=1):
+    for step, (c, f, short, a) in enumerate(flags.tolist(), start=1):
         row = {"step": step, "loss": 0.0, "reward/format/mean": f, "reward/all/mean": a}
         if run.setting == "scaled":
-            row |= {"reward/correctness/mean": 6 * c - 3, "reward/length/mean": c * l, "reward/length_flag/mean": l}
+            row |= {"reward/correctness/mean": 6 * c - 3, "reward/length/mean": c * short, "reward/length_flag/mean": short}
         else:
-            row |= {"reward/correctness/mean": c, "reward/length/mean": l}
+            row |= {"reward/correctness/mean": c, "reward/length/mean": short}
         rows.append(json.dumps(row))
     (run.folder / "metrics.jsonl").write_text("\n".join(rows) + "\n")
 

@@ -144,8 +144,8 @@ def round_trips(place, folders) -> dict:
     from transformers import AutoConfig
 
     from gdpo_nemo.megatron.conversion import export_hf, load_hf
-    from gdpo_nemo.weights.model_folder import open_weights
     from gdpo_nemo.megatron.model import build_chunks
+    from gdpo_nemo.weights.model_folder import open_weights
 
     out = {}
     for name, folder in folders.items():
@@ -183,8 +183,8 @@ def load_failure(place, folder, break_it) -> str:
     from transformers import AutoConfig
 
     from gdpo_nemo.megatron.conversion import load_hf
-    from gdpo_nemo.weights.model_folder import open_weights
     from gdpo_nemo.megatron.model import build_chunks
+    from gdpo_nemo.weights.model_folder import open_weights
 
     hf = AutoConfig.from_pretrained(folder)
     _, chunks = build_chunks(hf, place.layout, torch.float32)

@@ -109,7 +109,7 @@ class RankPool:
                 if not ok:
                     deadline = min(deadline, time.monotonic() + _GRACE_S)
         if failures or waiting:
-            failures.update({rank: "no answer" for rank in waiting.values()})
+            failures.update(dict.fromkeys(waiting.values(), "no answer"))
             # Where every rank raised none is left waiting in a collective, and a new process group is new enough.
             self.laid_out = None
             if waiting or DIED in failures.values():

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from gdpo_nemo.observe.component_alerts import PATIENCE, ComponentAlerts
 from gdpo_nemo.observe.alerts import read_alerts
+from gdpo_nemo.observe.component_alerts import PATIENCE, ComponentAlerts
 from gdpo_nemo.observe.log import RunLog
 
 CONSTANT = "component 'one' is constant in every group (mean {:.4g}): it trains nothing"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from demo_run import demo_row
 
 from gdpo_nemo import cli
 from gdpo_nemo.commands.arguments import DEFAULT_CONFIG
@@ -13,8 +14,6 @@ from gdpo_nemo.config.load import load_config, save_config
 from gdpo_nemo.errors import ConfigError, RunError
 from gdpo_nemo.observe.health_findings import check_health, healthy, load_thresholds, thresholds_of
 from gdpo_nemo.observe.metrics import MetricsLog
-
-from demo_run import demo_row
 
 DEMO = load_config(Path(__file__).resolve().parents[2] / "configs" / "gdpo_tiny_cpu.yaml")
 THRESHOLDS = read_checks(DEMO.health.checks, DEMO.health.window, "demo")
@@ -174,7 +173,7 @@ def test_what_holds_for_every_run_finds_each_sickness_in_a_run_without_threshold
 
     states = []
     for ill in (False, True):
-        folder = run_folder(tmp_path / str(ill), lambda r: row(r["step"], ill and r["step"] > 6), 20, one=1.0)
+        folder = run_folder(tmp_path / str(ill), lambda r, ill=ill: row(r["step"], ill and r["step"] > 6), 20, one=1.0)
         checks, _ = thresholds_of(folder)
         states.append({f.check.metric for f in check_health(folder, checks) if f.status == "fail"})
     assert states == [set(), {found}]

@@ -7,6 +7,7 @@ import math
 
 import numpy as np
 import pytest
+from demo_run import NASTY, demo_groups
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -14,8 +15,6 @@ from gdpo_nemo.errors import RunError
 from gdpo_nemo.observe.metrics import MetricsLog, read_metrics
 from gdpo_nemo.observe.rollouts import read_rollouts, remove_rollouts_after, rollout_files, write_rollouts
 from gdpo_nemo.observe.trace import TraceLog, read_trace
-
-from demo_run import NASTY, demo_groups
 
 numbers = st.one_of(st.integers(-(2**53), 2**53), st.floats(), st.none())
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from demo_run import NASTY, demo_groups, demo_row, demo_validation
 from rich.console import Console
 
 from gdpo_nemo import cli
@@ -19,8 +20,6 @@ from gdpo_nemo.observe.history import History
 from gdpo_nemo.observe.log import RunLog
 from gdpo_nemo.observe.metrics import read_metrics
 from gdpo_nemo.observe.rollouts import rollout_files
-
-from demo_run import NASTY, demo_groups, demo_row, demo_validation
 
 
 def play(config, steps=range(1, 8), start: int = 0, status: str = "complete") -> None:
@@ -60,7 +59,10 @@ def test_a_run_that_starts_over_leaves_nothing_of_the_first_try(config, run_dir)
     assert [row["step"] for row in read_metrics(run_dir)] == [0, 1, 2, 2]
 
 
-@pytest.mark.parametrize("target", [(log, "_plot"), (log, "_report"), (log, "write_rollouts"), (console.PlainConsole, "step"), (log, "_tensorboard"), (log, "TraceLog")])
+@pytest.mark.parametrize(
+    "target",
+    [(log, "_plot"), (log, "_report"), (log, "write_rollouts"), (console.PlainConsole, "step"), (log, "_tensorboard"), (log, "TraceLog")],
+)
 def test_a_failure_to_draw_warns_once_and_the_run_goes_on(config, run_dir, monkeypatch, target):
     def broken(*arguments, **named):
         raise RuntimeError("no font")
@@ -134,7 +136,10 @@ def test_the_live_panel_shows_rewards_trend_speed_and_time_left(run_dir):
         assert part in text.getvalue(), part
 
 
-@pytest.mark.parametrize("mode, terminal, kind", [("auto", True, console.LiveConsole), ("auto", False, console.PlainConsole), ("plain", True, console.PlainConsole)])
+@pytest.mark.parametrize(
+    "mode, terminal, kind",
+    [("auto", True, console.LiveConsole), ("auto", False, console.PlainConsole), ("plain", True, console.PlainConsole)],
+)
 def test_auto_is_live_on_a_terminal_only(mode, terminal, kind, run_dir):
     shown, _ = live(History(), mode, terminal)
     shown.close("complete", run_dir)

@@ -106,7 +106,9 @@ def test_a_prompt_drawn_twice_in_a_step_stays_two_groups(tmp_path):
     assert [len(g.trajectories) for g in read_step(path)[0]] == [4, 4]
 
 
-@pytest.mark.parametrize("content, expected", [(None, "cannot be read"), ("{", "not a file of rollouts"), ('{"a": 1}\n', "not a file"), ("", "holds no")])
+@pytest.mark.parametrize(
+    "content, expected", [(None, "cannot be read"), ("{", "not a file of rollouts"), ('{"a": 1}\n', "not a file"), ("", "holds no")]
+)
 def test_a_file_that_is_none_of_rollouts_costs_one_line(tmp_path, capsys, content, expected):
     path = tmp_path / "rollouts" / "step_0001.jsonl"
     path.parent.mkdir()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from environment_samples import trajectory
+
 from gdpo_nemo.data.records import Outcome
 from gdpo_nemo.endpoint.service import Budgets
 from gdpo_nemo.environments.tasks.reward_functions import Functions

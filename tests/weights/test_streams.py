@@ -171,7 +171,8 @@ sys.path.insert(0, sys.argv[1])
 import test_streams as t
 
 def resident():
-    return {k: int(v.split()[0]) for k, _, v in (l.partition(":") for l in Path("/proc/self/status").read_text().splitlines()) if k in ("VmHWM", "VmRSS")}
+    lines = (line.partition(":") for line in Path("/proc/self/status").read_text().splitlines())
+    return {k: int(v.split()[0]) for k, _, v in lines if k in ("VmHWM", "VmRSS")}
 
 def tensors():
     for i in range(48):

@@ -26,8 +26,8 @@ from typing import Any, Callable, Container, Mapping, Sequence
 from pebble import ProcessExpired, ProcessPool
 
 from gdpo_nemo.data.records import Outcome, Prompt, Trajectory, Verdict
-from gdpo_nemo.environments.execution import worker
 from gdpo_nemo.environments.episodes import EpisodeReply, EpisodeStep
+from gdpo_nemo.environments.execution import worker
 from gdpo_nemo.environments.execution.remote import RemoteEnvironments, is_remote
 from gdpo_nemo.errors import RunError
 from gdpo_nemo.waits import WaitExpired, waiting

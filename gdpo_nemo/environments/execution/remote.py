@@ -11,8 +11,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Callable, Iterator, Mapping, Sequence
 
 from gdpo_nemo.data.records import Trajectory, Verdict
-from gdpo_nemo.environments.verdicts import checked_verdicts
 from gdpo_nemo.environments.registry import environment_class, load_environment
+from gdpo_nemo.environments.verdicts import checked_verdicts
 from gdpo_nemo.errors import ConfigError, RunError
 
 

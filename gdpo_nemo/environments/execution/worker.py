@@ -18,12 +18,12 @@ from typing import Any, Mapping, Sequence
 
 import numpy as np
 
-from gdpo_nemo.data.records import Trajectory, Verdict
 from gdpo_nemo.config.messages import first_line
+from gdpo_nemo.data.records import Trajectory, Verdict
 from gdpo_nemo.environments.base import Environment
-from gdpo_nemo.environments.verdicts import checked_verdicts
 from gdpo_nemo.environments.episodes import EpisodeReply, EpisodeStep, advance
 from gdpo_nemo.environments.registry import load_environment
+from gdpo_nemo.environments.verdicts import checked_verdicts
 from gdpo_nemo.errors import GdpoError
 
 STARTUP_LIMIT_S = 300.0

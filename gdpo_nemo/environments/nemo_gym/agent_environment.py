@@ -8,13 +8,13 @@ import random
 from dataclasses import dataclass
 from typing import Any, Mapping, Sequence
 
-from gdpo_nemo.data.records import Prompt
 from gdpo_nemo.config.messages import nearest
-from gdpo_nemo.environments.nemo_gym.client import Cookies, HttpClient
 from gdpo_nemo.data.failures import Failure, FailureKind
+from gdpo_nemo.data.records import Prompt
 from gdpo_nemo.data.replies import check_measurement
-from gdpo_nemo.environments.nemo_gym.reward_mapping import read_rules, rewards_of
+from gdpo_nemo.environments.nemo_gym.client import Cookies, HttpClient
 from gdpo_nemo.environments.nemo_gym.gym_rows import ROW, agent_of, read_row
+from gdpo_nemo.environments.nemo_gym.reward_mapping import read_rules, rewards_of
 from gdpo_nemo.environments.nemo_gym.server_settings import api_key, base_url
 from gdpo_nemo.environments.options import read_options
 from gdpo_nemo.errors import ConfigError, RunError
@@ -97,7 +97,7 @@ class NemoGymAgent:
     async def _reach(self) -> None:
         client = self._client()
         try:
-            for name, url in self.agents.items():
+            for name, url in self.agents.items():  # noqa: B007 - the error names the agent that failed
                 await client.reach(f"{url}/", 10.0)
         except Failure as failure:
             raise RunError(f"agent {name} at {url}: {failure}") from None

@@ -11,13 +11,13 @@ import random
 from dataclasses import dataclass, field
 from typing import Sequence
 
-from gdpo_nemo.data.records import Outcome, Trajectory, Verdict
-from gdpo_nemo.environments.nemo_gym.client import Cookies, HttpClient
 from gdpo_nemo.data.failures import Failure, FailureKind
+from gdpo_nemo.data.records import Outcome, Trajectory, Verdict
 from gdpo_nemo.data.replies import check_measurement
+from gdpo_nemo.environments.nemo_gym.client import Cookies, HttpClient
+from gdpo_nemo.environments.nemo_gym.gym_rows import ROW, request_body, seed_body
 from gdpo_nemo.environments.nemo_gym.reward_mapping import rewards_of
 from gdpo_nemo.environments.nemo_gym.routing import Routes
-from gdpo_nemo.environments.nemo_gym.gym_rows import ROW, request_body, seed_body
 from gdpo_nemo.environments.nemo_gym.server_settings import Settings
 
 GIVE_UP_AFTER = 64

@@ -8,8 +8,8 @@ from __future__ import annotations
 import json
 from typing import Any, Mapping
 
-from gdpo_nemo.data.records import Trajectory
 from gdpo_nemo.data.completions import output_items
+from gdpo_nemo.data.records import Trajectory
 from gdpo_nemo.errors import ConfigError
 
 ROW = "nemo_gym_row"

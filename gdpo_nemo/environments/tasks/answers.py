@@ -7,8 +7,8 @@ import re
 from functools import lru_cache
 from typing import Any
 
-from gdpo_nemo.data.records import Prompt
 from gdpo_nemo.config.messages import nearest
+from gdpo_nemo.data.records import Prompt
 from gdpo_nemo.errors import RunError
 
 ANSWER_CHARACTERS = 4096

@@ -11,8 +11,8 @@ import re
 from typing import Any, Mapping, Sequence
 
 from gdpo_nemo.data.records import Trajectory, Verdict
-from gdpo_nemo.environments.tasks.answers import column
 from gdpo_nemo.environments.options import read_options
+from gdpo_nemo.environments.tasks.answers import column
 from gdpo_nemo.errors import ConfigError
 
 DIGITS = 5

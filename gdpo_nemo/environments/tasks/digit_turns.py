@@ -11,8 +11,8 @@ import random
 import re
 from typing import Any, Mapping
 
-from gdpo_nemo.environments.tasks.digit_sort import DIGITS, is_held_out
 from gdpo_nemo.environments.options import read_options
+from gdpo_nemo.environments.tasks.digit_sort import DIGITS, is_held_out
 
 _RUN = re.compile(r"[0-9]+")
 _WELL_FORMED = re.compile(r"<t>[^<>]*</t><a>[^<>]*</a>")

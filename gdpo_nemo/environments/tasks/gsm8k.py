@@ -10,6 +10,7 @@ import re
 from typing import Any, Mapping, Sequence
 
 from gdpo_nemo.data.records import Trajectory, Verdict
+from gdpo_nemo.environments.options import read_options
 from gdpo_nemo.environments.tasks.answers import (
     column,
     has_think_and_answer,
@@ -17,7 +18,6 @@ from gdpo_nemo.environments.tasks.answers import (
     same_mathematics,
     tagged_answer,
 )
-from gdpo_nemo.environments.options import read_options
 
 _STRICT_BLOCKS = re.compile(r"<think>.*?</think>\n<answer>.*?</answer>\n?", re.DOTALL)
 """`$` of the originals also matches before a line break at the end."""

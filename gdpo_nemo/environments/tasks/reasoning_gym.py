@@ -11,11 +11,11 @@ import warnings
 from importlib.util import find_spec
 from typing import Any, Mapping, Sequence
 
-from gdpo_nemo.data.records import Outcome, Trajectory, Verdict
 from gdpo_nemo.config.messages import first_line, nearest
+from gdpo_nemo.data.records import Outcome, Trajectory, Verdict
+from gdpo_nemo.environments.options import read_options
 from gdpo_nemo.environments.tasks.answers import column, has_think_and_answer, tagged_answer
 from gdpo_nemo.environments.verdicts import reward_value
-from gdpo_nemo.environments.options import read_options
 from gdpo_nemo.errors import ConfigError
 
 DEFAULT_ROWS = 1000

@@ -8,12 +8,12 @@ import inspect
 from dataclasses import dataclass
 from typing import Any, Callable, Mapping, Sequence
 
-from gdpo_nemo.data.records import Outcome, Trajectory, Verdict
 from gdpo_nemo.config.messages import first_line, nearest
-from gdpo_nemo.environments.base import Failure
-from gdpo_nemo.environments.verdicts import reward_value
 from gdpo_nemo.config.objects import load_object
+from gdpo_nemo.data.records import Outcome, Trajectory, Verdict
+from gdpo_nemo.environments.base import Failure
 from gdpo_nemo.environments.options import read_options
+from gdpo_nemo.environments.verdicts import reward_value
 from gdpo_nemo.errors import ConfigError, RunError
 
 BUILT_IN = {
@@ -59,8 +59,8 @@ class Functions:
     As in TRL a function is called with ``prompts``, ``completions``, ``completion_ids`` and every further column of the
     dataset, each a list with one entry per completion. For rows that hold chat messages, prompts and completions are
     message lists, otherwise text. Functions without ``**kwargs`` get only what they ask for. Async functions run
-    concurrently. A ``Failure`` in the place of a reward masks the sample. The completions of one call are some of the step's, but always all samples of a prompt (except when
-    a call that had failed is repeated for one sample at a time).
+    concurrently. A ``Failure`` in the place of a reward masks the sample. The completions of one call are some of the
+    step's, but always all samples of a prompt (except when a call that had failed is repeated for one sample at a time).
     """
 
     def __init__(self, options: Mapping[str, Any] | None = None):
@@ -100,7 +100,7 @@ def _load(name: str, entry: Any) -> _RewardFunction:
         call, arguments = _built(name, reference, call, arguments), {}
     known = _parameters(call)
     _check_arguments(name, reference, arguments, known)
-    is_async = inspect.iscoroutinefunction(call) or inspect.iscoroutinefunction(getattr(call, "__call__", None))
+    is_async = inspect.iscoroutinefunction(call) or inspect.iscoroutinefunction(type(call).__call__)
     return _RewardFunction(name, reference, call, arguments, is_async, known)
 
 

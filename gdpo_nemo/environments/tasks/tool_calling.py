@@ -13,8 +13,8 @@ from collections import Counter
 from typing import Any, Iterable, Mapping, Sequence
 
 from gdpo_nemo.data.records import Trajectory, Verdict
-from gdpo_nemo.environments.tasks.answers import column
 from gdpo_nemo.environments.options import read_options
+from gdpo_nemo.environments.tasks.answers import column
 
 WORST, BEST = -3.0, 3.0
 _THINK = r"<think>.*?</think>"

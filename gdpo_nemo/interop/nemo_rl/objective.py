@@ -7,8 +7,8 @@ from typing import Any
 from gdpo_nemo.config.choices import LORA_TARGETS
 from gdpo_nemo.interop.nemo_rl.account import Account
 from gdpo_nemo.interop.nemo_rl.datasets import components, env_name
-from gdpo_nemo.interop.nemo_rl.recipe import Recipe
 from gdpo_nemo.interop.nemo_rl.keys import adapted
+from gdpo_nemo.interop.nemo_rl.recipe import Recipe
 
 _MEGATRON = "policy.megatron_cfg"
 

@@ -15,8 +15,8 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from gdpo_nemo.interop.nemo_rl.known_models import KnownModel, known_model
 from gdpo_nemo.errors import ConfigError
+from gdpo_nemo.interop.nemo_rl.known_models import KnownModel, known_model
 
 _ARITHMETIC = {
     "mul": lambda a, b: a * b,

@@ -16,16 +16,16 @@ from typing import Any
 import yaml
 
 from gdpo_nemo.config.effects import keys_without_effect
+from gdpo_nemo.config.load import all_keys, load_config
+from gdpo_nemo.errors import ConfigError
 from gdpo_nemo.interop.nemo_rl.account import Account
 from gdpo_nemo.interop.nemo_rl.datasets import data
-from gdpo_nemo.interop.nemo_rl.objective import learning
+from gdpo_nemo.interop.nemo_rl.keys import said_of
 from gdpo_nemo.interop.nemo_rl.machines import machines
+from gdpo_nemo.interop.nemo_rl.objective import learning
 from gdpo_nemo.interop.nemo_rl.recipe import Recipe, open_recipe, variables_of
 from gdpo_nemo.interop.nemo_rl.rules import Said, is_off
-from gdpo_nemo.interop.nemo_rl.keys import said_of
-from gdpo_nemo.config.load import all_keys, load_config
 from gdpo_nemo.validation import validate
-from gdpo_nemo.errors import ConfigError
 
 SAME, DIFFERS, CANNOT_RUN = "same", "differs", "cannot run"
 """What a recipe comes to."""

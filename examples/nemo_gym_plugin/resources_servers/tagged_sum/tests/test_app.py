@@ -1,7 +1,6 @@
 """The rewards of the server, without serving it. Runs with nemo-gym's Python."""
 
 import pytest
-
 from resources_servers.tagged_sum.app import grade
 
 
