@@ -53,7 +53,7 @@ class Stop:
 
 
 @dataclass
-class Parts:
+class RunComponents:
     """What ``Trainer`` works with."""
 
     config: Config
@@ -77,7 +77,7 @@ class Parts:
         from gdpo_nemo.cluster.session import log_folder
 
         groups = {"policy rank": self.policy, "engine": self.fleet, "environment node": self.environments}
-        roles = {f"{name} {n}": place for name, group in groups.items() if group for n, place in group.places().items()}
+        roles = {f"{name} {n}": place for name, group in groups.items() if group for n, place in group.process_locations().items()}
         logs = log_folder()
         return {
             "step": self.state.step,
@@ -94,7 +94,7 @@ class Parts:
 
 
 @contextlib.contextmanager
-def standing(config: Config) -> Iterator[Parts]:
+def run_context(config: Config) -> Iterator[RunComponents]:
     """The parts of a run, ready to train; closed, with the reason in the log, when the block ends."""
     # The processes of a joined cluster have their own working directory.
     run_dir = Path(config.run.dir).absolute() if joined(config.cluster) else Path(config.run.dir)
@@ -112,7 +112,7 @@ def standing(config: Config) -> Iterator[Parts]:
             log.alert(line)
         for line in start.remarks:
             log.note(line)
-        parts = Parts(config, run_dir, log, stop, start.checkpoints, start.state, limit, inputs.held_out)
+        parts = RunComponents(config, run_dir, log, stop, start.checkpoints, start.state, limit, inputs.held_out)
         status = StatusFile(run_dir, parts.describe)
         stack.callback(lambda: status.close(outcome[0]))
         try:
@@ -134,7 +134,7 @@ def standing(config: Config) -> Iterator[Parts]:
             raise SystemExit(stop.status or end.code) from None  # Ray, waiting, makes every exit a 1.
 
 
-def _start_processes(parts: Parts, stack: contextlib.ExitStack, inputs: Inputs, checkpoint: Path | None) -> None:
+def _start_processes(parts: RunComponents, stack: contextlib.ExitStack, inputs: Inputs, checkpoint: Path | None) -> None:
     """Ray, the policy's ranks, the engines and the verifiers; imports and start-ups run side by side."""
     from gdpo_nemo.cluster.env_nodes import EnvironmentNodes
     from gdpo_nemo.cluster.fleet import EngineFleet

@@ -53,12 +53,12 @@ class Trainer:
             self.validate()
         while not self.complete and not self.stop.requested:
             self.step()
-            self.settle_checkpoint(wait=False)
+            self.finalize_checkpoint(wait=False)
             if self._due(self.config.gdpo.val_period):
                 self.validate()
             if self._due(self.config.checkpointing.save_period) or self.stop.requested:
                 self.save()
-        self.settle_checkpoint()
+        self.finalize_checkpoint()
 
     @property
     def complete(self) -> bool:
@@ -69,25 +69,25 @@ class Trainer:
     def step(self) -> None:
         """One step: a rollout, its advantages, one or more optimizer updates, new weights for the engines."""
         start = time.time()
-        self.stream.top_up(self.state.step)
-        rollout = self.stream.take(self.state.step)
-        self.sync.rest()
-        taken = time.time()
+        self.stream.schedule(self.state.step)
+        rollout = self.stream.get_batch(self.state.step)
+        self.sync.sleep_engines()
+        rollout_end = time.time()
         check_failures(rollout.trajectories, self.config.rollout.max_env_failure_share)
         divergence = self._kl(rollout)
-        reckoning = time.time()
+        advantages_start = time.time()
         advantages = advantages_of(rollout.groups, self.config, divergence)
-        reckoned = time.time()
+        advantages_end = time.time()
         results = self.train(rollout, advantages.values.numpy())
-        trained = time.time()
+        train_end = time.time()
         version, self.state.step = self.state.step, self.state.step + 1
         self.state.position = rollout.next_position
         self.state.updates += updates_per_step(self.config)
         published = self.sync.publish(self.state.step)
-        published["time/advantages"] = reckoned - reckoning
+        published["time/advantages"] = advantages_end - advantages_start
         if divergence is not None and not np.isnan(divergence).all():
             published["rollout/reference_kl"] = float(np.nanmean(divergence))
-        self.record(rollout, advantages, results, version, published, (start, taken, trained, time.time()))
+        self.record(rollout, advantages, results, version, published, (start, rollout_end, train_end, time.time()))
 
     def _kl(self, rollout: Rollout) -> np.ndarray | None:
         """``log_ratios`` of the rollout to the starting model, where ``gdpo.kl_in_reward`` is set."""
@@ -118,14 +118,14 @@ class Trainer:
         results = []
         for update in updates:
             if self.loss.type == "target_po":
-                self._aim(update)
+                self._apply_target_po(update)
             results.append(self.policy.train(update, self.loss))
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if any(r.skipped for r in results) else 0
         if self.skipped_in_a_row > self.config.gdpo.max_skipped_steps:
             raise RunError(f"loss or gradient was not finite in {self.skipped_in_a_row} steps in a row")
         return results
 
-    def _aim(self, update: list) -> None:
+    def _apply_target_po(self, update: list) -> None:
         """TargetPO: turn scores into the coefficients whose linear loss has its gradient at the current weights."""
         now = self.policy.logprobs(update)
         old = [s.sampler_logprobs if s.old_logprobs is None else s.old_logprobs for s in update]
@@ -136,7 +136,7 @@ class Trainer:
             [s.advantage for s in update],
             np.arange(len(update)) // size,
             valid=[s.weight > 0 for s in update],
-            lengths=[s.written for s in update],
+            lengths=[s.num_policy_tokens for s in update],
             temperature=self.loss.target_temperature,
             length_normalize=self.loss.target_length_normalize,
             weights=[s.weight for s in update],
@@ -146,7 +146,7 @@ class Trainer:
 
     def record(self, rollout: Rollout, advantages, results: list, version: int, published: dict, clock) -> None:
         """Write the step's row, its samples, its spans and what a person should know."""
-        start, taken, trained, synced = clock
+        start, rollout_end, train_end, sync_end = clock
         trajectories = rollout.trajectories
         on_policy = all(t.policy_version == version for t in trajectories)
         diagnostics = advantages.diagnostics
@@ -157,11 +157,11 @@ class Trainer:
             "reward/total/mean": _weighted_mean(diagnostics, self.config.gdpo.rewards),
             **rollout_metrics(trajectories, version),
             "rollout/dropped_groups": float(rollout.dropped_groups),
-            "time/step": synced - start,
+            "time/step": sync_end - start,
             "time/rollout": rollout.generation_s,
             "time/verify": rollout.verify_s,
-            "time/idle": taken - start,
-            "time/train": trained - taken,
+            "time/idle": rollout_end - start,
+            "time/train": train_end - rollout_end,
             **published,
             "skipped_steps": float(any(r.skipped for r in results)),
         }
@@ -169,9 +169,9 @@ class Trainer:
         self.log.step(row, rollout.groups, advantages.values.numpy())
         for span in (
             *rollout.spans,
-            ("idle", "wait for the rollout", start, taken),
-            ("train", f"update {self.state.step}", taken, trained),
-            ("sync", f"weights {self.state.step}", trained, synced),
+            ("idle", "wait for the rollout", start, rollout_end),
+            ("train", f"update {self.state.step}", rollout_end, train_end),
+            ("sync", f"weights {self.state.step}", train_end, sync_end),
         ):
             self.log.span(*span)
         self.component_alerts.update(diagnostics.alerts, [t.rewards for t in trajectories])
@@ -189,17 +189,17 @@ class Trainer:
         if not section.enabled:
             return
         start = time.time()
-        self.settle_checkpoint()
+        self.finalize_checkpoint()
         self.checkpoints.begin(self.state, self._write_checkpoint)
         if not section.async_save:
-            self.settle_checkpoint()
+            self.finalize_checkpoint()
         self.log.span("save", f"checkpoint {self.state.step}", start, time.time())
 
     def _write_checkpoint(self, folder: Path) -> None:
         save_config(self.config, folder / CONFIG)
         self.policy.begin_save(folder, self.config.checkpointing.async_save)
 
-    def settle_checkpoint(self, wait: bool = True) -> None:
+    def finalize_checkpoint(self, wait: bool = True) -> None:
         """Complete the checkpoint that is being written, if there is one; without ``wait`` only when its files are there."""
         if self.checkpoints.pending and (wait or self.policy.save_is_written()):
             self.checkpoints.finish(self.policy.finish_save)
@@ -220,9 +220,9 @@ def run(config: Config) -> int:
     Raises:
         ConfigError, RunError: one sentence on what is wrong; the run's folder holds what was finished.
     """
-    from gdpo_nemo.setup import standing
+    from gdpo_nemo.setup import run_context
 
-    with standing(config) as parts:
+    with run_context(config) as parts:
         trainer = Trainer(config, parts, parts.state)
         trainer.fit()
         if parts.stop.requested:

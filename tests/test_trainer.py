@@ -32,8 +32,9 @@ class Recorder:
                               span=lambda *span: self.spans.append(span), alert=self.alerts.append)  # fmt: skip
         policy = SimpleNamespace(train=self.train, logprobs=self.logprobs, begin_save=None, finish_save=None,
                                  save_is_written=lambda: True)  # fmt: skip
-        stream = SimpleNamespace(top_up=lambda step: self.calls.append(f"top up {step}"), take=self.take, evaluate=lambda p: self.groups(0))
-        sync = SimpleNamespace(publish=self.publish, rest=lambda: self.calls.append("rest"))
+        stream = SimpleNamespace(schedule=lambda step: self.calls.append(f"schedule {step}"), get_batch=self.get_batch,
+                                 evaluate=lambda p: self.groups(0))  # fmt: skip
+        sync = SimpleNamespace(publish=self.publish, sleep_engines=lambda: self.calls.append("sleep"))
         self.checkpoints = checkpoints
         self.parts = SimpleNamespace(policy=policy, stream=stream, sync=sync, log=log, checkpoints=checkpoints,
                                      stop=SimpleNamespace(requested=False), validation_prompts=[], prompt_limit=prompt_limit)  # fmt: skip
@@ -49,8 +50,8 @@ class Recorder:
             ]))  # fmt: skip
         return made
 
-    def take(self, step: int) -> Rollout:
-        self.calls.append(f"take {step}")
+    def get_batch(self, step: int) -> Rollout:
+        self.calls.append(f"get batch {step}")
         return Rollout(self.groups(max(0, step - self.stale)), next_position=2 * step + 2, dropped_groups=5)
 
     def train(self, update, loss) -> UpdateResult:
@@ -86,7 +87,7 @@ def of(recorder: Recorder, *words: str) -> list[str]:
 def test_every_step_takes_its_batch_trains_and_publishes_the_next_version():
     recorder = Recorder("gdpo.val_period=0", "gdpo.val_at_start=false", "checkpointing.enabled=false")
     recorder.trainer.fit()
-    steps = [[f"top up {k}", f"take {k}", "rest", "train", f"publish {k + 1}"] for k in range(4)]
+    steps = [[f"schedule {k}", f"get batch {k}", "sleep", "train", f"publish {k + 1}"] for k in range(4)]
     assert recorder.calls == ["publish 0", *(call for step in steps for call in step)]
     assert [row["step"] for row, *_ in recorder.rows] == [1, 2, 3, 4]
     assert (recorder.trainer.state.step, recorder.trainer.state.position) == (4, 8)

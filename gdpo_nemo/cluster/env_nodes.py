@@ -47,7 +47,7 @@ class EnvironmentHost:
         sys.modules["__main__"].__file__ = None
         self._pools = EnvironmentPools(environments, workers, timeout_s, seed)
 
-    def whereabouts(self) -> tuple[str, int]:
+    def process_location(self) -> tuple[str, int]:
         """(host, process) of this actor."""
         return socket.gethostname(), os.getpid()
 
@@ -78,7 +78,7 @@ class EnvironmentNodes:
         self._limits = rollout.env_timeout_s, seed
         self._nodes = [config.cluster.num_nodes + index for index in range(len(self._loads))]
         self._placement, self._lock, self._closed = placement, threading.Lock(), False
-        self._whereabouts: dict[int, ray.ObjectRef] = {}
+        self._locations: dict[int, ray.ObjectRef] = {}
         self._actors = [self._start(index) for index in range(len(self._loads))]
 
     def _start(self, index: int):
@@ -93,12 +93,12 @@ class EnvironmentNodes:
         options = dict(num_cpus=0, max_concurrency=_CALLS, runtime_env={"env_vars": environment})
         actor = ray.remote(EnvironmentHost).options(**options, **self._placement.on(self._nodes[index]))
         host = actor.remote(os.getcwd(), section, load.get(SHARED, 1), *self._limits)
-        self._whereabouts[index] = host.whereabouts.remote()
+        self._locations[index] = host.process_location.remote()
         return host
 
-    def places(self) -> dict[int, tuple[str, int]]:
+    def process_locations(self) -> dict[int, tuple[str, int]]:
         """(host, process) of every actor that has started, by the number of its node among those for environments."""
-        return answered(dict(self._whereabouts))
+        return answered(dict(self._locations))
 
     def verify(self, trajectories: Sequence[Trajectory]) -> list[Verdict]:
         """One verdict per trajectory, in order; raises as ``EnvironmentPool.verify``, and RunError where actors keep dying."""
@@ -157,7 +157,7 @@ class EnvironmentNodes:
             except WaitExpired:
                 if ray.wait([ref], timeout=0)[0]:
                     break
-                gather([actor.whereabouts.remote()], f"a sign of life of {owner}", _LOOK_S, owner)
+                gather([actor.process_location.remote()], f"a sign of life of {owner}", _LOOK_S, owner)
         return gather([ref], what, _LOOK_S, owner)[0]  # the deadline was one inside the actor, or it answered just now
 
     def _replace(self, place: int, dead: Any, error: WorkerDied) -> None:

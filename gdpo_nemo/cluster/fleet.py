@@ -16,7 +16,7 @@ from gdpo_nemo.cluster.transports import Transport
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.errors import RunError
 from gdpo_nemo.generation.engine import CPU_ENVIRONMENT, ENVIRONMENT, Engine
-from gdpo_nemo.generation.requests import CompletionBatch, Drawn, SampleRequest, Sampling
+from gdpo_nemo.generation.requests import CompletionBatch, FinishedRequest, SampleRequest, Sampling
 from gdpo_nemo.weights.buckets import PeerLost
 
 _START_S = 900.0
@@ -45,7 +45,7 @@ class Ticket:
 
 
 @dataclass
-class Drawing:
+class InflightRequests:
     """Requests that one engine draws side by side; others may join them at any time."""
 
     engine: int
@@ -77,7 +77,7 @@ class EngineFleet:
         self._asleep = False
         self._weights: Transport | None = None
         """Brings the newest weights to engines that have to start again."""
-        self._whereabouts: dict[int, "ray.ObjectRef"] = {}
+        self._locations: dict[int, "ray.ObjectRef"] = {}
         self._actors = [self._start(i) for i in range(config.policy.generation.engines)]
 
     def _start(self, index: int):
@@ -108,12 +108,12 @@ class EngineFleet:
             sleeps=bool(shared),
             targets=policy.lora.target_modules,
         )
-        self._whereabouts[index] = engine.whereabouts.remote()
+        self._locations[index] = engine.process_location.remote()
         return engine
 
-    def places(self) -> dict[int, tuple[str, int]]:
+    def process_locations(self) -> dict[int, tuple[str, int]]:
         """(host, process) of every engine that has started, by its number."""
-        return answered(self._whereabouts)
+        return answered(self._locations)
 
     def ready(self) -> None:
         """Wait until every engine can sample."""
@@ -163,7 +163,7 @@ class EngineFleet:
         actor = self._actors[engine]
         return Share(engine, requests, actor, actor.generate.remote(requests, sampling))
 
-    def advance(self, drawing: Drawing, new: Mapping[str, tuple[SampleRequest, Sampling]]) -> list[Drawn]:
+    def advance(self, drawing: InflightRequests, new: Mapping[str, tuple[SampleRequest, Sampling]]) -> list[FinishedRequest]:
         """Let an engine take requests to those it draws, and work for a moment; what was done is no longer in ``drawing``.
 
         An engine that has been started again is given all of them again, with their seeds.
@@ -218,7 +218,7 @@ class EngineFleet:
         """Start another engine in the place of ``dead``, with the newest weights. Raises RunError while engines sleep."""
         with self._lock:
             if self._asleep:  # its memory is the policy's now, and the policy may be training
-                raise RunError(f"engine {index} was asked to sample while it slept, and is dead: {error}") from error
+                raise RunError(f"engine {index} died while it slept; it cannot sample: {error}") from error
             if self._actors[index] is dead:  # an update may have found it dead before and replaced it
                 self._replace(index, error)
                 self._deliver_all([index])

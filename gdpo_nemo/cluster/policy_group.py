@@ -31,7 +31,7 @@ class PolicyRank(StreamingRank):
         # Ray shows each actor its own GPU as device 0.
         os.environ["LOCAL_RANK"] = "0"
 
-    def whereabouts(self) -> tuple[str, int]:
+    def process_location(self) -> tuple[str, int]:
         """(host, process) of this rank."""
         return socket.gethostname(), os.getpid()
 
@@ -72,7 +72,7 @@ class PolicyRank(StreamingRank):
         from gdpo_nemo.megatron.policy import Policy
 
         self.policy = Policy(config, folder, chosen, total_updates, reference, seed)
-        with self.policy.optimizer_at_hand():
+        with self.policy.optimizer_on_device():
             pass  # where it is kept in host memory between updates, so it is before the first one
         return sum(p.numel() for chunk in self.policy.chunks for p in chunk.parameters())
 
@@ -191,7 +191,7 @@ class PolicyGroup:
         self.ranks = [
             actor.options(**options, **placement.on(node)).remote(rank, world) for rank, node in enumerate(nodes)
         ]
-        self._whereabouts = {rank: actor.whereabouts.remote() for rank, actor in enumerate(self.ranks)}
+        self._locations = {rank: actor.process_location.remote() for rank, actor in enumerate(self.ranks)}
         self._devices = [rank.device.remote() for rank in self.ranks]
         reference = config.loss_fn.reference_policy_kl_penalty > 0 or kl_in_reward(config)
         self._model = (config.policy, config.run.seed, folder), (total_updates, reference, len(set(nodes)) > 1)
@@ -218,9 +218,9 @@ class PolicyGroup:
         """Give cached GPU memory back on every rank."""
         self._call("release", what="releasing memory")
 
-    def places(self) -> dict[int, tuple[str, int]]:
+    def process_locations(self) -> dict[int, tuple[str, int]]:
         """(host, process) of every rank that has started, by its number."""
-        return answered(self._whereabouts)
+        return answered(self._locations)
 
     def _call(self, method: str, *arguments: Any, what: str) -> list[Any]:
         refs = [getattr(rank, method).remote(*arguments) for rank in self.ranks]

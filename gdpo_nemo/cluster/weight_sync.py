@@ -54,7 +54,7 @@ class WeightSync:
             row["parity/probe"] = self._probe.verify(self._policy, self._fleet, version)
         return {"time/sync": time.monotonic() - start, **row}
 
-    def rest(self) -> None:
+    def sleep_engines(self) -> None:
         """Where devices are shared: the engines give their memory to the policy, until the next ``publish``."""
         if self._shared:
             start = time.monotonic()

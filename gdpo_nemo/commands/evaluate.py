@@ -241,7 +241,7 @@ def scored(groups: Sequence[Group], config: Config, model: str, step: int | None
         samples=config.gdpo.val_generations_per_prompt,
         temperature=config.gdpo.val_temperature,
         scores={name: score for name, rows in columns.items() if (score := _score(rows))},
-        mean_length=float(np.mean([t.written for t in trajectories])),
+        mean_length=float(np.mean([t.num_policy_tokens for t in trajectories])),
         truncated=outcomes.count(Outcome.TRUNCATED) / len(outcomes),
         env_failed=float(np.mean([not t.trains for t in trajectories])),
     )

@@ -206,7 +206,7 @@ def _weighted(pairs, advantages, masks=None) -> list[TrainSequence]:
         TrainSequence(prompt, completion, np.zeros(len(completion), np.float32), float(a), loss_mask=mask)
         for (prompt, completion), a, mask in zip(pairs, advantages, masks or [None] * len(pairs))
     ]
-    total = sum(s.written for s in sequences)
+    total = sum(s.num_policy_tokens for s in sequences)
     for sequence in sequences:
         sequence.weight = 1.0 / total
     return sequences

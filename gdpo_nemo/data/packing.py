@@ -42,7 +42,7 @@ class TrainSequence:
         return len(self.prompt_ids) + len(self.completion_ids)
 
     @property
-    def written(self) -> int:
+    def num_policy_tokens(self) -> int:
         """Completion tokens that the policy wrote."""
         return len(self.completion_ids) if self.loss_mask is None else int(np.count_nonzero(self.loss_mask))
 
@@ -78,7 +78,7 @@ def assign(
         count = math.ceil(count / multiple_of) * multiple_of
         bins = _fit(lengths, count * ranks, token_budget, quadratic)
         if bins is not None:
-            return _deal(bins, ranks)
+            return _distribute(bins, ranks)
         count += 1
 
 
@@ -108,7 +108,7 @@ def _fit(lengths: Sequence[int], count: int, budget: int, quadratic: float) -> l
     return sorted(bins, key=lambda members: -sum(cost_of(lengths[i], quadratic) for i in members))
 
 
-def _deal(bins: list[list[int]], ranks: int) -> Assignment:
+def _distribute(bins: list[list[int]], ranks: int) -> Assignment:
     shares: Assignment = [[] for _ in range(ranks)]
     for turn in range(0, len(bins), ranks):
         order = range(ranks) if turn // ranks % 2 == 0 else reversed(range(ranks))
@@ -189,7 +189,7 @@ def pad_lengths(lengths: Sequence[int], multiple: int, total_multiple: int) -> l
     return padded
 
 
-def lay_out(
+def pack_rows(
     sequences: Sequence[TrainSequence],
     members: Sequence[int],
     *,

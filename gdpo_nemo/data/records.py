@@ -68,7 +68,7 @@ class Trajectory:
     """Turns that the policy took."""
 
     @property
-    def written(self) -> int:
+    def num_policy_tokens(self) -> int:
         """Tokens of the completion that the policy wrote."""
         return len(self.completion_ids) if self.loss_mask is None else int(np.count_nonzero(self.loss_mask))
 

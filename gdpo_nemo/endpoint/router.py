@@ -14,7 +14,7 @@ import uuid
 from concurrent.futures import Future
 from typing import NamedTuple
 
-from gdpo_nemo.cluster.fleet import Drawing, EngineFleet
+from gdpo_nemo.cluster.fleet import EngineFleet, InflightRequests
 from gdpo_nemo.errors import GdpoError, RunError
 from gdpo_nemo.generation.requests import Completion, SampleRequest, Sampling
 
@@ -67,7 +67,7 @@ class EngineRouter:
             waiting.put(None)
 
     def _serve(self, engine: int) -> None:
-        drawing, waiting = Drawing(engine), {}
+        drawing, waiting = InflightRequests(engine), {}
         while (arrived := self._arrived(engine, wait=not waiting)) is not None:
             waiting |= {asked.name: asked for asked in arrived}
             start = time.monotonic()
@@ -75,7 +75,7 @@ class EngineRouter:
                 drawn = self._fleet.advance(drawing, {asked.name: (asked.request, asked.sampling) for asked in arrived})
             except Exception as error:  # whatever it is, those who wait must hear of it
                 self.failure = error if isinstance(error, GdpoError) else RunError(f"sampling: {error}")
-                failed, waiting, drawing = waiting, {}, Drawing(engine)
+                failed, waiting, drawing = waiting, {}, InflightRequests(engine)
                 self._count(engine, len(failed), time.monotonic() - start)
                 for asked in failed.values():
                     asked.answer.set_exception(self.failure)

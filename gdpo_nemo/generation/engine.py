@@ -12,7 +12,7 @@ import numpy as np
 
 from gdpo_nemo.config.schema import VllmConfig
 from gdpo_nemo.errors import RunError
-from gdpo_nemo.generation.requests import Completion, CompletionBatch, Drawn, SampleRequest, Sampling
+from gdpo_nemo.generation.requests import Completion, CompletionBatch, FinishedRequest, SampleRequest, Sampling
 from gdpo_nemo.weights.adapters import modules_of, peft_name
 from gdpo_nemo.weights.manifest import Manifest
 from gdpo_nemo.weights.model_folder import weight_names
@@ -103,10 +103,10 @@ class Engine:
         self._targets = tuple(targets)
         self.version = -1
         self._asleep = self._torn = False
-        self._drawn: list[Drawn] = []
+        self._drawn: list[FinishedRequest] = []
         """Completions of ``advance`` that nobody has fetched yet."""
 
-    def whereabouts(self) -> tuple[str, int]:
+    def process_location(self) -> tuple[str, int]:
         """(host, process) of this engine."""
         return socket.gethostname(), os.getpid()
 
@@ -123,7 +123,7 @@ class Engine:
         outputs = self._llm.generate(prompts, params, use_tqdm=False) if prompts else []
         return CompletionBatch([_completion(o.outputs[0]) for o in outputs], self.version, time.monotonic() - start)
 
-    def advance(self, new: Mapping[str, tuple[SampleRequest, Sampling]]) -> list[Drawn]:
+    def advance(self, new: Mapping[str, tuple[SampleRequest, Sampling]]) -> list[FinishedRequest]:
         """Take further requests, by name, to those that are being drawn, and work until one is done, but no longer than
         ``SLICE_S``; what is done is returned once. A call with nothing new goes on with the work.
 
@@ -145,7 +145,7 @@ class Engine:
 
     def _step(self) -> None:
         outputs = (output for output in self._llm.llm_engine.step() if output.finished)
-        self._drawn += [Drawn(output.request_id, _completion(output.outputs[0]), self.version) for output in outputs]
+        self._drawn += [FinishedRequest(output.request_id, _completion(output.outputs[0]), self.version) for output in outputs]
 
     def _finish_drawing(self) -> None:
         while self._llm.llm_engine.has_unfinished_requests():

@@ -51,7 +51,7 @@ class CompletionBatch:
     seconds: float
 
 
-class Drawn(NamedTuple):
+class FinishedRequest(NamedTuple):
     """A completion of a request that was drawn beside others."""
 
     name: str

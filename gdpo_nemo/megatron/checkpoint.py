@@ -65,7 +65,7 @@ class Save:
         if dist.get_rank() == 0:
             self._folder.mkdir(parents=True, exist_ok=True)
         dist.barrier()
-        with policy.settled(), policy.optimizer_at_hand(), self._explained():
+        with policy.params_synced(), policy.optimizer_on_device(), self._explained():
             _fill_moments(policy.built.optimizer)
             state = _state(policy, is_loading=False)
             self._sums = _checksums(_weights(policy))
@@ -191,7 +191,7 @@ def _fill_model(policy, state: dict) -> None:
 
 def load(policy, folder: str | Path) -> None:
     """Read a checkpoint written at any layout; collective."""
-    with policy.optimizer_at_hand():
+    with policy.optimizer_on_device():
         _load(policy, folder)
     dist.barrier()
 

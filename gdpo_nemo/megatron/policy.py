@@ -19,7 +19,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from gdpo_nemo.algorithms.policy_loss import LossSettings, TokenFields, policy_loss
 from gdpo_nemo.config.schema import PolicyConfig
-from gdpo_nemo.data.packing import Assignment, PackedRows, TrainSequence, lay_out
+from gdpo_nemo.data.packing import Assignment, PackedRows, TrainSequence, pack_rows
 from gdpo_nemo.data.results import TokenValues, UpdateResult
 from gdpo_nemo.megatron.attention import local_positions, make_packing
 from gdpo_nemo.megatron.conversion import export_hf
@@ -109,7 +109,7 @@ class Policy:
         skipped = not (math.isfinite(norm) and math.isfinite(sums["loss"]))
         if not skipped:
             self.built.scheduler.step(increment=1)
-            with self.optimizer_at_hand():
+            with self.optimizer_on_device():
                 self.built.optimizer.step()
         lr = self.built.optimizer.param_groups[0]["lr"]
         return UpdateResult(sums.pop("loss"), norm, float(lr), skipped, sums, maxima)
@@ -193,7 +193,7 @@ class Policy:
         return box[0]
 
     @contextlib.contextmanager
-    def optimizer_at_hand(self):
+    def optimizer_on_device(self):
         """Main weights and moments on the device, where ``optimizer.offload`` otherwise keeps them in host memory."""
         offloads = self.layout.optimizer.offload and self.runtime.device.type == "cuda"
         if offloads:
@@ -252,7 +252,7 @@ class Policy:
             with switched_off(self.chunks):
                 yield
             return
-        with self.settled():
+        with self.params_synced():
             live = [p.detach().clone() for p in self._parameters()]
             try:
                 self._copy_in(self._reference)
@@ -282,7 +282,7 @@ class Policy:
 
         def micro_batches():
             for members in mine:
-                rows = lay_out(
+                rows = pack_rows(
                     sequences,
                     members,
                     context_rank=parallel_state.get_context_parallel_rank(),
@@ -317,7 +317,7 @@ class Policy:
     # -- weights ------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def settled(self):
+    def params_synced(self):
         """Parameters as the last update left them: with overlapped gathering they are otherwise stale until used."""
         overlapped = [w for w in self.built.wrapped if self.layout.overlap_param_gather]
         for wrapped in overlapped:
@@ -330,7 +330,7 @@ class Policy:
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """All weights under their Hugging Face names, whole, on every rank (see ``convert.export_hf``); adapters merged."""
-        with self.settled():
+        with self.params_synced():
             tensors = export_hf(self.chunks, self.built.hf_config)
             if self.lora:
                 tensors = merged(tensors, whole_pairs(self.chunks), self.adapters.scale)
@@ -342,5 +342,5 @@ class Policy:
 
     def adapter(self) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
         """LoRA's matrices by Hugging Face module, whole, on every rank (see ``lora.whole_pairs``)."""
-        with self.settled():
+        with self.params_synced():
             return whole_pairs(self.chunks)

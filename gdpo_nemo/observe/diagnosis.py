@@ -34,7 +34,7 @@ _MACHINERY = ("torch/", "ray/", "vllm/", "threading.py", "concurrent/", "multipr
 
 
 @dataclass
-class Patient:
+class ProcessReport:
     """One process of the run."""
 
     role: str
@@ -88,18 +88,18 @@ def examine(run_dir: str | Path, out: str | Path | None = None) -> Diagnosis:
         raise ConfigError(f"{run_dir / FILE}: is not the status of a run")
     folder = Path(out) if out else run_dir / "doctor" / time.strftime("%Y%m%d-%H%M%S")
     folder.mkdir(parents=True, exist_ok=True)
-    patients = _patients(status)
-    diagnosis = diagnose(status, patients)
+    reports = _process_reports(status)
+    diagnosis = diagnose(status, reports)
     diagnosis.folder = folder
-    _write(folder, run_dir, status, patients, diagnosis)
+    _write(folder, run_dir, status, reports, diagnosis)
     return diagnosis
 
 
-def diagnose(status: dict, patients: list[Patient]) -> Diagnosis:
-    """Name whoever holds the run up: processes gone or stopped first, then whom the innermost wait is for."""
+def diagnose(status: dict, reports: list[ProcessReport]) -> Diagnosis:
+    """Name whoever holds the run up: processes gone or stopped first, then the target of the innermost wait."""
     if status.get("outcome"):
         return Diagnosis(f"the run is not under way: {status['outcome']}")
-    lost = [p for p in patients if p.state in ("gone", "zombie", "stopped")]
+    lost = [p for p in reports if p.state in ("gone", "zombie", "stopped")]
     waits = [wait for wait in status["waits"] if wait["owner"] != "rollouts"]
     waited = "; ".join(_describe(wait, status["time"]) for wait in waits)
     prefix = f"the driver waits for {waited}: " if waited else ""
@@ -108,20 +108,20 @@ def diagnose(status: dict, patients: list[Patient]) -> Diagnosis:
         return Diagnosis(prefix + found, [p.role for p in lost], lost=True)
     age = time.time() - status["time"]
     if age > _STALE_S:
-        driver = next((p for p in patients if p.role == "driver"), None)
+        driver = next((p for p in reports if p.role == "driver"), None)
         where = f", in {driver.place}" if driver else ""
         return Diagnosis(f"the driver has said nothing for {age:.0f} s{where}", ["driver"], lost=True)
     if not waits:
         return Diagnosis(f"nothing is waited for; step {status.get('step')} is under way")
-    named = [_suspects(wait, patients) for wait in waits]
+    named = [_suspects(wait, reports) for wait in waits]
     roles = list(dict.fromkeys(p.role for some in named for p in some))
     found = ", ".join(f"{p.role} (process {p.pid}) is in {p.place}" for p in {p.role: p for s in named for p in s}.values())
     return Diagnosis(prefix + (found or "none of its processes is on this host"), roles)
 
 
-def _suspects(wait: dict, patients: list[Patient]) -> list[Patient]:
+def _suspects(wait: dict, reports: list[ProcessReport]) -> list[ProcessReport]:
     """Of those a wait is for, the ones that are not themselves waiting for a peer in a collective."""
-    concerned = [p for p in patients if p.role.startswith(wait["owner"])]
+    concerned = [p for p in reports if p.role.startswith(wait["owner"])]
     free = [p for p in concerned if p.collective is None]
     return free if free and len(free) < len(concerned) else concerned
 
@@ -134,7 +134,7 @@ def _describe(wait: dict, now: float) -> str:
 # -- looking at processes -------------------------------------------------------------------------------------------
 
 
-def _patients(status: dict) -> list[Patient]:
+def _process_reports(status: dict) -> list[ProcessReport]:
     here = socket.gethostname()
     roles = {"driver": [status["host"], status["driver"]], **status.get("roles", {})}
     found = [_look(role, pid) for role, (host, pid) in roles.items() if host == here]
@@ -150,31 +150,31 @@ def _environment_workers(driver: int) -> list[psutil.Process]:
         return []
 
 
-def _look(role: str, pid: int) -> Patient:
+def _look(role: str, pid: int) -> ProcessReport:
     try:
         state = psutil.Process(pid).status()
     except psutil.NoSuchProcess:
-        return Patient(role, pid, "gone")
+        return ProcessReport(role, pid, "gone")
     if state == psutil.STATUS_ZOMBIE:
-        return Patient(role, pid, state)
+        return ProcessReport(role, pid, state)
     # A stopped process cannot be paused once more, and does not move anyway.
     paused = ["--nonblocking"] if state == psutil.STATUS_STOPPED else []
     command = [str(Path(sys.executable).parent / "py-spy"), "dump", *paused, "--pid", str(pid)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_DUMP_S)
     except (OSError, subprocess.TimeoutExpired) as error:
-        return Patient(role, pid, state, f"no stack: {error}")
-    return Patient(role, pid, state, done.stdout or f"no stack: {done.stderr.strip()}")
+        return ProcessReport(role, pid, state, f"no stack: {error}")
+    return ProcessReport(role, pid, state, done.stdout or f"no stack: {done.stderr.strip()}")
 
 
 # -- the bundle -----------------------------------------------------------------------------------------------------
 
 
-def _write(folder: Path, run_dir: Path, status: dict, patients: list[Patient], diagnosis: Diagnosis) -> None:
+def _write(folder: Path, run_dir: Path, status: dict, reports: list[ProcessReport], diagnosis: Diagnosis) -> None:
     lines = [diagnosis.sentence, "", f"step {status.get('step')}, weights of version {status.get('version')}"]
     lines += [f"queue: {name} {depth}" for name, depth in status.get("queues", {}).items()]
     lines += ["", "waits:", *(f"  {_describe(wait, status['time'])}" for wait in status["waits"]), "", "processes:"]
-    for p in patients:
+    for p in reports:
         doing = f"in {p.collective} with its peers" if p.collective else f"in {p.place}"
         lines.append(f"  {p.role:24s} {p.pid:>8d} {p.state:10s} {doing if p.stack else ''}")
         (folder / f"stack {p.role.replace(':', '')}.txt").write_text(p.stack)

@@ -93,8 +93,8 @@ def follow(t: Transcript, response: Mapping[str, Any], history: History) -> None
             if len(prompt) < len(seen) or not np.array_equal(prompt[: len(seen)], seen):
                 place = _first_difference(seen, prompt)
                 raise BrokenEpisode(f"{NOT_CONTIGUOUS}: turn {t.turns + 1} departs from the turns before it at token {place}")
-            t.heard(prompt[len(seen) :])
-        t.wrote(turn.completion, turn.version)
+            t.append_env_tokens(prompt[len(seen) :])
+        t.append_policy_tokens(turn.completion, turn.version)
     if t.turns == 0:
         raise BrokenEpisode(f"no turn of the policy is in the response{_reason(response)}")
     if response.get("incomplete_details"):

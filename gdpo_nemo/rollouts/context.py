@@ -84,7 +84,7 @@ class Transcript:
         return len(self.prompt.token_ids) + len(self.ids)
 
     @property
-    def written(self) -> int:
+    def num_policy_tokens(self) -> int:
         """Tokens that the policy wrote."""
         return sum(self.mask)
 
@@ -93,7 +93,7 @@ class Transcript:
         """int32: everything so far, the prompt of the next turn."""
         return np.concatenate([self.prompt.token_ids, np.array(self.ids, np.int32)]).astype(np.int32)
 
-    def wrote(self, completion: Completion, version: int) -> None:
+    def append_policy_tokens(self, completion: Completion, version: int) -> None:
         """Append a turn of the policy."""
         self.ids += completion.token_ids.tolist()
         self.logprobs += completion.logprobs.tolist()
@@ -101,13 +101,13 @@ class Transcript:
         self.version = version if self.version is None else min(self.version, version)
         self.turns, self.finish_reason = self.turns + 1, completion.finish_reason
 
-    def heard(self, token_ids: Sequence[int]) -> None:
+    def append_env_tokens(self, token_ids: Sequence[int]) -> None:
         """Append tokens of the environment, which are never trained."""
         self.ids += [int(token) for token in token_ids]
         self.logprobs += [math.nan] * len(token_ids)
         self.mask += [False] * len(token_ids)
 
-    def earn(self, rewards) -> None:
+    def add_rewards(self, rewards) -> None:
         """Add rewards up; None leaves a component as it is."""
         for name, value in rewards.items():
             before = self.rewards.get(name)
@@ -161,7 +161,7 @@ def _fault(t: Trajectory, prompt: Prompt, context: RolloutContext) -> str | None
         return "ids, log-probs and mask differ in length"
     if not t.trains:
         return None
-    if not t.written:
+    if not t.num_policy_tokens:
         return f"the policy wrote nothing, but the outcome is {t.outcome}"
     if len(t.prompt.token_ids) + count > context.max_sequence:
         return f"{len(t.prompt.token_ids) + count} tokens are more than policy.max_total_sequence_length"

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Asked:
+class SamplingJob:
     """What differs between training and validation."""
 
     sampling: Sampling
@@ -35,7 +35,7 @@ class Asked:
     seed: Callable[[int, int, int], int]
 
 
-class Player:
+class RolloutRunner:
     """Runs rollout functions, and the endpoint where the config wants one.
 
     Raises:
@@ -65,7 +65,7 @@ class Player:
         """Whether a rollout function makes the trajectories of this prompt."""
         return prompt.environment in self._functions
 
-    def play(self, prompts: Sequence[Prompt], asked: Asked) -> tuple[list[list[Trajectory]], float]:
+    def play(self, prompts: Sequence[Prompt], asked: SamplingJob) -> tuple[list[list[Trajectory]], float]:
         """Trajectories of each prompt, checked, and the seconds that the engines took. Raises RunError."""
         engines = _Engines(self._fleet, asked.sampling)
         config = self._config

@@ -37,7 +37,7 @@ def reward_columns(trajectories: Sequence[Trajectory], config: Config) -> dict[s
     return apply_shaping(
         columns,
         rules,
-        lengths=np.array([t.written for t in trajectories]),
+        lengths=np.array([t.num_policy_tokens for t in trajectories]),
         max_length=longest_completion(config),
         truncated=np.array([t.finish_reason == "length" for t in trajectories]),
     )
@@ -65,7 +65,7 @@ def advantages_of(groups: Sequence[Group], config: Config, kl: np.ndarray | None
             ids,
             weights={name: gdpo.rewards.get(name, 0.0) for name in columns},
             valid=np.array([t.trains for t in trajectories]),
-            lengths=np.array([t.written for t in trajectories]),
+            lengths=np.array([t.num_policy_tokens for t in trajectories]),
             kl=kl,
             kl_coefficient=gdpo.kl_in_reward,
             estimator=own or gdpo.estimator,
@@ -157,7 +157,7 @@ def updates_of(trajectories: Sequence[Trajectory], advantages: np.ndarray, confi
 def _weighted(trajectories, advantages, loss, config: Config) -> list[TrainSequence]:
     trained = [t.trains and not (loss.mask_truncated and t.outcome is Outcome.TRUNCATED) for t in trajectories]
     weights = token_weights(
-        [t.written if keep else 0 for t, keep in zip(trajectories, trained)],
+        [t.num_policy_tokens if keep else 0 for t, keep in zip(trajectories, trained)],
         loss.aggregation,
         constant_length=loss.constant_length or longest_completion(config),
     )
@@ -189,7 +189,7 @@ def old_logprobs_source(config: Config) -> str:
 
 def rollout_metrics(trajectories: Sequence[Trajectory], version: int) -> dict[str, float]:
     """The keys ``rollout/...`` and ``staleness/...`` of a step trained on weights of ``version``."""
-    tokens = sum(t.written for t in trajectories)
+    tokens = sum(t.num_policy_tokens for t in trajectories)
     stale = [version - t.policy_version for t in trajectories]
     outcomes = [t.outcome for t in trajectories]
     return {
@@ -244,7 +244,7 @@ def validation_metrics(groups: Sequence[Group]) -> dict[str, float]:
         values = [t.rewards[name] for t in trajectories if t.rewards.get(name) is not None]
         if values:
             row[f"validation/{name}"] = float(np.mean(values))
-    row["validation/mean_length"] = float(np.mean([t.written for t in trajectories]))
+    row["validation/mean_length"] = float(np.mean([t.num_policy_tokens for t in trajectories]))
     row["validation/env_failed"] = float(np.mean([not t.trains for t in trajectories]))
     return row
 

@@ -1,7 +1,7 @@
 """The stream of rollouts: batch k of prompts, sampled, verified, complete.
 
 One path serves synchronous and asynchronous training. Batch k is trained by update k + 1, on weights of version k, so it
-may be sampled by any version from k - max_staleness on. ``top_up(version)`` starts every batch that this rule allows:
+may be sampled by any version from k - max_staleness on. ``schedule(version)`` starts every batch that this rule allows:
 with 0 exactly the next one, with 1 also the one after it, which the engines sample while the policy trains. The engines
 serve calls in order, so new weights reach them only behind the calls already submitted.
 """
@@ -23,7 +23,7 @@ from gdpo_nemo.data.prompts import PromptSource
 from gdpo_nemo.data.records import Group, Outcome, Prompt, Trajectory
 from gdpo_nemo.environments.execution.pool import EnvironmentPool
 from gdpo_nemo.generation.requests import CompletionBatch, SampleRequest, Sampling
-from gdpo_nemo.rollouts.functions import Asked, Player, needs_verdict
+from gdpo_nemo.rollouts.functions import RolloutRunner, SamplingJob, needs_verdict
 from gdpo_nemo.rollouts.learning import part_with_signal
 from gdpo_nemo.waits import waiting
 
@@ -80,13 +80,13 @@ class RolloutStream:
             generation.max_new_tokens,
             tuple(generation.stop_strings),
         )
-        self._player = Player(config, fleet, pool, tokenizer)
+        self._player = RolloutRunner(config, fleet, pool, tokenizer)
         self._position, self._next, self._limit = position, step, limit
         self._pending: dict[int, Future[Rollout]] = {}
         # One thread: rollouts are finished in their order, beside the training in the main thread.
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="rollouts")
 
-    def top_up(self, version: int) -> None:
+    def schedule(self, version: int) -> None:
         """Start every batch that weights of ``version`` may sample."""
         count = prompts_per_round(self._config)
         last = min(version + self._config.rollout.max_staleness, self._config.gdpo.max_num_steps - 1)
@@ -96,7 +96,7 @@ class RolloutStream:
             self._pending[self._next] = self._worker.submit(self._complete, ticket, prompts, self._position)
             self._next += 1
 
-    def take(self, step: int) -> Rollout:
+    def get_batch(self, step: int) -> Rollout:
         """The rollout of batch ``step``; waits for it.
 
         Raises:
@@ -157,13 +157,13 @@ class RolloutStream:
         """A batch that a rollout function makes, with calls to engines and environments of its own."""
         start, first = time.time(), position - len(prompts)
         seed = partial(sample_seed, self._config.run.seed)
-        asked = Asked(self._sampling, self._config.gdpo.num_generations_per_prompt, lambda i, j, turn: seed(first + i, j, turn))
+        asked = SamplingJob(self._sampling, self._config.gdpo.num_generations_per_prompt, lambda i, j, turn: seed(first + i, j, turn))
         groups, sampling = self._groups(prompts, asked)
         end = time.time()
         spans = [("rollout", f"play {len(prompts) * asked.samples}", start, end)]
         return Rollout(groups, position, sampling, end - start - sampling, spans=spans)
 
-    def _groups(self, prompts: Sequence[Prompt], asked: Asked) -> tuple[list[Group], float]:
+    def _groups(self, prompts: Sequence[Prompt], asked: SamplingJob) -> tuple[list[Group], float]:
         """Groups by the environment's rollout function, and the seconds that the engines took for them."""
         made, seconds = self._player.play(prompts, asked)
         judge([t for group in made for t in group if needs_verdict(t)], self._pool)
@@ -208,7 +208,7 @@ class RolloutStream:
         )
         if self._player.plays(prompts[0]):
             seed = partial(sample_seed, self._config.run.seed)
-            asked = Asked(sampling, gdpo.val_generations_per_prompt, lambda i, j, turn: seed(-1 - i, j, turn))
+            asked = SamplingJob(sampling, gdpo.val_generations_per_prompt, lambda i, j, turn: seed(-1 - i, j, turn))
             return self._groups(prompts, asked)[0]
         requests = [
             SampleRequest(prompt.token_ids, sample_seed(self._config.run.seed, -1 - place, j))

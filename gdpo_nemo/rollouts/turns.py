@@ -69,7 +69,7 @@ def _reset(plays: Sequence[_Play], context: RolloutContext) -> None:
 def _room(p: _Play, context: RolloutContext) -> int:
     """Tokens that the policy may write in its next turn."""
     t = p.transcript
-    return min(context.max_new_tokens, context.max_tokens - t.written, context.max_sequence - len(t))
+    return min(context.max_new_tokens, context.max_tokens - t.num_policy_tokens, context.max_sequence - len(t))
 
 
 def _turn(playing: Sequence[_Play], turn: int, context: RolloutContext) -> None:
@@ -85,7 +85,7 @@ def _turn(playing: Sequence[_Play], turn: int, context: RolloutContext) -> None:
     batch = context.sample(requests)
     answers = []
     for p, completion in zip(playing, batch.completions):
-        p.transcript.wrote(completion, batch.version)
+        p.transcript.append_policy_tokens(completion, batch.version)
         text = context.conversation.text(completion.token_ids)
         answers.append({"role": "assistant", "content": text, "finish_reason": completion.finish_reason})
     replies = context.pool.step([p.step(answer) for p, answer in zip(playing, answers)])
@@ -102,17 +102,17 @@ def _hear(p: _Play, answer: Message, observation, context: RolloutContext) -> No
     ids = talk.continuation(p.messages, observation, t.ids[-1], tools if isinstance(tools, list) else None)
     if not len(ids):
         raise RunError(f"environment {t.prompt.environment!r}: an observation has no tokens: {str(observation)[:40]!r}")
-    if len(t) + len(ids) >= context.max_sequence or t.written >= context.max_tokens:
+    if len(t) + len(ids) >= context.max_sequence or t.num_policy_tokens >= context.max_tokens:
         t.finish_reason = "length"
         return
-    t.heard(ids)
+    t.append_env_tokens(ids)
     if p.messages is not None:
         p.messages += [{"role": "assistant", "content": answer["content"]}, *talk.messages(observation)]
 
 
 def _take(p: _Play, reply: EpisodeReply) -> None:
     p.state, p.done = reply.state, reply.done
-    p.transcript.earn(reply.rewards)
+    p.transcript.add_rewards(reply.rewards)
     if reply.outcome is not Outcome.OK:
         p.transcript.outcome, p.transcript.detail, p.done = reply.outcome, reply.detail, True
 

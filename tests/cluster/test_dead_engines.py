@@ -14,7 +14,7 @@ from gdpo_nemo.cluster import fleet as fleets
 from gdpo_nemo.cluster.session import ray, session
 from gdpo_nemo.config.load import load_config
 from gdpo_nemo.errors import RunError
-from gdpo_nemo.generation.requests import Completion, Drawn, SampleRequest, Sampling
+from gdpo_nemo.generation.requests import Completion, FinishedRequest, SampleRequest, Sampling
 
 SAMPLING = Sampling(1.0, 1.0, -1, 4)
 SEED = 40
@@ -32,12 +32,12 @@ class Mortal:
             self.file.write_text("\n".join(left[1:]))
             os._exit(1)
 
-    def whereabouts(self):
+    def process_location(self):
         return "here", os.getpid()
 
     def advance(self, new):
         self._live()
-        return [Drawn(name, Completion(np.arange(2), np.zeros(2), "stop"), 7) for name in new]
+        return [FinishedRequest(name, Completion(np.arange(2), np.zeros(2), "stop"), 7) for name in new]
 
     def expect(self, manifest) -> None:
         self._live()
@@ -77,19 +77,19 @@ def request(name: str) -> dict:
 
 
 def test_an_engine_that_keeps_dying_ends_the_run_however_well_the_others_do(fleet, tmp_path):
-    fleet.advance(fleets.Drawing(1), request("before"))
+    fleet.advance(fleets.InflightRequests(1), request("before"))
     (tmp_path / "1").write_text("dies\n" * 12)
     over, drawn = threading.Event(), []
 
     def beside() -> None:
         while not over.is_set():
-            drawn.extend(fleet.advance(fleets.Drawing(0), request(str(len(drawn)))))
+            drawn.extend(fleet.advance(fleets.InflightRequests(0), request(str(len(drawn)))))
 
     thread = threading.Thread(target=beside)
     thread.start()
     try:
         with pytest.raises(RunError, match="engine 1 died 4 times in a row"):
-            fleet.advance(fleets.Drawing(1), request("mine"))
+            fleet.advance(fleets.InflightRequests(1), request("mine"))
     finally:
         over.set()
         thread.join()
@@ -100,10 +100,10 @@ def test_several_engines_that_die_at_one_update_are_not_one_engine_that_dies_oft
     for engine in ("0", "1"):
         (tmp_path / engine).write_text("dies\n" * 2)
     fleet.update(ToEveryone())
-    assert [len(fleet.advance(fleets.Drawing(engine), request("mine"))) for engine in (0, 1)] == [1, 1]
+    assert [len(fleet.advance(fleets.InflightRequests(engine), request("mine"))) for engine in (0, 1)] == [1, 1]
 
 
 def test_a_completion_clears_the_count_of_the_engine_that_made_it(fleet, tmp_path):
     for round in range(3):
         (tmp_path / "1").write_text("dies\n" * 2)
-        assert len(fleet.advance(fleets.Drawing(1), request(f"mine {round}"))) == 1
+        assert len(fleet.advance(fleets.InflightRequests(1), request(f"mine {round}"))) == 1

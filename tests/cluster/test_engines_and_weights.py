@@ -217,14 +217,14 @@ def test_sleeping_engines_sample_again_only_when_all_their_memory_is_back(parts)
     sync = WeightSync(parts.policy, parts.fleet, parts.probe, shared=True)
     sync.publish(30)
     before = draw(parts.fleet, requests(8))
-    sync.rest()
+    sync.sleep_engines()
     with pytest.raises(RunError, match="an engine was asked to sample while it sleeps"):
         draw(parts.fleet, requests(8))
     parts.fleet.wake("weights")
     with pytest.raises(RunError, match="while it sleeps"):
         parts.fleet.score([WORDS])
     parts.fleet.wake("kv_cache")
-    sync.rest()
+    sync.sleep_engines()
     _kill_one_engine()
     assert sync.publish(31)["parity/probe"] < 1e-4
     assert same(before, draw(parts.fleet, requests(8)))

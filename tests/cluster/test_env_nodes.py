@@ -43,7 +43,7 @@ def test_verdicts_keep_their_order_over_nodes_and_every_node_works(nodes):
     mixed = [trajectory("x" * i, "one" if i % 3 == 0 else "env", f"p{i // 4}", i % 4) for i in range(40)]
     assert lengths(nodes.verify(mixed)) == [float(i) for i in range(40)]
     assert [sum(child.is_running() for child in host.children()) > 0 for host in hosts()] == [True, True]
-    assert sorted(nodes.places()) == [0, 1] and nodes.verify([]) == []
+    assert sorted(nodes.process_locations()) == [0, 1] and nodes.verify([]) == []
 
 
 def test_hangs_crashes_and_mistakes_are_what_they_are_beside_the_driver(nodes):

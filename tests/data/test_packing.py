@@ -15,8 +15,8 @@ from gdpo_nemo.data.packing import (
     assign_singly,
     attention_cost,
     cost_of,
-    lay_out,
     measure,
+    pack_rows,
     pad_lengths,
 )
 
@@ -114,7 +114,7 @@ def test_context_ranks_together_hold_every_completion_token_once(shapes, size, t
     members = list(range(len(sequences)))[::-1]
     seen = []
     for rank in range(size):
-        pack = lay_out(
+        pack = pack_rows(
             sequences, members, context_rank=rank, context_size=size, total_multiple=size * tensor, positions=zigzag
         )
         assert len(pack.tokens) * size == sum(pack.padded_lengths)
@@ -133,7 +133,7 @@ def test_context_shards_put_together_are_the_whole_pack(shapes, size):
     sequences = make_sequences(shapes)
     members = list(range(len(sequences)))
     packs = [
-        lay_out(sequences, members, context_rank=r, context_size=size, positions=zigzag) for r in range(size)
+        pack_rows(sequences, members, context_rank=r, context_size=size, positions=zigzag) for r in range(size)
     ]
     start = 0
     for s, length in zip(sequences, packs[0].padded_lengths):
@@ -147,7 +147,7 @@ def test_context_shards_put_together_are_the_whole_pack(shapes, size):
 
 @given(size=st.sampled_from([1, 2, 3]), tensor=st.sampled_from([1, 2, 4]))
 def test_an_empty_micro_batch_is_padding_without_rows(size, tensor):
-    pack = lay_out([], [], context_size=size, total_multiple=size * tensor, positions=zigzag)
+    pack = pack_rows([], [], context_size=size, total_multiple=size * tensor, positions=zigzag)
     assert len(pack.rows) == len(pack.targets) == len(pack.sequence) == len(pack.offset) == 0
     assert len(pack.tokens) == sum(pack.padded_lengths) // size > 0
     assert len(pack.tokens) % tensor == 0
@@ -166,6 +166,6 @@ def test_sequences_that_go_singly_are_dealt_evenly_in_the_multiple_that_pipeline
 def test_what_the_policy_wrote_is_what_the_mask_says_and_all_without_one():
     whole = TrainSequence(np.arange(2), np.arange(3), np.zeros(3, np.float32))
     masked = TrainSequence(np.arange(2), np.arange(3), np.zeros(3, np.float32), loss_mask=np.array([True, False, True]))
-    assert (len(whole), whole.written, len(masked), masked.written) == (5, 3, 5, 2)
+    assert (len(whole), whole.num_policy_tokens, len(masked), masked.num_policy_tokens) == (5, 3, 5, 2)
     values = np.array([1.0, np.nan, 3.0])
     assert masked.where_written(values).tolist() == [1, 3] and whole.where_written(values) is values

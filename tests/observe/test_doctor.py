@@ -13,7 +13,7 @@ import pytest
 
 from gdpo_nemo import waits
 from gdpo_nemo.errors import ConfigError
-from gdpo_nemo.observe.diagnosis import Patient, diagnose, examine
+from gdpo_nemo.observe.diagnosis import ProcessReport, diagnose, examine
 from gdpo_nemo.observe.status import StatusFile
 
 STUCK = 'Thread 7 (active): "MainThread"\n    crunch (mine/model.py:12)\n    train (gdpo_nemo/megatron/policy.py:90)\n'
@@ -30,26 +30,26 @@ def status(*waiting, **more):
 
 
 def test_the_rank_that_is_not_in_the_collective_of_its_peers_is_named():
-    ranks = [Patient("policy rank 0", 11, "sleeping", WAITING), Patient("policy rank 1", 12, "running", STUCK)]
+    ranks = [ProcessReport("policy rank 0", 11, "sleeping", WAITING), ProcessReport("policy rank 1", 12, "running", STUCK)]
     found = diagnose(status(("training", "policy", 9.0)), ranks)
     assert found.blocked_by == ["policy rank 1"] and not found.lost
     assert "training (policy, 9 of 59 s): policy rank 1 (process 12) is in crunch (mine/model.py:12)" in found.sentence
 
 
 def test_a_lost_process_is_named_before_those_that_are_waited_for():
-    everyone = [Patient("engine 0", 11, "sleeping", STUCK), Patient("policy rank 1", 12, "gone")]
+    everyone = [ProcessReport("engine 0", 11, "sleeping", STUCK), ProcessReport("policy rank 1", 12, "gone")]
     found = diagnose(status(("sampling", "engine 0", 9.0)), everyone)
     assert found.blocked_by == ["policy rank 1"] and found.lost and "policy rank 1 (process 12) is gone" in found.sentence
 
 
 def test_the_wait_of_the_loop_for_its_rollouts_blames_nobody_by_itself():
-    found = diagnose(status(("batch 3", "rollouts", 9.0)), [Patient("engine 0", 11, "sleeping", STUCK)])
+    found = diagnose(status(("batch 3", "rollouts", 9.0)), [ProcessReport("engine 0", 11, "sleeping", STUCK)])
     assert found.blocked_by == [] and "step 3 is under way" in found.sentence
 
 
 def test_a_driver_that_has_fallen_silent_is_the_one(tmp_path):
     old = {**status(), "time": time.time() - 60}
-    found = diagnose(old, [Patient("driver", 11, "sleeping", STUCK)])
+    found = diagnose(old, [ProcessReport("driver", 11, "sleeping", STUCK)])
     assert found.lost and found.blocked_by == ["driver"] and "said nothing for 60 s, in crunch" in found.sentence
 
 

@@ -342,7 +342,7 @@ def test_target_po_aims_every_update_by_its_own_whole_groups():
     aimed = []
     for update, members in zip(updates_of(all_of(groups), values, settings), groups):
         trainer.policy = SimpleNamespace(logprobs=lambda _, members=members: [now[id(t)] for t in members.trajectories])
-        trainer._aim(update)
+        trainer._apply_target_po(update)
         aimed.append([s.advantage * s.weight for s in update])
     for update, members, place in zip(aimed, groups, (slice(0, 4), slice(4, 8))):
         trained = [t.trains for t in members.trajectories]

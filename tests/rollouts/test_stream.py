@@ -50,10 +50,10 @@ class World:
 def test_a_batch_starts_no_sooner_than_the_staleness_bound_allows_and_no_later(staleness):
     world, started = World(f"rollout.max_staleness={staleness}"), []
     for version in range(5):
-        world.stream.top_up(version)
+        world.stream.schedule(version)
         started.append(len(world.asked))
         assert world.stream.in_flight == len(world.asked) - version
-        rollout = world.stream.take(version)
+        rollout = world.stream.get_batch(version)
         assert world.places(rollout) == [3 * version, 3 * version + 1, 3 * version + 2]
         assert rollout.next_position == 3 * version + 3 and {t.policy_version for t in rollout.trajectories} == {7}
     # Batch k is for update k + 1; none is made that no step would train.
@@ -63,8 +63,8 @@ def test_a_batch_starts_no_sooner_than_the_staleness_bound_allows_and_no_later(s
 
 def test_a_stream_goes_on_where_the_checkpoint_says():
     world = World(position=20, step=4)
-    world.stream.top_up(4)
-    rollout = world.stream.take(4)
+    world.stream.schedule(4)
+    rollout = world.stream.get_batch(4)
     assert world.places(rollout) == [20, 21, 22] and rollout.next_position == 23
     requests, sampling = world.asked[0]
     assert [r.seed for r in requests] == [sample_seed(world.config.run.seed, 20 + i, j) for i in range(3) for j in range(2)]
@@ -74,8 +74,8 @@ def test_a_stream_goes_on_where_the_checkpoint_says():
 
 def test_what_a_rollout_took_is_said_in_seconds_and_spans():
     world = World()
-    world.stream.top_up(0)
-    rollout = world.stream.take(0)
+    world.stream.schedule(0)
+    rollout = world.stream.get_batch(0)
     assert rollout.generation_s == 2.0 and 0 <= rollout.verify_s < 2 and (rollout.rounds, rollout.dropped_groups) == (1, 0)
     (lane, name, start, end), (other, verified, begun, done) = rollout.spans
     assert (lane, name, other, verified) == ("rollout", "sample 6", "verify", "verify 6")
@@ -84,27 +84,27 @@ def test_what_a_rollout_took_is_said_in_seconds_and_spans():
 
 def test_dead_groups_are_replaced_by_the_next_prompts_until_there_are_enough():
     world = World("gdpo.dynamic_sampling.enabled=true", dead=frozenset({0, 2, 3}))
-    world.stream.top_up(0)
-    rollout = world.stream.take(0)
+    world.stream.schedule(0)
+    rollout = world.stream.get_batch(0)
     assert world.places(rollout) == [1, 4, 5]
     assert (rollout.rounds, rollout.dropped_groups, rollout.next_position) == (3, 3, 6)
     assert rollout.generation_s == 6.0 and len(rollout.spans) == 6
-    world.stream.top_up(1)
-    assert world.places(world.stream.take(1)) == [6, 7, 8]
+    world.stream.schedule(1)
+    assert world.places(world.stream.get_batch(1)) == [6, 7, 8]
 
 
 def test_a_round_of_a_multiple_is_drawn_whole_and_what_is_not_needed_is_discarded():
     """Rounds of four for three groups: 0 to 3 have two with signal, 4 to 7 four of which one is kept."""
     world = World("gdpo.dynamic_sampling={enabled: true, batch_multiplier: 1.5}", dead=frozenset({0, 2}), limit=12)
-    world.stream.top_up(0)
-    rollout = world.stream.take(0)
+    world.stream.schedule(0)
+    rollout = world.stream.get_batch(0)
     assert [len({r.seed for r in requests}) for requests, _ in world.asked] == [8, 8]
     assert world.places(rollout) == [1, 3, 4]
     assert (rollout.rounds, rollout.dropped_groups, rollout.next_position) == (2, 5, 8)
-    world.stream.top_up(1)
-    again = world.stream.take(1)
+    world.stream.schedule(1)
+    again = world.stream.get_batch(1)
     assert world.places(again) == [8, 9, 10] and (again.rounds, again.dropped_groups, again.next_position) == (1, 1, 12)
-    world.stream.top_up(2)
+    world.stream.schedule(2)
     assert world.stream.in_flight == 0
 
 
@@ -112,16 +112,16 @@ def test_leave_one_out_fills_the_step_to_its_samples_with_a_part_of_a_group():
     """Groups of three with one right sample keep two: five of them make nine samples and a tenth that is cut."""
     world = World("gdpo.dynamic_sampling={enabled: true, leave_one_out: true}", "gdpo.num_generations_per_prompt=3")
     world.verdict = lambda t: Verdict({"correctness": float(t.sample_index == 2)})
-    world.stream.top_up(0)
-    rollout = world.stream.take(0)
+    world.stream.schedule(0)
+    rollout = world.stream.get_batch(0)
     assert [[t.sample_index for t in group.trajectories] for group in rollout.groups] == [[0, 1]] * 4 + [[0]]
     assert world.places(rollout) == [0, 1, 2, 3, 4] and (rollout.rounds, rollout.dropped_groups, rollout.next_position) == (3, 0, 5)
 
 
 def test_rounds_are_bounded_and_a_step_never_has_fewer_groups_than_asked_for():
     world = World("gdpo.dynamic_sampling={enabled: true, max_rounds: 2}", dead=frozenset(range(1, 100)))
-    world.stream.top_up(0)
-    rollout = world.stream.take(0)
+    world.stream.schedule(0)
+    rollout = world.stream.get_batch(0)
     assert world.places(rollout) == [0, 1, 2] and (rollout.rounds, rollout.next_position) == (2, 5)
 
 
@@ -129,16 +129,16 @@ def test_rounds_are_bounded_and_a_step_never_has_fewer_groups_than_asked_for():
 def test_no_batch_is_started_that_the_limit_of_prompts_has_no_room_for(staleness):
     world = World(f"rollout.max_staleness={staleness}", limit=8)
     for version in range(2):
-        world.stream.top_up(version)
-        assert world.places(world.stream.take(version)) == [3 * version, 3 * version + 1, 3 * version + 2]
-    world.stream.top_up(2)
+        world.stream.schedule(version)
+        assert world.places(world.stream.get_batch(version)) == [3 * version, 3 * version + 1, 3 * version + 2]
+    world.stream.schedule(2)
     assert world.stream.in_flight == 0 and len(world.asked) == 2
 
 
 def test_dead_groups_are_replaced_by_no_prompt_past_the_limit():
     world = World("gdpo.dynamic_sampling.enabled=true", dead=frozenset(range(3)), limit=5)
-    world.stream.top_up(0)
-    rollout = world.stream.take(0)
+    world.stream.schedule(0)
+    rollout = world.stream.get_batch(0)
     assert world.places(rollout) == [3, 4, 0] and (rollout.rounds, rollout.dropped_groups, rollout.next_position) == (2, 2, 5)
 
 
@@ -150,5 +150,5 @@ def test_validation_asks_for_the_same_samples_at_every_call_and_none_of_the_trai
     (first, sampling), (second, _) = world.asked
     assert [r.seed for r in first] == [r.seed for r in second] and len({r.seed for r in first}) == 6
     assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.max_new_tokens) == (0.5, 1.0, -1, 36)
-    world.stream.top_up(0)
+    world.stream.schedule(0)
     assert not {r.seed for r in world.asked[2][0]} & {r.seed for r in first}

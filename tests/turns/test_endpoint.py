@@ -71,7 +71,7 @@ def test_every_turn_begins_with_the_exact_tokens_of_those_before_and_logprobs_ar
         assert after["prompt_token_ids"][: len(seen)] == seen
     t = transcript()
     follow(t, response_of(answers), endpoint.service.history)
-    assert t.turns == 3 and t.written == sum(len(a["generation_token_ids"]) for a in answers)
+    assert t.turns == 3 and t.num_policy_tokens == sum(len(a["generation_token_ids"]) for a in answers)
     made = t.trajectory(stage.conversation, 0)
     sequence = TrainSequence(made.prompt.token_ids, made.completion_ids, made.logprobs, loss_mask=made.loss_mask)
     (found,) = stage.policy.logprobs([sequence])

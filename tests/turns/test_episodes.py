@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gdpo_nemo.data.packing import TrainSequence, lay_out
+from gdpo_nemo.data.packing import TrainSequence, pack_rows
 from gdpo_nemo.data.records import Outcome, Prompt
 from gdpo_nemo.environments.episodes import EpisodeStep
 from gdpo_nemo.environments.execution.pool import EnvironmentPool
@@ -63,7 +63,7 @@ def test_only_what_the_policy_wrote_is_unmasked_and_the_rest_is_the_templates_ow
             closed.append(ended)
             assert stage.tokenizer.decode(heard) == ("" if ended else "<|end|>") + said
             assert ended or len(wrote) == 10
-        assert trajectory.written == sum(map(len, parts[::2])) == trajectory.loss_mask.sum()
+        assert trajectory.num_policy_tokens == sum(map(len, parts[::2])) == trajectory.loss_mask.sum()
         assert trajectory.rewards["turns"] == 4.0
     assert not all(closed)  # at least one turn was cut before its end, so that both cases were seen or the harder one was
 
@@ -82,7 +82,7 @@ def test_the_gradient_does_not_depend_on_what_stands_under_the_mask(four_turns, 
     """Sampler log-probs, old log-probs and reference log-probs of observations are never read; their tokens are context."""
     from gdpo_nemo.algorithms import LossSettings
 
-    written = sum(t.written for t in four_turns)
+    written = sum(t.num_policy_tokens for t in four_turns)
 
     def losses(fill):
         sequences = []
@@ -114,7 +114,7 @@ def test_packing_trains_exactly_the_unmasked_tokens_on_every_context_rank():
     for size in (1, 2):
         seen = []
         for rank in range(size):
-            rows = lay_out(sequences, [0, 1, 2], context_rank=rank, context_size=size, positions=halves)
+            rows = pack_rows(sequences, [0, 1, 2], context_rank=rank, context_size=size, positions=halves)
             seen += zip(rows.sequence.tolist(), rows.offset.tolist(), rows.targets.tolist())
         wanted = [(i, o, int(s.completion_ids[o])) for i, s in enumerate(sequences) for o in np.flatnonzero(s.loss_mask)]
         assert sorted(seen) == sorted(wanted)
@@ -129,7 +129,7 @@ def test_budgets_end_an_episode_as_truncated_and_the_environment_has_the_last_wo
         written = [len(stage.tokenizer.decode(part, skip_special_tokens=True)) for part in parts[::2]]
         # cut() adds -1 to what the steps gave.
         assert trajectory.rewards == {"turns": trajectory.turns, "length": sum(written) - 1}
-    assert all(t.turns == 2 for t in two_turns) and all(t.written == 13 for t in few_tokens)
+    assert all(t.turns == 2 for t in two_turns) and all(t.num_policy_tokens == 13 for t in few_tokens)
 
 
 def test_the_first_prompt_may_come_from_reset_and_equal_seeds_replay_a_batch(stage, pool):

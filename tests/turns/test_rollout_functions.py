@@ -14,20 +14,20 @@ import pytest
 from gdpo_nemo.config.load import load_config
 from gdpo_nemo.data.records import Prompt
 from gdpo_nemo.errors import ConfigError, RunError
-from gdpo_nemo.rollouts.functions import Asked, Player, needs_verdict, rollout_functions
+from gdpo_nemo.rollouts.functions import RolloutRunner, SamplingJob, needs_verdict, rollout_functions
 from gdpo_nemo.rollouts.stream import sample_seed
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 OWN = Path(__file__).with_name("own_rollouts.py")
 
 
-def player(stage, function: str) -> Player:
+def player(stage, function: str) -> RolloutRunner:
     rollout = replace(stage.config.rollout, function=f"{OWN}:{function}")
-    return Player(replace(stage.config, rollout=rollout), stage.fleet, None, stage.tokenizer)
+    return RolloutRunner(replace(stage.config, rollout=rollout), stage.fleet, None, stage.tokenizer)
 
 
-def asked(stage, samples=2) -> Asked:
-    return Asked(stage.sampling, samples, lambda i, j, turn: sample_seed(3, i, j, turn))
+def asked(stage, samples=2) -> SamplingJob:
+    return SamplingJob(stage.sampling, samples, lambda i, j, turn: sample_seed(3, i, j, turn))
 
 
 def prompt(stage) -> Prompt:

@@ -58,7 +58,7 @@ def test_new_weights_wait_for_what_is_being_drawn_and_a_lost_engine_draws_it_aga
     after = [router.sample(0, request, LONG) for request in asked]
     assert_same(drawn(before), alone, 1)
     await_work(router)
-    os.kill(stage.fleet.places()[0][1], signal.SIGKILL)
+    os.kill(stage.fleet.process_locations()[0][1], signal.SIGKILL)
     assert_same(drawn(after), alone, 2)
     assert not stage.fleet._deaths[0] and router.failure is None
 

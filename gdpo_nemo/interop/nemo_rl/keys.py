@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gdpo_nemo.interop.nemo_rl.recipe import Recipe
-from gdpo_nemo.interop.nemo_rl.rules import Act, Said, gated, idle, missing, only, to, via, where
+from gdpo_nemo.interop.nemo_rl.rules import Act, RuleResult, combined, fixed, gated, idle, missing, to, where
 
 _MEGATRON, _VLLM = "policy.megatron_cfg", "policy.generation.vllm_cfg"
 _RECOMPUTE = f"{_MEGATRON}.recompute"
@@ -35,7 +35,7 @@ def _kl(act: Act) -> Act:
 
 def _as_it_is(key: str) -> Act:
     """Ours means the same, null included."""
-    return lambda value, recipe: Said({key: value})
+    return lambda value, recipe: RuleResult({key: value})
 
 
 def _clip(act: Act) -> Act:
@@ -47,22 +47,22 @@ def _clip(act: Act) -> Act:
 GRPO = [
     ("grpo.num_prompts_per_step", to("gdpo.num_prompts_per_step")),
     ("grpo.num_generations_per_prompt", to("gdpo.num_generations_per_prompt")),
-    ("grpo.max_num_steps", via("gdpo.max_num_steps")),
-    ("grpo.max_num_epochs", via("gdpo.max_num_epochs", "gdpo.max_num_steps")),
+    ("grpo.max_num_steps", combined("gdpo.max_num_steps")),
+    ("grpo.max_num_epochs", combined("gdpo.max_num_epochs", "gdpo.max_num_steps")),
     ("grpo.max_rollout_turns", to("rollout.turns.max_turns")),
-    ("grpo.normalize_rewards", via("gdpo.estimator")),
+    ("grpo.normalize_rewards", combined("gdpo.estimator")),
     ("grpo.use_leave_one_out_baseline", where(
-        lambda r: r.get("grpo.use_dynamic_sampling"), via("gdpo.estimator", "gdpo.dynamic_sampling.leave_one_out"), via("gdpo.estimator"))),
-    ("grpo.adv_estimator.reward_weights", via("gdpo.rewards")),
-    ("grpo.adv_estimator.*", via("gdpo.estimator")),
-    ("grpo.adv_estimator", via("gdpo.estimator")),
+        lambda r: r.get("grpo.use_dynamic_sampling"), combined("gdpo.estimator", "gdpo.dynamic_sampling.leave_one_out"), combined("gdpo.estimator"))),
+    ("grpo.adv_estimator.reward_weights", combined("gdpo.rewards")),
+    ("grpo.adv_estimator.*", combined("gdpo.estimator")),
+    ("grpo.adv_estimator", combined("gdpo.estimator")),
     ("grpo.val_period", _validation(to("gdpo.val_period"))),
     ("grpo.val_at_start", _validation(to("gdpo.val_at_start"))),
     ("grpo.val_at_end", idle("the last step is always validated where gdpo.val_period is set")),
     ("grpo.val_start_at", _validation(missing("validation starts with the run", 0, -1))),
-    ("grpo.max_val_samples", _validation(via("gdpo.val_prompts"))),
-    ("grpo.val_batch_size", via("gdpo.val_prompts")),
-    ("grpo.val_num_generations_per_prompt", _validation(via("gdpo.val_generations_per_prompt"))),
+    ("grpo.max_val_samples", _validation(combined("gdpo.val_prompts"))),
+    ("grpo.val_batch_size", combined("gdpo.val_prompts")),
+    ("grpo.val_num_generations_per_prompt", _validation(combined("gdpo.val_generations_per_prompt"))),
     ("grpo.num_val_generations_per_prompt", idle("no key of NeMo-RL (val_num_generations_per_prompt is)")),
     ("grpo.stop_at_validation_*", missing("no early stop on a metric; checkpointing.keep_best keeps the best")),
     ("grpo.overlong_filtering", to("loss_fn.mask_truncated")),
@@ -72,19 +72,19 @@ GRPO = [
     ("grpo.dynamic_sampling_max_gen_batches", gated(
         "grpo.use_dynamic_sampling", to("gdpo.dynamic_sampling.max_rounds", note="there the run ends after them, here the step goes on"))),
     ("grpo.batch_multiplier", where(
-        lambda r: r.get("grpo.use_dynamic_sampling"), via("gdpo.dynamic_sampling.batch_multiplier"),
+        lambda r: r.get("grpo.use_dynamic_sampling"), combined("gdpo.dynamic_sampling.batch_multiplier"),
         missing("without use_dynamic_sampling NeMo-RL refuses it; here it does nothing", 1, 1.0))),
     ("grpo.dynamic_sampling_oversample_ratio", gated(
         "grpo.use_dynamic_sampling", missing("rounds are of num_prompts_per_step x batch_multiplier", 1, 1.0))),
     ("grpo.zero_variance_prompt_filtering", missing("prompts are not filtered over epochs")),
-    ("grpo.reward_shaping.enabled", via("gdpo.shaping")),
-    ("grpo.reward_shaping.stop_properly_penalty_coef", _shaped(via("gdpo.shaping"))),
+    ("grpo.reward_shaping.enabled", combined("gdpo.shaping")),
+    ("grpo.reward_shaping.stop_properly_penalty_coef", _shaped(combined("gdpo.shaping"))),
     ("grpo.reward_shaping.*", _shaped(where(
-        lambda r: r.get("grpo.reward_shaping.stop_properly_penalty_coef") is None, via("gdpo.shaping"),
+        lambda r: r.get("grpo.reward_shaping.stop_properly_penalty_coef") is None, combined("gdpo.shaping"),
         idle("ignored there beside stop_properly_penalty_coef")))),
-    ("grpo.reward_shaping", via("gdpo.shaping")),
-    ("grpo.reward_scaling.*", gated("grpo.reward_scaling.enabled", via("gdpo.shaping"))),
-    ("grpo.reward_scaling", via("gdpo.shaping")),
+    ("grpo.reward_shaping", combined("gdpo.shaping")),
+    ("grpo.reward_scaling.*", gated("grpo.reward_scaling.enabled", combined("gdpo.shaping"))),
+    ("grpo.reward_scaling", combined("gdpo.shaping")),
     ("grpo.seq_logprob_error_threshold", missing("sequences are not masked by their log-prob error; loss_fn.off_policy masks by ratio")),
     ("grpo.*_tool_call*", missing("make it a reward component")),
     ("grpo.*malformed_thinking*", missing("make it a reward component")),
@@ -94,13 +94,13 @@ GRPO = [
     ("grpo.calculate_advantages_on_gpu", idle("advantages are float64 on the driver")),
     ("grpo.deduplicate_multimodal_data", idle("a matter of memory with images")),
     ("grpo.debug_payload_metrics", idle("a diagnosis")),
-    ("grpo.async_grpo.enabled", via("rollout.max_staleness")),
-    ("grpo.async_grpo.max_trajectory_age_steps", gated("grpo.async_grpo.enabled", via("rollout.max_staleness"))),
+    ("grpo.async_grpo.enabled", combined("rollout.max_staleness")),
+    ("grpo.async_grpo.max_trajectory_age_steps", gated("grpo.async_grpo.enabled", combined("rollout.max_staleness"))),
     ("grpo.async_grpo.max_generation_failures", idle("rollout.max_env_failure_share counts failed samples; a dead engine is replaced")),
     ("grpo.async_grpo.in_flight_weight_updates", gated(
         "grpo.async_grpo.enabled", missing("a sample is of one version: engines change weights between batches"))),
     ("grpo.async_grpo.recompute_kv_cache_after_weight_updates", idle("the prefix cache is dropped with every update")),
-    ("grpo.async_grpo", via("rollout.max_staleness")),
+    ("grpo.async_grpo", combined("rollout.max_staleness")),
 ]  # fmt: skip
 
 LOSS = [
@@ -108,13 +108,13 @@ LOSS = [
     ("loss_fn.reference_policy_kl_type", _kl(to("loss_fn.reference_policy_kl_type"))),
     ("loss_fn.kl_input_clamp_value", _kl(_as_it_is("loss_fn.kl_input_clamp_value"))),
     ("loss_fn.kl_output_clamp_value", _kl(_as_it_is("loss_fn.kl_output_clamp_value"))),
-    ("loss_fn.use_on_policy_kl_approximation", _kl(via("loss_fn.reference_policy_kl_gradient"))),
-    ("loss_fn.use_kl_in_reward", via("loss_fn.reference_policy_kl_penalty")),
+    ("loss_fn.use_on_policy_kl_approximation", _kl(combined("loss_fn.reference_policy_kl_gradient"))),
+    ("loss_fn.use_kl_in_reward", combined("loss_fn.reference_policy_kl_penalty")),
     ("loss_fn.ratio_clip_min", _clip(to("loss_fn.ratio_clip_min"))),
     ("loss_fn.ratio_clip_max", _clip(to("loss_fn.ratio_clip_max"))),
     ("loss_fn.ratio_clip_c", _clip(to("loss_fn.ratio_clip_c"))),
-    ("loss_fn.use_cispo", via("loss_fn.type")),
-    ("loss_fn.sequence_level_importance_ratios", via("loss_fn.type")),
+    ("loss_fn.use_cispo", combined("loss_fn.type")),
+    ("loss_fn.sequence_level_importance_ratios", combined("loss_fn.type")),
     ("loss_fn.token_level_loss", to("loss_fn.aggregation", lambda on: "token_mean" if on else "sequence_mean")),
     ("loss_fn.disable_ppo_ratio", where(
         lambda r: r.updates == 1, idle("with one update a step the ratio is 1, which has REINFORCE's gradient"),
@@ -122,8 +122,8 @@ LOSS = [
     ("loss_fn.force_on_policy_ratio", where(
         lambda r: r.updates == 1, idle("with one update a step the ratio is 1 here too"),
         missing("several updates a step take the ratio to the log-probs before them"))),
-    ("loss_fn.use_importance_sampling_correction", via("loss_fn.off_policy.mode")),
-    ("loss_fn.truncated_importance_sampling_*", gated("loss_fn.use_importance_sampling_correction", via("loss_fn.off_policy.mode"))),
+    ("loss_fn.use_importance_sampling_correction", combined("loss_fn.off_policy.mode")),
+    ("loss_fn.truncated_importance_sampling_*", gated("loss_fn.use_importance_sampling_correction", combined("loss_fn.off_policy.mode"))),
     ("loss_fn.positive_example_nll_weight", missing("no likelihood term", 0, 0.0)),
 ]  # fmt: skip
 
@@ -149,17 +149,17 @@ def _lora_rules(section: str) -> list[tuple[str, Act]]:
         return where(lambda recipe: recipe.lora == section, act, idle("adapters are off"))
 
     return [
-        (f"{section}.enabled", where(lambda r: r.lora in (section, ""), via("policy.lora.rank"), idle("of the trainer that is not used"))),
-        (f"{section}.dim", on(via("policy.lora.rank"))),
+        (f"{section}.enabled", where(lambda r: r.lora in (section, ""), combined("policy.lora.rank"), idle("of the trainer that is not used"))),
+        (f"{section}.dim", on(combined("policy.lora.rank"))),
         (f"{section}.alpha", on(to("policy.lora.alpha", float))),
         (f"{section}.dropout", on(to("policy.lora.dropout", float))),
         (f"{section}.dropout_position", on(where(
-            lambda r: r.get(f"{section}.dropout"), only("pre", "dropout comes before the adapter"), idle("there is no dropout")))),
-        (f"{section}.target_modules", on(via("policy.lora.target_modules"))),
-        (f"{section}.match_all_linear", on(via("policy.lora.target_modules"))),
+            lambda r: r.get(f"{section}.dropout"), fixed("pre", "dropout comes before the adapter"), idle("there is no dropout")))),
+        (f"{section}.target_modules", on(combined("policy.lora.target_modules"))),
+        (f"{section}.match_all_linear", on(combined("policy.lora.target_modules"))),
         (f"{section}.exclude_modules", on(missing("every layer of policy.lora.target_modules is adapted"))),
-        (f"{section}.lora_A_init*", on(via("policy.lora.init"))),
-        (f"{section}.lora_B_init*", on(only("zero", "B starts at 0"))),
+        (f"{section}.lora_A_init*", on(combined("policy.lora.init"))),
+        (f"{section}.lora_B_init*", on(fixed("zero", "B starts at 0"))),
         (f"{section}.*", on(idle("how adapters are computed"))),
         (section, idle("no adapters")),
     ]  # fmt: skip
@@ -177,7 +177,7 @@ POLICY = [
     ("policy.tokenizer.*", idle("how texts are tokenised, not into what")),
     ("policy.hf_config_overrides*", missing("the architecture is that of the model's config.json")),
     ("policy.train_global_batch_size", to("policy.train_global_batch_size")),
-    ("policy.train_micro_batch_size", via("policy.micro_batch_tokens")),
+    ("policy.train_micro_batch_size", combined("policy.micro_batch_tokens")),
     ("policy.sequence_packing.enabled", idle("packing is always on, and does not change the gradient")),
     ("policy.*.train_mb_tokens", idle("policy.micro_batch_tokens bounds a micro-batch, whose size does not change the gradient")),
     ("policy.sequence_packing.*", idle("how packs are filled")),
@@ -189,25 +189,25 @@ POLICY = [
     ("policy.offload_optimizer_for_logprob", idle("a matter of memory")),
     ("policy.max_total_sequence_length", to("policy.max_total_sequence_length")),
     ("policy.precision", to("policy.precision", lambda text: {"bf16": "bfloat16", "fp32": "float32"}.get(text, text))),
-    ("policy.max_grad_norm", via(f"{_MEGATRON}.optimizer.clip_grad")),
+    ("policy.max_grad_norm", combined(f"{_MEGATRON}.optimizer.clip_grad")),
     ("policy.refit_buffer_size_gb", idle("weights travel in buckets of weights.bucket_mib")),
-    ("policy.optimizer.name", _of_dtensor(only("torch.optim.AdamW", "AdamW"))),
+    ("policy.optimizer.name", _of_dtensor(fixed("torch.optim.AdamW", "AdamW"))),
     ("policy.optimizer.kwargs.lr", _of_dtensor(to(f"{_MEGATRON}.optimizer.lr"))),
     ("policy.optimizer.kwargs.weight_decay", _of_dtensor(to(
         f"{_MEGATRON}.optimizer.weight_decay", note="here of matrices, there of norms and biases too"))),
     ("policy.optimizer.kwargs.eps", _of_dtensor(to(f"{_MEGATRON}.optimizer.adam_eps"))),
     ("policy.optimizer.kwargs.betas", _of_dtensor(
-        lambda value, r: Said({f"{_MEGATRON}.optimizer.adam_beta1": value[0], f"{_MEGATRON}.optimizer.adam_beta2": value[1]}))),
+        lambda value, r: RuleResult({f"{_MEGATRON}.optimizer.adam_beta1": value[0], f"{_MEGATRON}.optimizer.adam_beta2": value[1]}))),
     ("policy.optimizer.kwargs.foreach", idle("how torch runs AdamW")),
     ("policy.optimizer.kwargs.fused", idle("how torch runs AdamW")),
     ("policy.optimizer.kwargs.*", _of_dtensor(missing("main weights and moments are float32"))),
-    ("policy.optimizer", _of_dtensor(only(None, "the optimizer is AdamW"))),
-    ("policy.scheduler*", _of_dtensor(via(f"{_MEGATRON}.scheduler"))),
+    ("policy.optimizer", _of_dtensor(fixed(None, "the optimizer is AdamW"))),
+    ("policy.scheduler*", _of_dtensor(combined(f"{_MEGATRON}.scheduler"))),
     ("policy.dtensor_cfg.enabled", idle("Megatron trains here, whatever trained there")),
     *_lora_rules("policy.dtensor_cfg.lora_cfg"),
     ("policy.dtensor_cfg.tensor_parallel_size", _of_dtensor(to(f"{_MEGATRON}.tensor_model_parallel_size"))),
     ("policy.dtensor_cfg.context_parallel_size", _of_dtensor(to(f"{_MEGATRON}.context_parallel_size"))),
-    ("policy.dtensor_cfg.sequence_parallel", _of_dtensor(via(f"{_MEGATRON}.sequence_parallel"))),
+    ("policy.dtensor_cfg.sequence_parallel", _of_dtensor(combined(f"{_MEGATRON}.sequence_parallel"))),
     ("policy.dtensor_cfg.activation_checkpointing", _of_dtensor(to(_RECOMPUTE, lambda on: "full" if on else "none"))),
     ("policy.dtensor_cfg.expert_parallel_size", _of_dtensor(_of_mixture(to(f"{_MEGATRON}.expert_model_parallel_size")))),
     ("policy.dtensor_cfg.automodel_kwargs.force_hf", idle("which implementation computes the model")),
@@ -231,19 +231,19 @@ _DDP = f"{_MEGATRON}.distributed_data_parallel_config"
 MEGATRON = [
     (f"{_MEGATRON}.enabled", idle("Megatron trains here, whatever trained there")),
     *((f"{_MEGATRON}.{name}", _of_megatron(to(f"{_MEGATRON}.{name}"))) for name in _SIZES),
-    (f"{_MEGATRON}.sequence_parallel", _of_megatron(via(f"{_MEGATRON}.sequence_parallel"))),
+    (f"{_MEGATRON}.sequence_parallel", _of_megatron(combined(f"{_MEGATRON}.sequence_parallel"))),
     (f"{_MEGATRON}.num_layers_in_first_pipeline_stage", _of_megatron(to(f"{_MEGATRON}.num_layers_in_first_pipeline_stage"))),
     (f"{_MEGATRON}.num_layers_in_last_pipeline_stage", _of_megatron(to(f"{_MEGATRON}.num_layers_in_last_pipeline_stage"))),
-    (f"{_MEGATRON}.pipeline_dtype", _of_megatron(only(lambda r: r.get("policy.precision"), "the pipeline carries policy.precision"))),
-    (f"{_MEGATRON}.activation_checkpointing", _of_megatron(via(_RECOMPUTE))),
-    (f"{_MEGATRON}.recompute_granularity", gated(f"{_MEGATRON}.activation_checkpointing", via(_RECOMPUTE))),
+    (f"{_MEGATRON}.pipeline_dtype", _of_megatron(fixed(lambda r: r.get("policy.precision"), "the pipeline carries policy.precision"))),
+    (f"{_MEGATRON}.activation_checkpointing", _of_megatron(combined(_RECOMPUTE))),
+    (f"{_MEGATRON}.recompute_granularity", gated(f"{_MEGATRON}.activation_checkpointing", combined(_RECOMPUTE))),
     (f"{_MEGATRON}.recompute_*", idle("a matter of memory; recompute: selective means attention, full means whole layers")),
     (f"{_MEGATRON}.empty_unused_memory_level", idle("memory stays with the allocator")),
     (f"{_MEGATRON}.freeze_moe_router", _of_megatron(_of_mixture(where(
         lambda r: r.lora, idle("adapters leave the routers as they are"), to(f"{_MEGATRON}.freeze_moe_router"))))),
     (f"{_MEGATRON}.moe_router_dtype", _of_megatron(_of_mixture(to(f"{_MEGATRON}.moe_router_dtype")))),
-    (f"{_MEGATRON}.moe_router_load_balancing_type", _of_megatron(_of_mixture(only("none", "no balancing loss")))),
-    (f"{_MEGATRON}.moe_router_bias_update_rate", _of_megatron(_of_mixture(only(0.0, "no bias on the router")))),
+    (f"{_MEGATRON}.moe_router_load_balancing_type", _of_megatron(_of_mixture(fixed("none", "no balancing loss")))),
+    (f"{_MEGATRON}.moe_router_bias_update_rate", _of_megatron(_of_mixture(fixed(0.0, "no bias on the router")))),
     (f"{_MEGATRON}.moe_router_enable_expert_bias", _of_megatron(_of_mixture(missing("no bias on the router")))),
     (f"{_MEGATRON}.moe_aux_loss_coeff", _of_megatron(_of_mixture(missing("no balancing loss", 0, 0.0)))),
     (f"{_MEGATRON}.moe_*", idle("how a mixture is computed")),
@@ -256,30 +256,30 @@ MEGATRON = [
     (f"{_MEGATRON}.use_fused_*", idle("fused or not, the same arithmetic")),
     (f"{_MEGATRON}.fused_*", idle("fused or not, the same arithmetic")),
     (f"{_MEGATRON}.defer_fp32_logits", idle("float32 log-probs come from one chunk of logits at a time")),
-    (f"{_MEGATRON}.optimizer.optimizer", _of_megatron(only("adam", "AdamW"))),
+    (f"{_MEGATRON}.optimizer.optimizer", _of_megatron(fixed("adam", "AdamW"))),
     *((f"{_MEGATRON}.optimizer.{name}", _of_megatron(to(f"{_MEGATRON}.optimizer.{name}"))) for name in _OPTIMIZER),
     (f"{_MEGATRON}.optimizer.use_distributed_optimizer", _of_megatron(to(f"{_MEGATRON}.use_distributed_optimizer"))),
-    (f"{_MEGATRON}.optimizer.bf16", _of_megatron(only(lambda r: r.get("policy.precision") == "bfloat16", "follows policy.precision"))),
-    (f"{_MEGATRON}.optimizer.fp16", _of_megatron(only(False, "no float16"))),
-    (f"{_MEGATRON}.optimizer.params_dtype", _of_megatron(only("float32", "main weights are float32"))),
+    (f"{_MEGATRON}.optimizer.bf16", _of_megatron(fixed(lambda r: r.get("policy.precision") == "bfloat16", "follows policy.precision"))),
+    (f"{_MEGATRON}.optimizer.fp16", _of_megatron(fixed(False, "no float16"))),
+    (f"{_MEGATRON}.optimizer.params_dtype", _of_megatron(fixed("float32", "main weights are float32"))),
     (f"{_MEGATRON}.optimizer.sgd_momentum", idle("AdamW has none")),
     (f"{_MEGATRON}.optimizer.use_precision_aware_optimizer", idle("moments are float32 either way, unless their dtype is set")),
-    (f"{_MEGATRON}.optimizer.*_dtype", _of_megatron(only("float32", "main weights and moments are float32"))),
+    (f"{_MEGATRON}.optimizer.*_dtype", _of_megatron(fixed("float32", "main weights and moments are float32"))),
     (f"{_MEGATRON}.optimizer.optimizer_cpu_offload", _of_megatron(to(f"{_MEGATRON}.optimizer.offload"))),
     (f"{_MEGATRON}.optimizer.*offload*", idle("all of the optimizer moves to the host, or nothing")),
     (f"{_MEGATRON}.optimizer.overlap_cpu_optimizer_d2h_h2d", idle("a matter of speed")),
     (f"{_MEGATRON}.optimizer.muon_*", gated(f"{_MEGATRON}.optimizer.use_muon", missing("the optimizer is AdamW"))),
-    (f"{_MEGATRON}.scheduler.*weight_decay", _of_megatron(only(
+    (f"{_MEGATRON}.scheduler.*weight_decay", _of_megatron(fixed(
         lambda r: r.get(f"{_MEGATRON}.optimizer.weight_decay"), "weight decay is constant: that of the optimizer"))),
-    (f"{_MEGATRON}.scheduler.weight_decay_incr_style", _of_megatron(only("constant", "weight decay is constant"))),
+    (f"{_MEGATRON}.scheduler.weight_decay_incr_style", _of_megatron(fixed("constant", "weight decay is constant"))),
     (f"{_MEGATRON}.scheduler.override_opt_param_scheduler", idle("the config's schedule counts on resuming, too")),
-    (f"{_MEGATRON}.scheduler.lr_*", _of_megatron(via(f"{_MEGATRON}.scheduler"))),
-    (f"{_DDP}.overlap_grad_reduce", _of_megatron(via(f"{_MEGATRON}.overlap_grad_reduce"))),
-    (f"{_DDP}.overlap_param_gather", _of_megatron(via(f"{_MEGATRON}.overlap_param_gather"))),
+    (f"{_MEGATRON}.scheduler.lr_*", _of_megatron(combined(f"{_MEGATRON}.scheduler"))),
+    (f"{_DDP}.overlap_grad_reduce", _of_megatron(combined(f"{_MEGATRON}.overlap_grad_reduce"))),
+    (f"{_DDP}.overlap_param_gather", _of_megatron(combined(f"{_MEGATRON}.overlap_param_gather"))),
     (f"{_DDP}.grad_reduce_in_fp32", idle("gradients are reduced in float32, which rounds less")),
     (f"{_DDP}.*", idle("how gradients are reduced; the loss carries the weights of the whole batch")),
     *_lora_rules(f"{_MEGATRON}.peft"),
-    (f"{_MEGATRON}.fp8_cfg.enabled", _of_megatron(via(f"{_MEGATRON}.fp8"))),
+    (f"{_MEGATRON}.fp8_cfg.enabled", _of_megatron(combined(f"{_MEGATRON}.fp8"))),
     (f"{_MEGATRON}.fp8_cfg.fp8", _fp8(_of_megatron(to(f"{_MEGATRON}.fp8")))),
     (f"{_MEGATRON}.fp8_cfg.fp8_recipe", _fp8(_of_megatron(to(f"{_MEGATRON}.fp8_recipe")))),
     (f"{_MEGATRON}.fp8_cfg.fp8_param", _fp8(_of_megatron(missing("parameters stay in policy.precision; matrix products are in 8 bits")))),
@@ -304,7 +304,7 @@ RULES: list[tuple[str, Act]] = [*GRPO, *LOSS, *MEGATRON, *GENERATION, *POLICY, *
 """(pattern of their key, rule), the first that fits."""
 
 
-def said_of(key: str, value, recipe: Recipe) -> Said | None:
+def said_of(key: str, value, recipe: Recipe) -> RuleResult | None:
     """The answer of the first rule that fits; None where none does."""
     from fnmatch import fnmatchcase
 

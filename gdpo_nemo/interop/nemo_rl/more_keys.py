@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gdpo_nemo.interop.nemo_rl.rules import gated, idle, missing, only, to, via, where
+from gdpo_nemo.interop.nemo_rl.rules import combined, fixed, gated, idle, missing, to, where
 
 _VLLM = "policy.generation.vllm_cfg"
 _END_TOKENS = {"llama": {128001, 128008, 128009}, "qwen2": {151643, 151645}, "qwen3": {151643, 151645}, "qwen3_moe": {151643, 151645}}
@@ -23,25 +23,25 @@ def _verifies(recipe):
 
 GENERATION = [
     ("policy.generation.backend", to("policy.generation.backend")),
-    ("policy.generation.max_new_tokens", via("policy.generation.max_new_tokens")),
+    ("policy.generation.max_new_tokens", combined("policy.generation.max_new_tokens")),
     ("policy.generation.temperature", to("policy.generation.temperature")),
     ("policy.generation.top_p", to("policy.generation.top_p")),
     ("policy.generation.top_k", to("policy.generation.top_k")),
     ("policy.generation.stop_strings", to("policy.generation.stop_strings")),
     ("policy.generation.stop_token_ids", _ends),
-    ("policy.generation.val_temperature", via("gdpo.val_temperature")),
+    ("policy.generation.val_temperature", combined("gdpo.val_temperature")),
     ("policy.generation.val_top_p", missing("validation samples from the whole distribution", 1.0)),
     ("policy.generation.val_top_k", missing("validation samples from the whole distribution", -1)),
     (f"{_VLLM}.tensor_parallel_size", to(f"{_VLLM}.tensor_parallel_size")),
     (f"{_VLLM}.pipeline_parallel_size", missing("an engine has no pipeline, so it needs more memory on each GPU", 1)),
     (f"{_VLLM}.expert_parallel_size", idle("an engine shards its experts as it shards other matrices")),
     (f"{_VLLM}.gpu_memory_utilization", to(f"{_VLLM}.gpu_memory_utilization")),
-    (f"{_VLLM}.max_model_len", only(
+    (f"{_VLLM}.max_model_len", fixed(
         lambda r: r.get("policy.max_total_sequence_length"), "policy.max_total_sequence_length is the engine's, too")),
     (f"{_VLLM}.enforce_eager", to(f"{_VLLM}.enforce_eager")),
-    (f"{_VLLM}.precision", only(lambda r: r.get("policy.precision"), "engines compute in policy.precision")),
+    (f"{_VLLM}.precision", fixed(lambda r: r.get("policy.precision"), "engines compute in policy.precision")),
     (f"{_VLLM}.kv_cache_dtype", missing("the cache is in policy.precision", "auto", "bfloat16")),
-    (f"{_VLLM}.logprobs_mode", only("processed_logprobs", "log-probs are those of the distribution that is sampled")),
+    (f"{_VLLM}.logprobs_mode", fixed("processed_logprobs", "log-probs are those of the distribution that is sampled")),
     (f"{_VLLM}.load_format", idle("engines get their weights from the policy")),
     (f"{_VLLM}.*", idle("how the engine computes, loads or shows")),
     ("policy.generation.vllm_kwargs.max_num_seqs", to(f"{_VLLM}.max_num_seqs")),
@@ -57,50 +57,50 @@ GENERATION = [
 ]  # fmt: skip
 
 DATA = [
-    ("data.max_input_seq_length", only(
+    ("data.max_input_seq_length", fixed(
         lambda r: r.get("policy.max_total_sequence_length"), "prompts may fill the context here; there longer ones than this are masked")),
     ("data.shuffle", to("data.train.shuffle")),
-    ("data.*system_prompt_file", via("data.train.system_prompt")),
-    ("data.*prompt_file", via("data.train.prompt_template")),
-    ("data.*processor", via("env")),
-    ("data.*env_name", via("env")),
-    ("data.validation.dataset_name", via("data.validation.path")),
-    ("data.validation.data_path", via("data.validation.path")),
-    ("data.validation.split", via("data.validation.split")),
-    ("data.*dataset_name", via("data.train.path")),
-    ("data.*data_path", via("data.train.path")),
+    ("data.*system_prompt_file", combined("data.train.system_prompt")),
+    ("data.*prompt_file", combined("data.train.prompt_template")),
+    ("data.*processor", combined("env")),
+    ("data.*env_name", combined("env")),
+    ("data.validation.dataset_name", combined("data.validation.path")),
+    ("data.validation.data_path", combined("data.validation.path")),
+    ("data.validation.split", combined("data.validation.split")),
+    ("data.*dataset_name", combined("data.train.path")),
+    ("data.*data_path", combined("data.train.path")),
     ("data.train.split_validation_size", where(
-        lambda r: r.held_out, via("data.validation.split"), idle("ignored by the class of this data set"))),
+        lambda r: r.held_out, combined("data.validation.split"), idle("ignored by the class of this data set"))),
     ("data.train.seed", idle("of the random cut into training and held-out rows; here the last rows are held out")),
     ("data.*.split_validation_size", idle("the section has no rows of its own to cut")),
-    ("data.*.repeat", via("gdpo.val_generations_per_prompt")),
-    ("data.*split", via("data.train.split")),
-    ("data.*subset", via("data.train.path")),
-    ("data.*input_key", via("data.train.prompt_key")),
-    ("data.*output_key", via("data.train.columns")),
-    ("data.*extract_answer", only(True, "the part behind ####")),
+    ("data.*.repeat", combined("gdpo.val_generations_per_prompt")),
+    ("data.*split", combined("data.train.split")),
+    ("data.*subset", combined("data.train.path")),
+    ("data.*input_key", combined("data.train.prompt_key")),
+    ("data.*output_key", combined("data.train.columns")),
+    ("data.*extract_answer", fixed(True, "the part behind ####")),
     ("data.*allowed_problem_types", missing("rows are not filtered")),
     ("data.custom_dataloader", missing("no data loader of one's own; rollout.function makes trajectories")),
     ("data.num_prompts_per_dataloader", missing("one loader")),
     ("data.use_multiple_dataloader", missing("one loader")),
-    ("data.train", via("data.train.path")),
-    ("data.validation", via("data.validation.path")),
+    ("data.train", combined("data.train.path")),
+    ("data.validation", combined("data.validation.path")),
     ("data.*", idle("how NeMo-RL loads data")),
 ]  # fmt: skip
 
 REST = [
     ("env.*.num_workers", idle("rollout.env_workers verify")),
     ("env.*.math_verify_impl", where(
-        _verifies, only("hf_math_verify", "math-verify compares with the gold answer"),
+        _verifies, fixed("hf_math_verify", "math-verify compares with the gold answer"),
         idle("of an environment that compares texts, or that the recipe does not use"))),
     ("env.*.stop_strings", missing("policy.generation.stop_strings are those of every prompt")),
     ("env.should_mask_flagged_samples", idle("a failed sample is masked")),
     ("env.should_log_nemo_gym_responses", idle("rollouts/ of the run folder has every sample")),
-    ("env.should_use_nemo_gym", via("env")),
+    ("env.should_use_nemo_gym", combined("env")),
     ("env.nemo_gym*", idle("NeMo Gym's servers have their own configuration, and are started beside the run")),
     ("env.math.*", where(_verifies, missing("an option of NeMo-RL's environment"), idle("of an environment that the recipe does not use"))),
     ("env.*", idle("of an environment that the recipe does not use, or that is named as missing")),
-    ("env", via("env")),
+    ("env", combined("env")),
     ("logger.tensorboard_enabled", to("logger.tensorboard.enabled")),
     ("logger.wandb_enabled", to("logger.wandb.enabled")),
     ("logger.wandb.project", gated("logger.wandb_enabled", to("logger.wandb.project"))),
@@ -111,7 +111,7 @@ REST = [
     ("cluster.*", idle("which machines and ports; cluster.num_nodes and gpus_per_node are under added")),
     ("checkpointing.enabled", to("checkpointing.enabled")),
     ("checkpointing.metric_name", idle("checkpointing.metric_name names the component instead of the sum")),
-    ("checkpointing.higher_is_better", only(True, "larger is better")),
+    ("checkpointing.higher_is_better", fixed(True, "larger is better")),
     ("checkpointing.keep_top_k", gated("checkpointing.metric_name", to("checkpointing.keep_best"))),
     ("checkpointing.save_period", to("checkpointing.save_period")),
     ("checkpointing.ft_keep_latest_k", to("checkpointing.keep_last")),
@@ -122,9 +122,9 @@ REST = [
     ("reward_penalties.*", missing("make each penalty a reward component")),
     ("on_policy_distillation.*", gated("on_policy_distillation.enabled", missing("no distillation"))),
     ("on_policy_distillation", missing("no distillation")),
-    ("async_rl.sampler.max_*_versions", via("rollout.max_staleness")),
+    ("async_rl.sampler.max_*_versions", combined("rollout.max_staleness")),
     ("async_rl.sampler.name", where(
-        lambda r: not r.stale, only("in_order", "a step is generated and trained with one version"),
+        lambda r: not r.stale, fixed("in_order", "a step is generated and trained with one version"),
         missing("one loop schedules and updates; rollout.max_staleness bounds the age"))),
     ("async_rl.sampler*", missing("one loop schedules and updates; rollout.max_staleness bounds the age")),
     ("async_rl.min_groups_for_streaming_train", idle("a step's gradient is gathered when all of its groups are there, not as they arrive")),

@@ -9,7 +9,7 @@ from gdpo_nemo.interop.nemo_rl.recipe import Recipe
 
 
 @dataclass
-class Said:
+class RuleResult:
     """A rule's answer: values for our keys, or why there are none."""
 
     values: dict[str, Any] = field(default_factory=dict)
@@ -22,7 +22,7 @@ class Said:
     """Our keys that it makes together with other keys."""
 
 
-Act = Callable[[Any, Recipe], Said]
+Act = Callable[[Any, Recipe], RuleResult]
 
 
 def is_off(value: Any, *off: Any) -> bool:
@@ -33,41 +33,41 @@ def is_off(value: Any, *off: Any) -> bool:
 def to(key: str, convert: Callable[[Any], Any] = lambda value: value, note: str = "") -> Act:
     """Our ``key`` means the same. Null means: not set, so ours is not set either."""
 
-    def act(value: Any, recipe: Recipe) -> Said:
+    def act(value: Any, recipe: Recipe) -> RuleResult:
         if value is None:
-            return Said(text=f"not set there, and the default of {key} here", same=True)
-        return Said({key: convert(value)}, note)
+            return RuleResult(text=f"not set there, and the default of {key} here", same=True)
+        return RuleResult({key: convert(value)}, note)
 
     return act
 
 
-def via(*keys: str) -> Act:
+def combined(*keys: str) -> Act:
     """Works on ours together with other keys; the lines under "added" have the result."""
-    return lambda value, recipe: Said(elsewhere=keys)
+    return lambda value, recipe: RuleResult(elsewhere=keys)
 
 
-def only(wanted: Any, why: str) -> Act:
+def fixed(wanted: Any, why: str) -> Act:
     """We always do what ``wanted`` says (a value, or a function of the recipe); another value matters."""
 
-    def act(value: Any, recipe: Recipe) -> Said:
+    def act(value: Any, recipe: Recipe) -> RuleResult:
         expected = wanted(recipe) if callable(wanted) else wanted
         same = value is None or value == expected
-        return Said(text=why, same=same, matters=not same)
+        return RuleResult(text=why, same=same, matters=not same)
 
     return act
 
 
 def idle(why: str) -> Act:
     """The result does not depend on it: speed, memory, logs, or how a thing is done rather than what."""
-    return lambda value, recipe: Said(text=why)
+    return lambda value, recipe: RuleResult(text=why)
 
 
 def missing(why: str, *off: Any) -> Act:
     """No such feature here, and it would change the result; ``off`` and the usual empty values switch it off."""
 
-    def act(value: Any, recipe: Recipe) -> Said:
+    def act(value: Any, recipe: Recipe) -> RuleResult:
         unused = is_off(value, *off)
-        return Said(text=f"{why}{', and not used there' if unused else ''}", same=unused, matters=not unused)
+        return RuleResult(text=f"{why}{', and not used there' if unused else ''}", same=unused, matters=not unused)
 
     return act
 

@@ -24,7 +24,7 @@ from gdpo_nemo.interop.nemo_rl.keys import said_of
 from gdpo_nemo.interop.nemo_rl.machines import machines
 from gdpo_nemo.interop.nemo_rl.objective import learning
 from gdpo_nemo.interop.nemo_rl.recipe import Recipe, open_recipe, variables_of
-from gdpo_nemo.interop.nemo_rl.rules import Said, is_off
+from gdpo_nemo.interop.nemo_rl.rules import RuleResult, is_off
 from gdpo_nemo.validation import validate
 
 SAME, DIFFERS, CANNOT_RUN = "same", "differs", "cannot run"
@@ -126,7 +126,7 @@ def translate(path: str | Path) -> Translation:
     return translation
 
 
-def _line(key: str, recipe: Recipe, said: Said | None, values: dict[str, Any]) -> Line:
+def _line(key: str, recipe: Recipe, said: RuleResult | None, values: dict[str, Any]) -> Line:
     """The account of one key; ``values`` are those of the whole translation."""
     value = recipe.flat[key]
     if said is None:
