@@ -80,7 +80,7 @@ class _Terminated:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parses the command line; overrides may stand before, between and after the options."""
+    """Parse the command line; overrides may stand before, between and after the options."""
     parser = _parser()
     arguments, rest = parser.parse_known_args(argv)
     overrides = getattr(arguments, "overrides", None)

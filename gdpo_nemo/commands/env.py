@@ -35,7 +35,7 @@ def add(commands) -> None:
 
 
 def list_all(arguments: argparse.Namespace) -> int:
-    """Prints the environments and the reward functions."""
+    """Print the environments and the reward functions."""
     from rich.table import Table
     from rich.text import Text
 
@@ -57,7 +57,7 @@ def list_all(arguments: argparse.Namespace) -> int:
 
 
 def check(arguments: argparse.Namespace) -> int:
-    """Verifies a few rows and prints every component; exit status 1 where a verdict failed."""
+    """Verify a few rows and print every component; exit status 1 where a verdict failed."""
     from gdpo_nemo.commands.env_check import check_environment
 
     if arguments.rows < 1:
@@ -71,7 +71,7 @@ def check(arguments: argparse.Namespace) -> int:
 
 
 def new(arguments: argparse.Namespace) -> int:
-    """Writes the package and says what to do with it."""
+    """Write the package and say what to do with it."""
     from gdpo_nemo.commands.env_new import write_plugin
 
     folder = write_plugin(arguments.name, arguments.dir)

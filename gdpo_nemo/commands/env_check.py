@@ -84,7 +84,7 @@ def check_environment(
     timeout_s: float = 30.0,
     key: str | None = None,
 ) -> Check:
-    """Verifies every completion to every row, one row at a time, in a pool of worker processes.
+    """Verify every completion to every row, one row at a time, in a pool of worker processes.
 
     Args:
         name, options: the environment's entry in the section ``env``.

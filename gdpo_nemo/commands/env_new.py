@@ -153,7 +153,7 @@ _FILES = {
 
 
 def write_plugin(name: str, directory: str | Path = ".") -> Path:
-    """Writes the package to ``directory/name`` and returns that folder.
+    """Write the package to ``directory/name`` and return that folder.
 
     Raises:
         ConfigError: the name is no name or is taken, or the folder exists or cannot be written.

@@ -34,7 +34,7 @@ DATA_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 
 
 def check_files(config: Config, layout: Layout) -> None:
-    """Checks every local path; names that may live on the Hugging Face hub are left to the run.
+    """Check every local path; names that may live on the Hugging Face hub are left to the run.
 
     Raises:
         ConfigError: something is missing, incomplete, or does not fit the layout.
@@ -57,7 +57,7 @@ def check_folder_can_be(key: str, folder: str | Path) -> None:
 
 
 def find_function(key: str, reference: str) -> tuple[Path, str]:
-    """Splits ``file.py:function``; the file is looked up from the working directory, then from the repository, and not run.
+    """Split ``file.py:function``; the file is looked up from the working directory, then from the repository, and not run.
 
     Args:
         key: where the config has it.

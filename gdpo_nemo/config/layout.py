@@ -57,7 +57,7 @@ class Layout:
 
 
 def resolve_layout(config: Config) -> Layout:
-    """Derives the layout, with ``data_parallel_size`` filled in where it is null.
+    """Derive the layout, with ``data_parallel_size`` filled in where it is null.
 
     Raises:
         ConfigError: the layout does not fit the GPUs or is inconsistent in itself.

@@ -28,7 +28,7 @@ _SCALARS = {int: "an integer", float: "a number", bool: "true or false", str: "a
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """Reads ``path`` with its ``defaults:``, applies ``section.key=value`` overrides and returns the typed config.
+    """Read ``path`` with its ``defaults:``, apply ``section.key=value`` overrides and return the typed config.
 
     Raises:
         ConfigError: in one line, for anything that does not fit the schema.
@@ -49,7 +49,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def _replace_listed(merged: DictConfig, content: Mapping[str, Any]) -> None:
-    """Takes out of ``merged`` what a mapping in ``content`` stands for as a whole.
+    """Take out of ``merged`` what a mapping in ``content`` stands for as a whole.
 
     Rewards and environments given as a mapping are all there are; an environment of the same name keeps the options it had.
     ``gdpo.rewards.format=2`` and ``env.mine.strict=true`` change one of them.
@@ -68,7 +68,7 @@ def config_to_dict(config: Config) -> dict[str, Any]:
 
 
 def save_config(config: Config, path: str | Path) -> None:
-    """Writes the resolved config as YAML. The file appears whole or not at all."""
+    """Write the resolved config as YAML. The file appears whole or not at all."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + ".partial")
@@ -136,7 +136,7 @@ def _read_override(text: str) -> tuple[str, dict]:
 
 
 def _finish(merged: DictConfig) -> Config:
-    """Resolves interpolations, checks what only shows then, and builds the dataclasses."""
+    """Resolve interpolations, check what only shows then, and build the dataclasses."""
     try:
         if OmegaConf.is_missing(merged.gdpo, "rewards"):
             if weights := weights_beside_rewards(OmegaConf.to_container(merged.env)):
@@ -158,7 +158,7 @@ def _finish(merged: DictConfig) -> Config:
 
 
 def _check(node: Any, hint: Any, key: str, source: str) -> None:
-    """Walks ``node`` along the type ``hint``; raises ConfigError for the first unknown key or wrong type."""
+    """Walk ``node`` along the type ``hint``; raises ConfigError for the first unknown key or wrong type."""
     if isinstance(node, str) and ("${" in node or node == MISSING):
         return  # Interpolations are checked once resolved, mandatory values once merged.
     if get_origin(hint) is Union:

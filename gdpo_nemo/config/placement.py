@@ -35,7 +35,7 @@ class Places:
 
 
 def place(config: Config) -> Places:
-    """Puts policy ranks on nodes from the first on, in rank order, and engines on nodes from the last on.
+    """Put policy ranks on nodes from the first on, in rank order, and engines on nodes from the last on.
 
     Colocated engines go to the policy's ranks, from the first on, each device to one engine rank.
 

@@ -76,7 +76,7 @@ def has_turns(environment: Any) -> bool:
 
 
 def advance(environment: Any, step: EpisodeStep) -> EpisodeReply:
-    """Does one step. Raises RunError for what the environment's author has to mend."""
+    """Do one step. Raises RunError for what the environment's author has to mend."""
     try:
         if step.state is None:
             episode = environment.episode()

@@ -13,7 +13,7 @@ FILE = "alerts.jsonl"
 
 
 def write_alert(run_dir: str | Path, step: int, text: str, level: str = "ALERT") -> None:
-    """Appends one alert, or what is no more than a ``note``."""
+    """Append one alert, or what is no more than a ``note``."""
     with open(Path(run_dir) / FILE, "a", encoding="utf-8") as file:
         file.write(json.dumps({"time": time.time(), "step": step, "level": level, "text": text}) + "\n")
 

@@ -42,7 +42,7 @@ class Finding:
 
 
 def load_thresholds(path: str | Path) -> list[Check]:
-    """Reads a file with ``window`` and ``checks``, as the section ``health`` has them.
+    """Read a file with ``window`` and ``checks``, as the section ``health`` has them.
 
     Raises:
         ConfigError: it does not exist or a check is not written as ``Check`` says.
@@ -94,7 +94,7 @@ def general_checks(config: Config | None, rewards: Sequence[str]) -> list[Check]
 
 
 def check_health(run_dir: str | Path, thresholds: str | Path | Sequence[Check]) -> list[Finding]:
-    """Holds a run against thresholds (a file of them, or a list).
+    """Hold a run against thresholds (a file of them, or a list).
 
     Raises:
         RunError: the run has no training rows.
@@ -151,7 +151,7 @@ def _find(check: Check, history: History) -> Finding:
 
 
 def _find_every(check: Check, history: History) -> Finding:
-    """Shows the first value that misses, else the last. A gap in the metric is a miss: non-finite values are not written."""
+    """Show the first value that misses, else the last. A gap in the metric is a miss: non-finite values are not written."""
     gaps = [row["step"] for row in history.training if check.metric not in row]
     if gaps and not check.optional:
         return Finding(check, _missed(check), detail=f"missing or not finite at step {gaps[0]}")

@@ -26,7 +26,7 @@ class History:
         return history
 
     def add(self, row: dict[str, Any]) -> None:
-        """Takes in one row of either kind."""
+        """Take in one row of either kind."""
         is_validation = any(key.startswith("validation/") for key in row)
         (self.validation if is_validation else self.training).append(row)
 

@@ -32,7 +32,7 @@ summary { cursor: pointer } .dim { color: #6b7480 } details { margin: .6rem 0 }
 
 
 def write_report(run_dir: str | Path) -> Path:
-    """Writes ``report.html`` into the run folder and returns its path.
+    """Write ``report.html`` into the run folder and return its path.
 
     Raises:
         RunError: the folder holds no metrics, or a file in it is damaged or cannot be written.

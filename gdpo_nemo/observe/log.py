@@ -58,7 +58,7 @@ class RunLog:
         advantages: np.ndarray | None = None,
         trainer_logprobs: Sequence[np.ndarray] | None = None,
     ) -> None:
-        """Records a finished step; ``row["step"]`` counts from 1. ``advantages`` [trajectories], in group order."""
+        """Record a finished step; ``row["step"]`` counts from 1. ``advantages`` [trajectories], in group order."""
         self._record(row)
         if groups is not None and self._config.rollout.save_samples:
             self._try("rollouts", write_rollouts, self._run_dir, row["step"], groups, advantages, trainer_logprobs)
@@ -66,7 +66,7 @@ class RunLog:
             self._try("the console", self._console.step, clean(row))
 
     def validation(self, row: Mapping[str, Any]) -> None:
-        """Records a validation: ``step`` and ``validation/<component>``."""
+        """Record a validation: ``step`` and ``validation/<component>``."""
         self._record(row)
         if self._console:
             self._try("the console", self._console.validation, clean(row))
@@ -95,7 +95,7 @@ class RunLog:
             print(f"alert could not be recorded ({error}): {text}", file=sys.stderr)
 
     def span(self, lane: str, name: str, start: float, end: float, **details: Any) -> None:
-        """Adds a span to the timeline; seconds since the epoch."""
+        """Add a span to the timeline; seconds since the epoch."""
         if self._trace:
             self._try("the trace", self._trace.add, lane, name, start, end, **details)
 
@@ -132,7 +132,7 @@ class RunLog:
                 self._try(what, tracker.write, row)
 
     def _try(self, what: str, action: Callable, *arguments: Any, **named: Any) -> Any:
-        """Calls ``action``; a failure becomes one alert per ``what`` instead of an end of the run."""
+        """Call ``action``; a failure becomes one alert per ``what`` instead of an end of the run."""
         try:
             return action(*arguments, **named)
         except Exception as error:  # noqa: BLE001 - whatever a drawing library raises

@@ -31,7 +31,7 @@ class MetricsLog:
             raise _cannot_write(self.path, error) from None
 
     def append(self, row: Mapping[str, Any]) -> None:
-        """Writes one row; numbers that are not finite are left out, as is everything that was not measured.
+        """Write one row; numbers that are not finite are left out, as is everything that was not measured.
 
         Raises:
             RunError: the row could not be written, for instance because the disk is full.
@@ -44,7 +44,7 @@ class MetricsLog:
             raise _cannot_write(self.path, error) from None
 
     def truncate_after(self, step: int) -> None:
-        """Drops the rows of steps after ``step`` and a torn last line, so that a resumed run writes them again.
+        """Drop the rows of steps after ``step`` and a torn last line, so that a resumed run writes them again.
 
         After step 0 nothing is kept: a run that starts from the beginning validates the untrained model again too.
         """
@@ -62,7 +62,7 @@ class MetricsLog:
             raise _cannot_write(self.path, error) from None
 
     def close(self) -> None:
-        """Closes the file."""
+        """Close the file."""
         self._file.close()
 
 

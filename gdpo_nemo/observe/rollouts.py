@@ -30,7 +30,7 @@ def write_rollouts(
     advantages: np.ndarray | None = None,
     trainer_logprobs: Sequence[np.ndarray] | None = None,
 ) -> Path:
-    """Writes the trajectories of ``groups`` as the samples of a step.
+    """Write the trajectories of ``groups`` as the samples of a step.
 
     Args:
         advantages: [trajectories], in the order of the groups.
@@ -55,7 +55,7 @@ def write_rollouts(
 
 
 def write_samples(path: Path, groups: Sequence[Group], more: Sequence[Mapping[str, Any]] = ()) -> Path:
-    """Writes one object per trajectory of ``groups``, with what ``more`` adds to each; the file appears whole or not at all."""
+    """Write one object per trajectory of ``groups``, with what ``more`` adds to each; the file appears whole or not at all."""
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     partial = path.with_name(path.name + ".partial")
     with open(partial, "w", encoding="utf-8") as file:
@@ -84,7 +84,7 @@ def rollout_files(run_dir: str | Path) -> Iterator[tuple[int, Path]]:
 
 
 def remove_rollouts_after(run_dir: str | Path, step: int) -> None:
-    """Removes the files of later steps, which a resumed run will write again."""
+    """Remove the files of later steps, which a resumed run will write again."""
     for later, path in list(rollout_files(run_dir)):
         if later > step:
             path.unlink()

@@ -25,7 +25,7 @@ class TensorboardLog:
         self._writer.add_event(Event(wall_time=time.time(), step=first, session_log=start))
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """Adds every number of the row under its key."""
+        """Add every number of the row under its key."""
         scalars = {k: v for k, v in clean(row).items() if k != "step" and isinstance(v, (int, float))}
         values = [Summary.Value(tag=key, simple_value=float(value)) for key, value in scalars.items()]
         self._writer.add_event(Event(wall_time=time.time(), step=row["step"], summary=Summary(value=values)))

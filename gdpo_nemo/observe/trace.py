@@ -28,7 +28,7 @@ class TraceLog:
         self._file.flush()
 
     def add(self, lane: str, name: str, start: float, end: float, **details: Any) -> None:
-        """Adds the span ``name`` from ``start`` to ``end`` to ``lane``; ``details`` show when it is clicked."""
+        """Add the span ``name`` from ``start`` to ``end`` to ``lane``; ``details`` show when it is clicked."""
         if lane not in self._lanes:
             self._lanes[lane] = len(self._lanes) + 1
             self._write({"ph": "M", "pid": 1, "tid": self._lanes[lane], "name": "thread_name", "args": {"name": lane}})

@@ -51,11 +51,11 @@ class WandbLog:
         _remember(run_dir, "wandb", self._run.id)
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """Adds the row at its step. A validation comes with the step before it, so rows are not closed by their step."""
+        """Add the row at its step. A validation comes with the step before it, so rows are not closed by their step."""
         self._run.log({"step": row["step"], **_numbers(row)})
 
     def close(self) -> None:
-        """Waits until everything is sent or written."""
+        """Wait until everything is sent or written."""
         self._run.finish()
 
 
@@ -79,7 +79,7 @@ class MlflowLog:
         return self._client.create_run(number, run_name=config.run.name).info.run_id
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """Adds the row at its step."""
+        """Add the row at its step."""
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)
@@ -101,7 +101,7 @@ class PrometheusLog:
         self._server, self._thread = start_http_server(config.logger.prometheus.port, registry=self._registry)
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """Shows the row from now on."""
+        """Show the row from now on."""
         from prometheus_client import Gauge
 
         for key, value in {"step": float(row["step"]), **_numbers(row)}.items():
@@ -111,7 +111,7 @@ class PrometheusLog:
             self._gauges[name].labels(self._run).set(value)
 
     def close(self) -> None:
-        """Closes the port."""
+        """Close the port."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()

@@ -104,12 +104,12 @@ CPU_RATES = Rates(generation=Phase(0.006, 3.0), training=Phase(0.03, 3.0), sync=
 
 
 def save_rates(rates: Rates, path: str | Path) -> None:
-    """Writes a calibration file."""
+    """Write a calibration file."""
     Path(path).write_text(json.dumps(asdict(rates), indent=1) + "\n", encoding="utf-8")
 
 
 def load_rates(path: str | Path) -> Rates:
-    """Reads a calibration file.
+    """Read a calibration file.
 
     Raises:
         ConfigError: it is missing or is not one.

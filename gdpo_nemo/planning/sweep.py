@@ -138,7 +138,7 @@ def _row(c: Candidate, steps: int) -> str:
 
 
 def draw(candidates: list[Candidate], steps: int, title: str, path: str | Path) -> Path:
-    """Writes the figure: seconds per step, and GPU hours of the run, against GPUs."""
+    """Write the figure: seconds per step, and GPU hours of the run, against GPUs."""
     import matplotlib
 
     matplotlib.use("Agg")

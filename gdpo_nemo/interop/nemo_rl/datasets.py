@@ -60,7 +60,7 @@ def components(recipe: Recipe) -> tuple[str, dict[str, Any], tuple[str, ...]] | 
 
 
 def data(recipe: Recipe, account: Account) -> None:
-    """Fills the account with data, prompts, folders and the length of the run."""
+    """Fill the account with data, prompts, folders and the length of the run."""
     found = components(recipe)
     processor = str(recipe.get("data.train.processor") or recipe.get("data.default.processor") or "")
     if processor.startswith("vlm"):

@@ -9,7 +9,7 @@ _MEGATRON = "policy.megatron_cfg"
 
 
 def machines(recipe: Recipe, account: Account) -> None:
-    """Fills the account with what decides where and how it is computed, and not what."""
+    """Fill the account with what decides where and how it is computed, and not what."""
     _model(recipe, account)
     _batches(recipe, account)
     _lengths(recipe, account)

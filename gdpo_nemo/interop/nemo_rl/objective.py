@@ -14,7 +14,7 @@ _MEGATRON = "policy.megatron_cfg"
 
 
 def learning(recipe: Recipe, account: Account) -> None:
-    """Fills the account with everything that the update is made of."""
+    """Fill the account with everything that the update is made of."""
     _estimator(recipe, account)
     _rewards(recipe, account)
     _loss(recipe, account)

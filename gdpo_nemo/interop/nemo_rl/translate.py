@@ -106,7 +106,7 @@ class Translation:
 
 
 def translate(path: str | Path) -> Translation:
-    """Translates the recipe at ``path``.
+    """Translate the recipe at ``path``.
 
     Raises:
         ConfigError: the recipe or one of its parents cannot be read, or is no GRPO or GDPO recipe.
@@ -148,7 +148,7 @@ def _holds(values: dict[str, Any], key: str) -> bool:
 
 
 def _leave_out_idle_keys(translation: Translation, values: dict[str, Any]) -> None:
-    """Takes out what has no effect in the chosen mode, which a config of ours may not hold, and notes what is refused."""
+    """Take out what has no effect in the chosen mode, which a config of ours may not hold, and note what is refused."""
     try:
         while idle := keys_without_effect(config := _loaded(translation.content)):
             for sentence in idle:
