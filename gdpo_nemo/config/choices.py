@@ -1,19 +1,16 @@
-"""The names that free-text keys accept, kept here so that checking them imports none of the code behind them."""
+"""The names that free-text keys accept: those of the registries behind them, which import no torch, and the fixed ones."""
 
 from __future__ import annotations
 
+from gdpo_nemo.algorithms.estimators import ESTIMATORS
 from gdpo_nemo.algorithms.loss_settings import AGGREGATIONS, KL_GRADIENTS, KL_KINDS, LEVELS, LOSS_TYPES, MODES, OLD_LOGPROBS
-
-ESTIMATORS = (
-    "gdpo", "grpo", "dr_grpo", "rloo", "mo_grpo", "gd2po", "dvao", "sa_mrpo", "corr_grpo", "dara",
-)  # fmt: skip
-PRESETS = ("paper", "trl", "trl_fork", "verl", "ms_swift", "nemo_rl")
+from gdpo_nemo.algorithms.settings import PRESETS
 
 LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head")
 
 CHOICES: dict[str, tuple[str, ...]] = {
-    "gdpo.estimator": ESTIMATORS,
-    "gdpo.preset": PRESETS,
+    "gdpo.estimator": tuple(ESTIMATORS),
+    "gdpo.preset": tuple(PRESETS),
     "loss_fn.type": LOSS_TYPES,
     "loss_fn.aggregation": AGGREGATIONS,
     "loss_fn.old_logprobs": OLD_LOGPROBS,
