@@ -95,6 +95,7 @@ REFUSED = {
     "LoRA on": ((), (LORA,), "policy.lora.rank: cannot change from 0 to 8"),
     "LoRA's alpha": ((LORA,), ("policy.lora={rank: 8, alpha: 32}",), "policy.lora.alpha: cannot change from 16 to 32"),
     "LoRA's modules": ((LORA,), (LORA, "policy.lora.target_modules=[q_proj]"), "policy.lora.target_modules: cannot change"),
+    "a shared A": ((LORA,), (LORA, "policy.lora.share_a=true"), "policy.lora.share_a: cannot change from false to true"),
     "frozen routers": ((), ("policy.megatron_cfg.freeze_moe_router=true",), "freeze_moe_router: cannot change from false to true"),
     "no checkpoints": ((), ("checkpointing.enabled=false",), "checkpointing.enabled: .* holds checkpoints up to step 12"),
 }

@@ -180,6 +180,14 @@ def test_the_chunks_of_an_interleaved_pipeline_divide_the_layers(minimal, model)
     assert f"{chunks}: 4 does not divide the model's 2 layers in each of 3 stages; possible: 1, 2" in said
 
 
+def test_an_output_layer_that_is_the_embedding_takes_no_adapter(minimal, model):
+    adapters = [f"policy.model_name={model}", "policy.lora={rank: 4, target_modules: [q_proj, lm_head]}"]
+    validate(load_config(minimal, adapters))
+    content = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**content, "tie_word_embeddings": True}))
+    assert "the model's lm_head is its embedding" in refused(minimal, *adapters)
+
+
 def test_experts_need_a_model_that_has_some(minimal, model):
     experts = [f"policy.model_name={model}", f"{MEGATRON}.expert_model_parallel_size=2", f"{MEGATRON}.data_parallel_size=2"]
     assert "has no experts" in refused(minimal, *experts)
