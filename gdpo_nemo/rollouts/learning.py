@@ -84,9 +84,10 @@ def advantages_of(groups: Sequence[Group], config: Config, kl: np.ndarray | None
 
 def _group_ids(groups: Sequence[Group], by: str) -> np.ndarray:
     """int64 [groups]: the places of the groups, or of the first with the same prompt tokens."""
+    if by == "row":
+        return np.arange(len(groups))
     first: dict[bytes, int] = {}
-    same = [first.setdefault(group.prompt.token_ids.tobytes(), place) for place, group in enumerate(groups)]
-    return np.array(same) if by == "prompt" else np.arange(len(groups))
+    return np.array([first.setdefault(group.prompt.token_ids.tobytes(), place) for place, group in enumerate(groups)])
 
 
 def log_ratios(sequences: Sequence[TrainSequence], reference: Sequence[np.ndarray]) -> np.ndarray:

@@ -16,18 +16,19 @@ from gdpo_nemo.environments.nemo_gym.environment import NemoGym
 from gdpo_nemo.environments.nemo_gym.gym_rows import ROW
 from gdpo_nemo.errors import ConfigError, RunError
 
-DEADLINE = 2.4
+# Forty batches share two cores with their server, and these with others: what is not the misdeed must fit in with room to spare.
+DEADLINE, TIMEOUT, ALLOWANCE = 6.0, 2.5, 4.0
 RULES = [{"name": "correctness"}, {"name": "format"}]
-LIMITS = {"deadline_s": DEADLINE, "request_timeout_s": 1.0, "retries": 2, "max_reply_bytes": 2**20}
+LIMITS = {"deadline_s": DEADLINE, "request_timeout_s": TIMEOUT, "retries": 2, "max_reply_bytes": 2**20}
 
 # misdeed: (kind of failure, or None; words of the detail; least and most seconds)
 MISDEEDS = {
-    "hang": ("timeout", "no reply within", 1.0, DEADLINE),
-    "drip": ("timeout", "no reply within", 1.0, DEADLINE),
+    "hang": ("timeout", "no reply within", TIMEOUT, DEADLINE),
+    "drip": ("timeout", "no reply within", TIMEOUT, DEADLINE),
     "errors": ("server_error", "HTTP 500: boom Bearer *** (", 0.3, DEADLINE),
     "error_once": (None, "", 0.1, DEADLINE),
     "busy_once": (None, "", 0.2, DEADLINE),
-    "busy_for_an_hour": ("rate_limited", "asks for a pause of 3600 s; deadline_s is 2.4", 0, 1.0),
+    "busy_for_an_hour": ("rate_limited", "asks for a pause of 3600 s; deadline_s is 6", 0, 1.0),
     "busy_until_a_date": ("rate_limited", "asks for a pause of", 0, 1.0),
     "cut_short": ("connection", " attempts", 0.3, DEADLINE),
     "closed": ("connection", " attempts", 0.3, DEADLINE),
@@ -122,8 +123,7 @@ def test_a_misdeed_has_one_outcome_in_bounded_time_and_changes_no_other_trajecto
         assert (verdicts[2].outcome, dict(verdicts[2].rewards)) == (Outcome.ENV_FAILED, {})
         assert verdicts[2].detail.startswith(f"{kind}: ") and words in verdicts[2].detail, verdicts[2].detail
         assert len(verdicts[2].detail) < 600 and verdicts[2].detail.isprintable()
-    # Forty batches share two cores with their server, and these with others: an allowance on top.
-    assert least <= seconds < most + 2.0, seconds
+    assert least <= seconds < most + ALLOWANCE, seconds
 
 
 def test_a_redirect_is_never_followed_and_no_secret_leaves(judged, servers):
