@@ -144,8 +144,12 @@ def launch(head: Host, run_dir: Path, model: Path, *nodes: str) -> Launch:
 
 def actors(host: Host) -> set[str]:
     """Classes of the Ray actors on a host."""
-    names = [process.name() for process in host.processes() if process.status() != psutil.STATUS_ZOMBIE]
-    return {name.split(".")[0].removeprefix("ray::") for name in names} & {"PolicyRank", "Engine", "EnvironmentHost"}
+    names = set()
+    for process in host.processes():
+        with contextlib.suppress(psutil.NoSuchProcess):  # one may end between the list and the look
+            if process.status() != psutil.STATUS_ZOMBIE:
+                names.add(process.name().split(".")[0].removeprefix("ray::"))
+    return names & {"PolicyRank", "Engine", "EnvironmentHost"}
 
 
 def kill_in_the_middle_of_verdicts(host: Host, run: Launch) -> None:
