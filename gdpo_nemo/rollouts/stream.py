@@ -191,12 +191,18 @@ class RolloutStream:
             drawn += count
         # Never fewer samples than asked for: what found no replacement stays, with its zeros.
         rollout.groups = _cut(kept + spare, wanted * size)
-        rollout.dropped_groups = drawn - len(rollout.groups)
+        rollout.dropped_groups = max(0, drawn - len(rollout.groups))  # what stays of a group in two parts counts twice
 
     def _parted(self, groups: Sequence[Group]) -> tuple[list[Group], list[Group]]:
-        """What dynamic sampling keeps of the groups, and the groups of which it keeps nothing."""
-        parts = [part_with_signal(group, self._config) for group in groups]
-        return [part for part in parts if part], [group for group, part in zip(groups, parts) if part is None]
+        """What dynamic sampling keeps of the groups, and what it does not keep."""
+        kept, spare = [], []
+        for group in groups:
+            part = part_with_signal(group, self._config)
+            chosen = {t.sample_index for t in part.trajectories} if part else set()
+            rest = [t for t in group.trajectories if t.sample_index not in chosen]
+            kept += [part] if part else []
+            spare += [Group(group.prompt, rest)] if rest else []
+        return kept, spare
 
     # -- validation ---------------------------------------------------------------------------------------------
 

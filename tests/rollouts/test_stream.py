@@ -118,6 +118,15 @@ def test_leave_one_out_fills_the_step_to_its_samples_with_a_part_of_a_group():
     assert world.places(rollout) == [0, 1, 2, 3, 4] and (rollout.rounds, rollout.dropped_groups, rollout.next_position) == (3, 0, 5)
 
 
+def test_samples_that_leave_one_out_dropped_stay_where_the_rounds_are_used_up():
+    world = World("gdpo.dynamic_sampling={enabled: true, leave_one_out: true, max_rounds: 1}", "gdpo.num_generations_per_prompt=3")
+    world.verdict = lambda t: Verdict({"correctness": float(t.sample_index == 2)})
+    world.stream.schedule(0)
+    rollout = world.stream.get_batch(0)
+    assert [[t.sample_index for t in group.trajectories] for group in rollout.groups] == [[0, 1]] * 3 + [[2]] * 3
+    assert rollout.dropped_groups == 0
+
+
 def test_rounds_are_bounded_and_a_step_never_has_fewer_groups_than_asked_for():
     world = World("gdpo.dynamic_sampling={enabled: true, max_rounds: 2}", dead=frozenset(range(1, 100)))
     world.stream.schedule(0)
