@@ -40,7 +40,8 @@ from gdpo_nemo.observe.metrics import read_metrics
 
 HERE = Path(__file__).resolve().parent
 FLAGS = {"C": "correct", "F": "well-formed", "L": "short", "All": "all three at once"}
-STEPS, WINDOW = 45, 5
+STEPS = 45
+WINDOW = 5
 GOALS = {"C": 0.5, "F": 0.8, "L": 0.9, "All": 0.4}
 
 METHODS = {
@@ -299,7 +300,9 @@ def draw(curves: Curves, path: Path) -> None:
         for k, (axes, (flag, meaning)) in enumerate(zip(band.subplots(1, 4, sharey=True), FLAGS.items())):
             for method in (m for s, m in curves if s == setting):
                 values = trailing(curves[setting, method])[:, :, k]
-                steps, mean, error = np.arange(WINDOW, STEPS + 1), values.mean(axis=0), standard_error(values)
+                steps = np.arange(WINDOW, STEPS + 1)
+                mean = values.mean(axis=0)
+                error = standard_error(values)
                 (handles[METHODS[method][0]],) = axes.plot(steps, mean, **styles[method])
                 axes.fill_between(steps, mean - error, mean + error, color=styles[method]["color"], alpha=0.15, linewidth=0)
             axes.set_title(f"{flag}: {meaning}", loc="left", fontsize=10)

@@ -42,7 +42,8 @@ from gdpo_nemo.environments.tasks.digit_sort import DIGITS, is_held_out
 from gdpo_nemo.errors import ConfigError, GdpoError
 
 ALPHABET = "0123456789+=<>/ta,."
-PAD, EOS = 0, 1
+PAD = 0
+EOS = 1
 
 WARM_UP_STEPS = 200
 ROWS_PER_STEP = 96
@@ -190,7 +191,9 @@ def character_tokenizer() -> Qwen2Tokenizer:
 
 def byte_tokenizer() -> Qwen2Tokenizer:
     """One token per byte of the text (Unicode-normalised, NFC), and three for the ends of a chat's turns."""
-    pad, end, start = "<|pad|>", "<|end|>", "<|start|>"
+    pad = "<|pad|>"
+    end = "<|end|>"
+    start = "<|start|>"
     tokenizer = _tokenizer(
         [pad, end, start, *sorted(pre_tokenizers.ByteLevel.alphabet())],
         unk_token=pad,

@@ -18,7 +18,8 @@ from typing import Callable
 
 from gdpo_nemo.errors import RunError
 
-_FILES, _STATE = "files.json", "state.json"
+_FILES = "files.json"
+_STATE = "state.json"
 _NAME = re.compile(r"step_(\d+)")
 
 
@@ -50,7 +51,9 @@ class Checkpoints:
 
     def __init__(self, folder: str | Path, keep_last: int, keep_best: int, metric: str | None):
         self.folder = Path(folder)
-        self._keep_last, self._keep_best, self._metric = keep_last, keep_best, metric
+        self._keep_last = keep_last
+        self._keep_best = keep_best
+        self._metric = metric
         self._begun: tuple[Path, Path] | None = None
 
     def steps(self) -> list[int]:
@@ -80,7 +83,8 @@ class Checkpoints:
 
     def begin(self, state: RunState, write: Callable[[Path], None]) -> None:
         """Start a checkpoint; ``write(folder)`` need only start the policy's files. Raises as ``save``."""
-        final, temporary = self.path(state.step), self.folder / f".writing_step_{state.step}"
+        final = self.path(state.step)
+        temporary = self.folder / f".writing_step_{state.step}"
         with self._all_or_nothing(final, temporary):
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir(parents=True)
@@ -90,7 +94,8 @@ class Checkpoints:
 
     def finish(self, wait: Callable[[], None]) -> Path:
         """Make the checkpoint that was begun a whole one; ``wait()`` returns when its files are there. Raises as ``save``."""
-        (final, temporary), self._begun = self._begun, None
+        (final, temporary) = self._begun
+        self._begun = None
         with self._all_or_nothing(final, temporary):
             wait()
             _write_listing(temporary)

@@ -47,8 +47,10 @@ def find_start(config: Config, run_dir: Path, inputs: Inputs) -> Start:
     Raises:
         ConfigError: the folder holds a run on other data, of another model, or with a setting that cannot change.
     """
-    checkpoints, damaged = _checkpoints(config, run_dir), []
-    data, model = inputs.prompts.fingerprint, model_fingerprint(inputs.folder)
+    checkpoints = _checkpoints(config, run_dir)
+    damaged = []
+    data = inputs.prompts.fingerprint
+    model = model_fingerprint(inputs.folder)
     found = checkpoints.newest(damaged.append) if config.checkpointing.enabled else None
     if found is None:
         return Start(checkpoints, RunState(data=data, model=model), None, damaged, [], [])
@@ -100,7 +102,8 @@ def total_updates(config: Config, state: RunState, prompts: int) -> int:
     The horizon of a decaying learning rate. Steps done count as they were planned, skipped updates included, so that a
     run which was stopped has the horizon of one which was not. ``prompts``: training prompts, for ``gdpo.max_num_epochs``.
     """
-    left, limit = config.gdpo.max_num_steps - state.step, prompt_limit(config, prompts)
+    left = config.gdpo.max_num_steps - state.step
+    limit = prompt_limit(config, prompts)
     if limit is not None:  # an upper bound where dynamic sampling takes further prompts for a step
         left = min(left, (limit - state.position) // prompts_per_round(config))
     return state.updates + max(0, left) * updates_per_step(config)
@@ -112,7 +115,8 @@ def record_config(config: Config, run_dir: Path, step: int) -> None:
     Args:
         step: steps done; the config applies to those after it.
     """
-    file, history = run_dir / CONFIG, run_dir / _HISTORY
+    file = run_dir / CONFIG
+    history = run_dir / _HISTORY
     before = file.read_text(encoding="utf-8") if file.is_file() else None
     numbers = [int(match[1]) for path in history.glob("*.yaml") if (match := _NUMBERED.fullmatch(path.name))]
     if before is not None and not numbers:  # of a program that kept no history

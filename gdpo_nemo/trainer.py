@@ -38,10 +38,16 @@ class Trainer:
     """One run, set up and ready: ``parts`` holds the policy, the engines, the stream, the log and the checkpoints."""
 
     def __init__(self, config: Config, parts, state: RunState):
-        self.config, self.state = config, state
-        self.policy, self.stream, self.sync = parts.policy, parts.stream, parts.sync
-        self.log, self.checkpoints, self.stop = parts.log, parts.checkpoints, parts.stop
-        self.validation_prompts, self.prompt_limit = parts.validation_prompts, parts.prompt_limit
+        self.config = config
+        self.state = state
+        self.policy = parts.policy
+        self.stream = parts.stream
+        self.sync = parts.sync
+        self.log = parts.log
+        self.checkpoints = parts.checkpoints
+        self.stop = parts.stop
+        self.validation_prompts = parts.validation_prompts
+        self.prompt_limit = parts.prompt_limit
         self.loss = config.loss_fn
         self.skipped_in_a_row = 0
         self.component_alerts = ComponentAlerts(self.log)
@@ -80,7 +86,8 @@ class Trainer:
         advantages_end = time.time()
         results = self.train(rollout, advantages.values.numpy())
         train_end = time.time()
-        version, self.state.step = self.state.step, self.state.step + 1
+        version = self.state.step
+        self.state.step = self.state.step + 1
         self.state.position = rollout.next_position
         self.state.updates += updates_per_step(self.config)
         published = self.sync.publish(self.state.step)

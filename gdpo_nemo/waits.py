@@ -31,7 +31,8 @@ _lock = threading.Lock()
 @contextlib.contextmanager
 def waiting(what: str, owner: str, timeout_s: float | None = None) -> Iterator[None]:
     """Make the wait that happens inside the block known."""
-    now, number = time.time(), next(_numbers)
+    now = time.time()
+    number = next(_numbers)
     with _lock:
         _waits[number] = Wait(what, owner, now, None if timeout_s is None else now + timeout_s)
     try:

@@ -11,13 +11,20 @@ from bad_input import added, binary, empty, folder, gone, loop, replaced, snapsh
 
 from gdpo_nemo import cli
 
-DRY, TRAIN, PLAN = ("train --dry-run --config {d}/good.yaml", "train --config {d}/good.yaml", "plan --config {d}/good.yaml")
-EVAL, HEALTH, REPORT = "eval {d}/run", "health {d}/run --thresholds {d}/limits.yaml", "report {d}/run"
+DRY = "train --dry-run --config {d}/good.yaml"
+TRAIN = "train --config {d}/good.yaml"
+PLAN = "plan --config {d}/good.yaml"
+EVAL = "eval {d}/run"
+HEALTH = "health {d}/run --thresholds {d}/limits.yaml"
+REPORT = "report {d}/run"
 ROLLOUTS = "run/rollouts/step_0001.jsonl"
 EXPLAIN = "explain-advantages {d}/" + ROLLOUTS
-RECIPE, PARITY = "config from-nemo-rl {d}/recipe.yaml", "parity --model {d}/model"
-TO_HF, TO_CHECKPOINT = "convert --to hf {d}/run/checkpoints/step_1 {d}/new", "convert --to checkpoint {d}/model {d}/new"
-STEP, CALIBRATE = "run/checkpoints/step_1", "plan --calibrate {d}/run --out {d}/new.json"
+RECIPE = "config from-nemo-rl {d}/recipe.yaml"
+PARITY = "parity --model {d}/model"
+TO_HF = "convert --to hf {d}/run/checkpoints/step_1 {d}/new"
+TO_CHECKPOINT = "convert --to checkpoint {d}/model {d}/new"
+STEP = "run/checkpoints/step_1"
+CALIBRATE = "plan --calibrate {d}/run --out {d}/new.json"
 ENV = "env check gsm8k --config {d}/good.yaml"
 
 COMMAND_LINE = [

@@ -59,7 +59,9 @@ def test_a_checkpoint_whose_files_are_still_being_written_is_none(checkpoints):
 def test_the_state_is_that_of_the_moment_the_checkpoint_began(checkpoints):
     state = RunState(step=2, position=20, metrics={"validation/correctness": 0.5})
     checkpoints.begin(state, shards)
-    state.step, state.position, state.metrics["validation/correctness"] = 3, 30, 0.9
+    state.step = 3
+    state.position = 30
+    state.metrics["validation/correctness"] = 0.9
     checkpoints.finish(lambda: None)
     found = checkpoints.newest(pytest.fail)[1]
     assert (found.step, found.position, found.metrics) == (2, 20, {"validation/correctness": 0.5})

@@ -116,7 +116,8 @@ def test_only_the_beginning_of_a_large_file_is_read(config, tmp_path, capsys, mo
 
 def test_prompts_are_tokenised_where_the_tokenizer_is_here_and_long_ones_are_counted(config, tmp_path, capsys, byte_model):
     rows = [*ROWS, {"question": "long " * 40, "answer": "#### 1"}]
-    path, model = jsonl(tmp_path / "train.jsonl", rows), f"policy.model_name={byte_model}"
+    path = jsonl(tmp_path / "train.jsonl", rows)
+    model = f"policy.model_name={byte_model}"
     system = "data.train.system_prompt=''"
     assert dry(config(path), model, system) == 0
     assert "1 longer than 95 are left out" in capsys.readouterr().out

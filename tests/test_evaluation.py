@@ -89,7 +89,8 @@ RECIPES = sorted((Path(__file__).resolve().parents[1] / "configs").glob("gdpo_*.
 def test_a_machine_with_room_for_the_engines_alone_is_enough(recipe):
     config = load_config(recipe)
     if config.cluster.gpus_per_node:
-        config.cluster.num_nodes, config.cluster.gpus_per_node = 1, config.policy.generation.engines
+        config.cluster.num_nodes = 1
+        config.cluster.gpus_per_node = config.policy.generation.engines
         config.policy.generation.vllm_cfg.tensor_parallel_size = 2
         with pytest.raises(ConfigError, match=f"the engines need {2 * config.cluster.gpus_per_node} GPUs, there are"):
             without_policy(config)
@@ -106,7 +107,8 @@ def judged(rows: list[list[float | None]]) -> list[Group]:
         prompt = Prompt(str(number), np.array([1], np.int32), "", "e", {}, None)
         made = [Trajectory(prompt, j, np.array([1, 2], np.int32), np.zeros(2, np.float32), 0, "", "stop") for j in range(len(row))]
         for trajectory, value in zip(made, row):
-            trajectory.rewards, trajectory.outcome = {"it": value}, Outcome.OK
+            trajectory.rewards = {"it": value}
+            trajectory.outcome = Outcome.OK
         groups.append(Group(prompt, made))
     return groups
 
@@ -137,6 +139,7 @@ def test_scores_are_plain_statistics_of_the_values_that_are_there(rows):
 def test_truncated_and_failed_samples_are_counted():
     groups = judged([[1.0, 0.0], [None, 1.0]])
     samples = [t for group in groups for t in group.trajectories]
-    samples[1].outcome, samples[2].outcome = Outcome.TRUNCATED, Outcome.ENV_FAILED
+    samples[1].outcome = Outcome.TRUNCATED
+    samples[2].outcome = Outcome.ENV_FAILED
     found = scored(groups, Config(), "m", None)
     assert (found.truncated, found.env_failed, found.mean_length, found.prompts) == (0.25, 0.25, 2.0, 2)

@@ -42,7 +42,8 @@ def run(tmp_path, config_file, inputs):
     """``run(*overrides, state=...)``: a run folder with a checkpoint after step 12, written under those overrides."""
 
     def write(*overrides, keep_config=True, **state):
-        folder, config = tmp_path / "run", load_config(config_file, overrides)
+        folder = tmp_path / "run"
+        config = load_config(config_file, overrides)
         found = {"step": 12, "position": 48, "updates": 12, "data": "rows", "model": model_fingerprint(inputs.folder), **state}
         record_config(config, folder, 0)
         checkpoints = Checkpoints(folder / "checkpoints", 2, 0, None)
@@ -135,7 +136,8 @@ def test_another_model_and_other_data_are_refused(run, config_file, inputs, stat
 
 
 def test_changes_are_held_against_the_checkpoint_not_against_a_start_that_failed(run, config_file, inputs):
-    folder, changed = run(), load_config(config_file, ["gdpo.estimator=grpo"])
+    folder = run()
+    changed = load_config(config_file, ["gdpo.estimator=grpo"])
     record_config(changed, folder, 12)  # and then no step was taken
     assert [change.key for change in find_start(changed, folder, inputs).changes] == ["gdpo.estimator"]
     assert find_start(load_config(config_file), folder, inputs).changes == []
@@ -149,7 +151,8 @@ def test_a_checkpoint_without_a_config_is_compared_with_the_last_start(run, conf
 
 
 def test_the_config_file_keeps_a_history_of_every_start_that_differed(tmp_path, config_file):
-    folder, first = tmp_path / "run", load_config(config_file)
+    folder = tmp_path / "run"
+    first = load_config(config_file)
     second = load_config(config_file, ["gdpo.estimator=grpo"])
     for config, step in ((first, 0), (first, 4), (second, 6), (first, 6)):
         record_config(config, folder, step)

@@ -25,8 +25,14 @@ class Recorder:
 
     def __init__(self, *overrides: str, stale: int = 0, skipped: bool = False, prompt_limit: int | None = None):
         self.config = load_config(DEMO, [*SMALL, *overrides])
-        self.calls, self.rows, self.alerts, self.updates, self.stale, self.skipped = [], [], [], [], stale, skipped
-        self.version, self.spans = 0, []
+        self.calls = []
+        self.rows = []
+        self.alerts = []
+        self.updates = []
+        self.stale = stale
+        self.skipped = skipped
+        self.version = 0
+        self.spans = []
         checkpoints = SimpleNamespace(pending=False, begin=self.begin, finish=self.finish)
         log = SimpleNamespace(step=self.row, validation=lambda row: self.calls.append(f"validate {row['step']}"),
                               span=lambda *span: self.spans.append(span), alert=self.alerts.append)  # fmt: skip
@@ -58,7 +64,8 @@ class Recorder:
         self.calls.append("train")
         self.updates.append((update, loss))
         self.version += 1
-        sums, maxima = {"tokens": 12.0, "parity_abs": 0.0, "parity_kl": 0.0}, {"parity_abs": 0.0, "parity_prob": 0.0}
+        sums = {"tokens": 12.0, "parity_abs": 0.0, "parity_kl": 0.0}
+        maxima = {"parity_abs": 0.0, "parity_prob": 0.0}
         return UpdateResult(loss=0.5, grad_norm=1.0, lr=1e-4, skipped=self.skipped, sums=sums, maxima=maxima, packing={})
 
     def logprobs(self, update, reference: bool = False):

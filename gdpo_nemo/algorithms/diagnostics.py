@@ -138,7 +138,9 @@ class Diagnostics:
         return [line for k in np.flatnonzero(self.nominal_weight) if (line := self._alert(int(k)))]
 
     def _alert(self, k: int) -> str | None:
-        name, share, nominal = self.names[k], self.effective_weight[k], self.nominal_weight[k]
+        name = self.names[k]
+        share = self.effective_weight[k]
+        nominal = self.nominal_weight[k]
         if self.missing[k] == 1:
             return f"component {name!r} is missing in every row: it trains nothing"
         if self.dead_groups[k] == 1:
@@ -204,7 +206,8 @@ def _column_statistics(table: RewardTable) -> tuple[np.ndarray, np.ndarray, np.n
         values = column if present.all() else column[present]
         if not len(values):
             continue
-        low, high = values.min(), values.max()
+        low = values.min()
+        high = values.max()
         result[0, k] = values.mean()
         if len(values) > 1:
             result[1, k] = values.std(ddof=1) if high > low else 0.0

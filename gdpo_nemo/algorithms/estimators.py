@@ -53,7 +53,8 @@ def z_scores(table: RewardTable, settings: Settings) -> tuple[np.ndarray, np.nda
 
 
 def _z_score(table: RewardTable, k: int, settings: Settings) -> tuple[np.ndarray, np.ndarray]:
-    groups, present = table.groups, table.present[k]
+    groups = table.groups
+    present = table.present[k]
     stats = moments(groups, table.columns[k], present, settings.ddof, settings.exact_zero)
     if settings.leave_one_out:
         z = _leave_one_out(table, k, settings)
@@ -167,7 +168,8 @@ def gd2po(table: RewardTable, settings: Settings, mode: str = "hard", tau: float
     conflict = (components > 0).any(axis=0) & (components < 0).any(axis=0)
     if mode == "snr":
         conflict &= np.abs(components.sum(axis=0)) < tau * np.abs(components).sum(axis=0)
-    scored, groups = table.scored, table.groups
+    scored = table.scored
+    groups = table.groups
     share = groups.sum(scored & ~conflict) / np.maximum(groups.sum(scored), 1)
     components *= np.where(conflict, 0.0, groups.rows(share))
     return Terms(components, terms.live & ~conflict)

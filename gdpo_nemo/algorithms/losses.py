@@ -94,7 +94,8 @@ def _clipped(
     if dual_clip is not None:
         ceiling = -advantages * dual_clip
         over = (advantages < 0) & (loss > ceiling)
-        loss, clipped = torch.where(over, ceiling, loss), clipped | over
+        loss = torch.where(over, ceiling, loss)
+        clipped = clipped | over
     return loss, {"ratio": ratio.detach(), "clipped": clipped.to(ratio.dtype)}
 
 

@@ -146,7 +146,8 @@ def _token_loss(
     if settings.type == "clipped_pg":
         return clipped_policy_loss(logprobs, old, fields.advantages, **clip, dual_clip=settings.ratio_clip_c)
     if settings.type == "gspo":
-        ids, count = fields.sequence_ids, fields.num_sequences
+        ids = fields.sequence_ids
+        count = fields.num_sequences
         clip["dual_clip"] = settings.ratio_clip_c
         return gspo_loss(logprobs, old, fields.advantages, ids, count, **clip, reduce=reduce)
     if settings.type == "cispo":
@@ -159,8 +160,11 @@ def _correction(
     logprobs: Tensor, fields: TokenFields, settings: LossSettings, reduce: Reduce | None
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Factor of every token's policy term for the gap to the sampler, with its metrics."""
-    factor, metrics = torch.ones_like(logprobs), {}
-    off_policy, ids, count = settings.off_policy, fields.sequence_ids, fields.num_sequences
+    factor = torch.ones_like(logprobs)
+    metrics = {}
+    off_policy = settings.off_policy
+    ids = fields.sequence_ids
+    count = fields.num_sequences
     if off_policy.mode != "none":
         old = logprobs.detach() if fields.old_logprobs is None else fields.old_logprobs
         factor, metrics = importance_weights(old - fields.sampler_logprobs, ids, count, off_policy, reduce)

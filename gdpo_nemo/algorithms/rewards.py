@@ -79,7 +79,8 @@ def _scale(values: np.ndarray, by: float | Mapping[str, float], context: Context
 def _linear(values: np.ndarray, ranges: Mapping[str, Sequence[float]], context: Context) -> np.ndarray:
     """Clip to the range `from`, then map it onto `to`."""
     options = _options(ranges, {"from": (0.0, 1.0), "to": (0.0, 1.0)})
-    (low, high), (start, end) = options["from"], options["to"]
+    (low, high) = options["from"]
+    (start, end) = options["to"]
     if not low < high:
         raise ValueError(f"`from` must ascend, got {list(options['from'])}")
     return start + (np.clip(values, low, high) - low) * (end - start) / (high - low)
@@ -96,7 +97,9 @@ def _condition(values: np.ndarray, rule: Mapping[str, Any], context: Context) ->
 def _length(values: np.ndarray, rule: Mapping[str, float], context: Context) -> np.ndarray:
     """1 up to `full` tokens, 0 from `zero` tokens on, linear between; without `zero` a step at `full`."""
     options = _options(rule, {"full": None, "zero": None})
-    full, zero, lengths = options["full"], options["zero"], context.need("lengths")
+    full = options["full"]
+    zero = options["zero"]
+    lengths = context.need("lengths")
     if full is None or (zero is not None and zero <= full):
         raise ValueError("needs `full`, and `zero` above it")
     if zero is None:

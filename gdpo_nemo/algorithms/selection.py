@@ -154,7 +154,8 @@ def _refuse_not_finite(terms: Terms, table: RewardTable, name: str) -> None:
     groups = table.groups.rows(table.groups.ids)
     component, row = np.nonzero(~np.isfinite(terms.components))
     if len(row):
-        k, i = component[0], row[0]
+        k = component[0]
+        i = row[0]
         raise ValueError(
             f"estimator {name} returned {terms.components[k, i]} for component {table.names[k]!r} of group {groups[i]}, whose "
             f"reward is {table.columns[k, i]:g} ({len(row)} values are not finite)"

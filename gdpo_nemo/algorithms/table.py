@@ -104,7 +104,8 @@ def build_table(
         )
     groups = Groups(ids)
     if groups.order is not None:
-        rows, tokens = groups.take(rows), None if tokens is None else groups.take(tokens)
+        rows = groups.take(rows)
+        tokens = None if tokens is None else groups.take(tokens)
         columns = np.take(columns, groups.order, axis=1)
         missing = np.take(missing, groups.order, axis=1)
     present = ~missing & rows

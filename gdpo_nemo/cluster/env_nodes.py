@@ -68,7 +68,8 @@ class EnvironmentNodes:
     """
 
     def __init__(self, config: Config, placement: Placement):
-        rollout, seed = config.rollout, config.run.seed
+        rollout = config.rollout
+        seed = config.run.seed
         remote = {name: options for name, options in config.env.items() if is_remote(name, options or {})}
         self._local = {name: dict(options or {}) for name, options in config.env.items() if name not in remote}
         if not self._local:
@@ -77,7 +78,9 @@ class EnvironmentNodes:
         self._loads = place_workers(config)
         self._limits = rollout.env_timeout_s, seed
         self._nodes = [config.cluster.num_nodes + index for index in range(len(self._loads))]
-        self._placement, self._lock, self._closed = placement, threading.Lock(), False
+        self._placement = placement
+        self._lock = threading.Lock()
+        self._closed = False
         self._locations: dict[int, ray.ObjectRef] = {}
         self._actors = [self._start(index) for index in range(len(self._loads))]
 
@@ -150,7 +153,8 @@ class EnvironmentNodes:
 
     def _wait(self, place: int, actor: Any, ref: Any) -> list:
         """The answer; the pools inside keep their own deadlines, so what is watched here is whether the actor lives."""
-        owner, what = f"environment node {place}", f"verdicts of {', '.join(self._local)}"
+        owner = f"environment node {place}"
+        what = f"verdicts of {', '.join(self._local)}"
         while True:
             try:
                 return gather([ref], what, _LOOK_S, owner)[0]

@@ -68,8 +68,10 @@ class EngineFleet:
     def __init__(
         self, config: Config, folder: str, placement: Placement | None = None, devices: Sequence[str] | None = None
     ):
-        self._config, self._folder = config, folder
-        self._placement, self._devices = placement or here(config), devices
+        self._config = config
+        self._folder = folder
+        self._placement = placement or here(config)
+        self._devices = devices
         self._timeout_s = config.rollout.generation_timeout_s
         self._lock = threading.RLock()
         self._deaths: Counter[int] = Counter()
@@ -81,7 +83,8 @@ class EngineFleet:
         self._actors = [self._start(i) for i in range(config.policy.generation.engines)]
 
     def _start(self, index: int):
-        config, vllm = self._config, self._config.policy.generation.vllm_cfg
+        config = self._config
+        vllm = self._config.policy.generation.vllm_cfg
         on_cpu = config.cluster.gpus_per_node == 0
         node = self._placement.places.engines[index]
         threads = max(1, cores(config.cluster) // self._placement.places.engines_on(node))
@@ -195,7 +198,9 @@ class EngineFleet:
         Raises:
             RunError: the deadline passed, or engines kept dying.
         """
-        completions, versions, seconds = [], [], 0.0
+        completions = []
+        versions = []
+        seconds = 0.0
         for share in ticket.shares:
             batch = self._collect_share(share, ticket.sampling)
             completions += batch.completions
@@ -237,7 +242,8 @@ class EngineFleet:
 
     def _deliver_all(self, engines: Iterable[int]) -> None:
         """Bring the newest weights to engines, again to those that were lost meanwhile."""
-        left, failures = list(engines), 0
+        left = list(engines)
+        failures = 0
         while left and self._weights is not None:
             before = list(self._actors)
             left = self._deliver(left)

@@ -26,7 +26,8 @@ class PolicyRank(StreamingRank):
     """One rank of the policy inside a Ray actor; every method is collective over all ranks."""
 
     def __init__(self, rank: int, world_size: int):
-        self.rank, self.world_size = rank, world_size
+        self.rank = rank
+        self.world_size = world_size
         self._listener: socket.socket | None = None
         # Ray shows each actor its own GPU as device 0.
         os.environ["LOCAL_RANK"] = "0"
@@ -251,9 +252,11 @@ class PolicyGroup:
 
     def train(self, sequences: list[TrainSequence], settings) -> UpdateResult:
         """One optimizer update."""
-        batch, assignment = ray.put(sequences), self._assign(sequences)
+        batch = ray.put(sequences)
+        assignment = self._assign(sequences)
         result = self._call("train", batch, assignment, settings, what="training")[0]
-        layout, lengths = self.layout, [len(s) for s in sequences]
+        layout = self.layout
+        lengths = [len(s) for s in sequences]
         total = layout.context_parallel_size * layout.tensor_model_parallel_size if layout.sequence_parallel else 1
         result.packing = measure(assignment, lengths, self._multiple, total, self._quadratic)
         return result
@@ -269,7 +272,8 @@ class PolicyGroup:
 
         ``temperature`` replaces the sampling temperature; without ``packed`` each sequence is a micro-batch of its own.
         """
-        batch, data = ray.put(sequences), self.layout.data_parallel_size or 1
+        batch = ray.put(sequences)
+        data = self.layout.data_parallel_size or 1
         assignment = self._assign(sequences) if packed else assign_singly(len(sequences), data, self._chunks)
         shares = self._call("logprobs", batch, assignment, reference, temperature, what="evaluating log-probs")
         found = [np.full(len(s.completion_ids), np.nan, np.float32) for s in sequences]

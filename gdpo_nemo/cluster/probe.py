@@ -20,7 +20,9 @@ from gdpo_nemo.errors import RunError
 from gdpo_nemo.generation.requests import SampleRequest, Sampling
 
 PROMPTS = 4
-_LONGEST_PROMPT, _SAMPLED, _DRAWN = 128, 16, 8
+_LONGEST_PROMPT = 128
+_SAMPLED = 16
+_DRAWN = 8
 """Tokens: the last ones of a prompt, its continuation by the model, and others from all over the vocabulary."""
 _CAP = 1.0
 """Nats that one token may count: a single outlier, as a router that chooses another expert makes, is no other model."""
@@ -40,7 +42,8 @@ class Probe:
     """
 
     def __init__(self, sequences: Sequence[TrainSequence], limit: float | None = None):
-        self.sequences, self.limit = list(sequences), limit
+        self.sequences = list(sequences)
+        self.limit = limit
         self.floor: float | None = None
         """The mean difference at the start, once it is measured."""
         self._loaded: list[np.ndarray] = []
@@ -60,7 +63,8 @@ class Probe:
         sampling = Sampling(1.0, 1.0, -1, max(1, min(_SAMPLED, room // 3)))
         requests = [SampleRequest(prompt, seed) for seed, prompt in enumerate(cut)]
         continued = [c.token_ids for c in fleet.collect(fleet.submit(requests, sampling, engine=0)).completions]
-        rng, sequences = np.random.default_rng(0), []
+        rng = np.random.default_rng(0)
+        sequences = []
         for prompt, written in zip(cut, continued):
             drawn = rng.integers(0, vocabulary, min(_DRAWN, room - len(prompt) - len(written))).astype(np.int32)
             completion = np.concatenate([written, drawn])
@@ -87,7 +91,8 @@ class Probe:
         Raises:
             RunError: so far that they cannot have read the same model, or cannot compute it alike.
         """
-        precision, given = config.policy.precision, config.policy.generation.parity_limit
+        precision = config.policy.precision
+        given = config.policy.generation.parity_limit
         mine = self.by_policy(policy)
         self.floor = max(difference(mine, theirs) for theirs in self._loaded)
         most = MOST[precision] if given is None else given
@@ -104,7 +109,8 @@ class Probe:
         Raises:
             RunError: it is above the limit.
         """
-        mine, worst = self.by_policy(policy), 0.0
+        mine = self.by_policy(policy)
+        worst = 0.0
         for index, theirs in enumerate(self.by_engines(fleet)):
             found = difference(mine, theirs)
             if not found <= self.limit:  # NaN fails, too

@@ -58,7 +58,8 @@ class Reaper:
 
 def marked(mark: str) -> set[int]:
     """Processes with ``mark`` in their environment, other than this one and its parent."""
-    wanted, own = f"{MARK}={mark}".encode(), {os.getpid(), os.getppid()}
+    wanted = f"{MARK}={mark}".encode()
+    own = {os.getpid(), os.getppid()}
     found = set()
     for pid in _pids() - own:
         try:

@@ -61,7 +61,8 @@ def reserve(config: Config, shared: Sequence[Path]) -> Placement:
         return here(config)
     from ray.util.placement_group import placement_group, placement_group_table
 
-    nodes, gpus = config.cluster.num_nodes, config.cluster.gpus_per_node
+    nodes = config.cluster.num_nodes
+    gpus = config.cluster.gpus_per_node
     bundle = {"CPU": 1, **({"GPU": gpus} if gpus else {})}
     wanted = [bundle] * nodes + [{"CPU": 1}] * config.cluster.env_nodes
     group = placement_group(wanted, strategy="STRICT_SPREAD")

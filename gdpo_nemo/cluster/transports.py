@@ -61,7 +61,10 @@ class Broadcasting:
     """
 
     def __init__(self, policy: PolicyGroup, bucket_bytes: int, backend: str, keep: bool):
-        self._policy, self._bucket, self._backend, self._keep = policy, bucket_bytes, backend, keep
+        self._policy = policy
+        self._bucket = bucket_bytes
+        self._backend = backend
+        self._keep = keep
         self._outline: Manifest | None = None
         self._sent = False
 
@@ -72,7 +75,8 @@ class Broadcasting:
 
     def ship(self, engines):
         """One group of rank 0 and these engines for this delivery; a second one of the same version sends what was kept."""
-        ranks, timeout = self._policy.ranks, self._policy.timeout_s
+        ranks = self._policy.ranks
+        timeout = self._policy.timeout_s
         each = self._policy.config.generation.vllm_cfg.tensor_parallel_size
         opened = [ranks[0].open_sender.remote(self._backend)]
         ((host, port),) = gather(opened, "opening the weights' sender", timeout, "policy")
@@ -94,7 +98,8 @@ class Lending:
     """Handles of memory on the device that a policy rank and an engine process share, bucket by bucket."""
 
     def __init__(self, policy: PolicyGroup, bucket_bytes: int):
-        self._policy, self._bucket = policy, bucket_bytes
+        self._policy = policy
+        self._bucket = bucket_bytes
         self._outline: Manifest | None = None
 
     def load(self, version: int) -> None:
@@ -103,7 +108,8 @@ class Lending:
 
     def ship(self, engines):
         """Doors at the ranks beside these engines; all ranks gather, for those and for nobody else."""
-        ranks, timeout = self._policy.ranks, self._policy.timeout_s
+        ranks = self._policy.ranks
+        timeout = self._policy.timeout_s
         beside = [rank for engine in engines for rank in self._policy.shared[engine]]
         opened = gather([ranks[rank].open_door.remote() for rank in beside], "opening handles", timeout, "policy")
         doors = dict(zip(beside, opened))
@@ -125,11 +131,14 @@ class Disk:
     """safetensors files in a folder that all nodes see; the newest version stays until the next one is loaded."""
 
     def __init__(self, policy: PolicyGroup, bucket_bytes: int, folder: Path):
-        self._policy, self._bucket, self._folder = policy, bucket_bytes, folder
+        self._policy = policy
+        self._bucket = bucket_bytes
+        self._folder = folder
         self._version: Path | None = None
 
     def load(self, version: int) -> None:
-        before, self._version = self._version, self._folder / f"version_{version}"
+        before = self._version
+        self._version = self._folder / f"version_{version}"
         self.manifest = self._policy.hold_weights(version)
         written = self._policy.ranks[0].write_weights.remote(str(self._version), self._bucket)
         gather([written], f"writing {self._version}", self._policy.timeout_s, "policy")

@@ -30,7 +30,10 @@ class WeightSync:
         self.transport = transport or Memory(policy)
         self.version: int | None = None
         """The newest version that every engine holds."""
-        self._policy, self._fleet, self._probe, self._shared = policy, fleet, probe, shared
+        self._policy = policy
+        self._fleet = fleet
+        self._probe = probe
+        self._shared = shared
         self._slept: dict[str, float] = {}
 
     def publish(self, version: int) -> dict[str, float]:
@@ -49,7 +52,8 @@ class WeightSync:
         self._fleet.update(self.transport)
         if self._shared:
             row["time/wake"] += self._wake("kv_cache")
-        self.version, self._slept = version, {}
+        self.version = version
+        self._slept = {}
         if self._probe is not None:
             row["parity/probe"] = self._probe.verify(self._policy, self._fleet, version)
         return {"time/sync": time.monotonic() - start, **row}

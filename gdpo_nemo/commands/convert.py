@@ -55,7 +55,8 @@ def to_huggingface(checkpoint: str | Path, out: str | Path, model: str | Path | 
     """
     from gdpo_nemo.cluster.session import session
 
-    checkpoint, out = Path(checkpoint), Path(out)
+    checkpoint = Path(checkpoint)
+    out = Path(out)
     if not (checkpoint / "files.json").is_file():
         raise ConfigError(f"{checkpoint}: not a checkpoint (no files.json)")
     _must_be_new(out)

@@ -40,7 +40,9 @@ def _check_local(config: Config, splits: Mapping[str, DatasetConfig]) -> list[tu
 
     environments = load_environments(config.env)
     check_rewards(config, environments)
-    tokenizer, found, first = _local_tokenizer(config), [], {}
+    tokenizer = _local_tokenizer(config)
+    found = []
+    first = {}
     for split, data in splits.items():
         rows = load_rows(data, environments, split, config.run.seed, _limit(data))
         found.append(("data", f"data.{split}: {_amount(rows, data)} of {data.path}; {_prompts(config, split, rows, environments, tokenizer)}"))
@@ -93,7 +95,8 @@ def _verdicts(config: Config, name: str, environment: Any, row: Row, key: str | 
 
     if getattr(environment, "plays_with_endpoint", False) or hasattr(environment, "preflight"):
         return f"env.{name}: needs the servers of the run, unchecked"
-    options, rollout = config.env[name] or {}, config.rollout
+    options = config.env[name] or {}
+    rollout = config.rollout
     try:
         check = check_environment(name, options, environment, [row], workers=1, timeout_s=rollout.env_timeout_s, key=key)
     except ConfigError as error:

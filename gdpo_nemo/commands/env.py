@@ -160,7 +160,8 @@ def _short(text: str) -> Any:
 
 def _findings(found, failure_share: float) -> list[str]:
     """What a run would make of these verdicts, one sentence each."""
-    total, failed = len(found.samples), found.failed
+    total = len(found.samples)
+    failed = found.failed
     lines = [f"first verdict after {found.start_s:.1f} s (workers start), then {max(found.latencies_s):.3f} s a row at most"]
     if failed:
         reasons = dict.fromkeys(verdict.detail for verdict in found.verdicts if verdict.detail)

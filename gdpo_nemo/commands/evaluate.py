@@ -147,8 +147,10 @@ def without_policy(config: Config) -> None:
     if devices and devices < engines:
         raise ConfigError(f"policy.generation.engines: the engines need {engines} GPUs, there are {devices}; set fewer")
     config.policy.megatron_cfg = MegatronConfig(data_parallel_size=engines)
-    config.cluster.placement, config.cluster.env_nodes = "colocated", 0
-    config.rollout.max_staleness, config.weights.transport = 0, "auto"
+    config.cluster.placement = "colocated"
+    config.cluster.env_nodes = 0
+    config.rollout.max_staleness = 0
+    config.weights.transport = "auto"
 
 
 def find_subject(source: Path, config_file: str | Path | None = None, step: int | None = None) -> Subject:

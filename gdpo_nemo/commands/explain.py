@@ -45,7 +45,9 @@ def explain(key: str = "") -> str:
 
 def _find(key: str) -> tuple[str, type | None, Any]:
     """The key, the dataclass that holds it and its type; a key inside a free-form mapping stands for the mapping."""
-    found, owner, hint = [], None, Config
+    found = []
+    owner = None
+    hint = Config
     for name in key.split(".") if key else []:
         section = _section_of(hint)
         if get_origin(hint) is dict:
@@ -53,7 +55,9 @@ def _find(key: str) -> tuple[str, type | None, Any]:
         if section is None or name not in (hints := get_type_hints(section)):
             near = nearest_key(key)
             raise ConfigError(f"{key}: unknown key" + (f", did you mean {near}?" if near else ""))
-        found, owner, hint = [*found, name], section, hints[name]
+        found = [*found, name]
+        owner = section
+        hint = hints[name]
     return ".".join(found), owner, hint
 
 
@@ -63,7 +67,8 @@ def _section_of(hint: Any) -> type | None:
 
 def _explain_section(key: str, section: type) -> str:
     lines = [key or "Sections", "", *_wrapped(inspect.cleandoc(section.__doc__)), ""]
-    docs, hints = _field_docs(section), get_type_hints(section)
+    docs = _field_docs(section)
+    hints = get_type_hints(section)
     for field in dataclasses.fields(section):
         inner = _section_of(hints[field.name])
         doc = docs.get(field.name) or (inspect.cleandoc(inner.__doc__) if inner else "")

@@ -125,7 +125,8 @@ def check_family(content: Mapping[str, Any]) -> Family:
 
 
 def _family(content: Mapping[str, Any]) -> Family:
-    kind, known = content.get("model_type"), ", ".join(sorted(FAMILIES))
+    kind = content.get("model_type")
+    known = ", ".join(sorted(FAMILIES))
     if not isinstance(kind, str):
         raise _refusal(f"the model's config.json names no model_type; supported: {known}")
     if kind not in FAMILIES:

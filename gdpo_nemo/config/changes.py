@@ -45,10 +45,13 @@ def find_changes(before: Mapping[str, Any], config: Config) -> list[Change]:
 
     A key that is not in ``before`` had its default: the file may have been written before the key was introduced.
     """
-    then, now, defaults = _flat(before), _flat(config_to_dict(config)), _flat(config_to_dict(Config()))
+    then = _flat(before)
+    now = _flat(config_to_dict(config))
+    defaults = _flat(config_to_dict(Config()))
     found = []
     for key in dict.fromkeys([*now, *then]):
-        old, new = then.get(key, defaults.get(key, _ABSENT)), now.get(key, _ABSENT)
+        old = then.get(key, defaults.get(key, _ABSENT))
+        new = now.get(key, _ABSENT)
         if old != new:
             found.append(Change(key, _text(old), _text(new)))
     return found

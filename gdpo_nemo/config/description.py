@@ -64,7 +64,8 @@ def _engines(config: Config, layout: Layout) -> str:
 
 
 def _batch(config: Config) -> str:
-    samples, updates = samples_per_step(config), updates_per_step(config)
+    samples = samples_per_step(config)
+    updates = updates_per_step(config)
     return (
         f"{config.gdpo.num_prompts_per_step} prompts x {config.gdpo.num_generations_per_prompt} samples = {samples} samples "
         f"= {_count(updates, 'optimizer update')} of {samples // updates}"
@@ -72,12 +73,14 @@ def _batch(config: Config) -> str:
 
 
 def _micro_batch(config: Config) -> str:
-    tokens, longest = config.policy.micro_batch_tokens, config.policy.max_total_sequence_length
+    tokens = config.policy.micro_batch_tokens
+    longest = config.policy.max_total_sequence_length
     return f"micro-batches of at most {tokens} tokens, room for {tokens // longest} sequences of full length"
 
 
 def _length(config: Config) -> str:
-    gdpo, saving = config.gdpo, config.checkpointing
+    gdpo = config.gdpo
+    saving = config.checkpointing
     steps = gdpo.max_num_steps
     parts = [f"{_count(steps, 'step')} = {steps * samples_per_step(config)} samples, {steps * updates_per_step(config)} updates"]
     if gdpo.max_num_epochs is not None:

@@ -31,7 +31,9 @@ def _validates(config: Config) -> bool:
     return config.gdpo.val_period > 0 or config.gdpo.val_at_start
 
 
-_VLLM, _MEGATRON, _OFF_POLICY = "policy.generation.vllm_cfg", "policy.megatron_cfg", "loss_fn.off_policy"
+_VLLM = "policy.generation.vllm_cfg"
+_MEGATRON = "policy.megatron_cfg"
+_OFF_POLICY = "loss_fn.off_policy"
 
 EFFECTS = (
     Effect((f"{_VLLM}.gpu_memory_utilization", f"{_VLLM}.enforce_eager"), _gpu, "on CPU (cluster.gpus_per_node is 0)"),

@@ -24,7 +24,8 @@ def place_workers(config: Config) -> list[dict[str | None, int]]:
     Raises:
         ConfigError: there are fewer workers than nodes.
     """
-    nodes, pools = config.cluster.env_nodes, worker_pools(config)
+    nodes = config.cluster.env_nodes
+    pools = worker_pools(config)
     loads: list[dict[str | None, int]] = [{} for _ in range(nodes)]
     turn = count()
     for pool, workers in pools.items() if nodes else ():

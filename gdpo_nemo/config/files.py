@@ -155,7 +155,8 @@ def _cached_configs(name: str) -> list[Path]:
 
 def check_model(config: Config, layout: Layout) -> None:
     """The model is there, of a supported family, and the layout divides it. Raises ConfigError."""
-    name, folder = config.policy.model_name, Path(config.policy.model_name)
+    name = config.policy.model_name
+    folder = Path(config.policy.model_name)
     if config.policy.model_factory:
         find_function("policy.model_factory", config.policy.model_factory)
     elif not folder.is_dir() and not _may_be_on_the_hub(name):
@@ -194,7 +195,9 @@ def _may_use_transformer_engine(config: Config) -> bool:
 
 def _check_shape(content: dict[str, Any], config: Config, layout: Layout) -> None:
     """The model's heads, layers, experts and context against the layout."""
-    heads, layers, experts = content["num_attention_heads"], content["num_hidden_layers"], num_experts(content)
+    heads = content["num_attention_heads"]
+    layers = content["num_hidden_layers"]
+    experts = num_experts(content)
     groups = content.get("num_key_value_heads") or heads
     megatron = "policy.megatron_cfg"
     _check_divides(f"{megatron}.tensor_model_parallel_size", layout.tensor, [(heads, "heads"), (groups, "key-value heads")])
@@ -211,7 +214,8 @@ def _check_shape(content: dict[str, Any], config: Config, layout: Layout) -> Non
         check_adapted_layers(config.policy.lora.target_modules, experts, bool(content.get("tie_word_embeddings")))
     if experts and layout.tensor > 1 and not config.policy.megatron_cfg.sequence_parallel:
         raise ConfigError(f"{megatron}.sequence_parallel: must be on for a model with experts under tensor parallelism")
-    longest, wanted = content.get("max_position_embeddings"), config.policy.max_total_sequence_length
+    longest = content.get("max_position_embeddings")
+    wanted = config.policy.max_total_sequence_length
     if longest is not None and longest < wanted:
         raise ConfigError(f"policy.max_total_sequence_length: {wanted} exceeds the model's {longest} positions")
 

@@ -62,8 +62,11 @@ def resolve_layout(config: Config) -> Layout:
     Raises:
         ConfigError: the layout does not fit the GPUs or is inconsistent in itself.
     """
-    megatron, generation, cluster = config.policy.megatron_cfg, config.policy.generation, config.cluster
-    tensor, pipeline = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
+    megatron = config.policy.megatron_cfg
+    generation = config.policy.generation
+    cluster = config.cluster
+    tensor = megatron.tensor_model_parallel_size
+    pipeline = megatron.pipeline_model_parallel_size
     model = tensor * pipeline * megatron.context_parallel_size
     gpus = cluster.num_nodes * cluster.gpus_per_node
     data = megatron.data_parallel_size
@@ -89,13 +92,18 @@ def resolve_layout(config: Config) -> Layout:
 
 
 def _data_parallel_on_gpus(config: Config, gpus: int, model: int) -> int:
-    generation, data = config.policy.generation, config.policy.megatron_cfg.data_parallel_size
+    generation = config.policy.generation
+    data = config.policy.megatron_cfg.data_parallel_size
     per_engine = generation.vllm_cfg.tensor_parallel_size
-    left, share, fewer, other = gpus, f"there are {gpus}", "", "choose a layout that divides them"
+    left = gpus
+    share = f"there are {gpus}"
+    fewer = ""
+    other = "choose a layout that divides them"
     if config.cluster.placement == "separate":
         left = gpus - generation.engines * per_engine
         share = f"{gpus} GPUs less {generation.engines} x {per_engine} for the engines leave {max(left, 0)}"
-        fewer, other = "fewer engines, ", "set policy.generation.engines so that it is"
+        fewer = "fewer engines, "
+        other = "set policy.generation.engines so that it is"
     if per_engine > config.cluster.gpus_per_node:
         raise ConfigError(
             f"policy.generation.vllm_cfg.tensor_parallel_size: an engine of {per_engine} ranks does not fit a node "
@@ -124,7 +132,8 @@ def _check_shared(layout: Layout) -> None:
 
 
 def _check_experts(layout: Layout) -> None:
-    ranks, experts = layout.tensor * layout.context * layout.data, layout.expert * layout.expert_tensor
+    ranks = layout.tensor * layout.context * layout.data
+    experts = layout.expert * layout.expert_tensor
     if ranks % experts:
         works = [n for n in range(1, ranks + 1) if ranks % (n * layout.expert_tensor) == 0]
         raise ConfigError(
@@ -141,7 +150,8 @@ def samples_per_step(config: Config) -> int:
 
 def prompts_per_round(config: Config) -> int:
     """Prompts that a step samples at once: those it trains, unless ``gdpo.dynamic_sampling`` draws larger batches."""
-    count, dynamic = config.gdpo.num_prompts_per_step, config.gdpo.dynamic_sampling
+    count = config.gdpo.num_prompts_per_step
+    dynamic = config.gdpo.dynamic_sampling
     return int(count * dynamic.batch_multiplier) if dynamic.enabled and dynamic.batch_multiplier else count
 
 
@@ -150,7 +160,8 @@ def prompt_limit(config: Config, prompts: int) -> int | None:
 
     A pass counts its whole rounds alone: what is left over is fewer prompts than a round takes. Never below one round.
     """
-    epochs, per_round = config.gdpo.max_num_epochs, prompts_per_round(config)
+    epochs = config.gdpo.max_num_epochs
+    per_round = prompts_per_round(config)
     return None if epochs is None else max(1, epochs * (prompts // per_round)) * per_round
 
 

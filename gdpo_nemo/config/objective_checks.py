@@ -92,7 +92,8 @@ def check_estimator(config: Config, own: Callable | None = None) -> None:
 
 
 def _check_loss(config: Config) -> None:
-    loss, size = config.loss_fn, config.policy.train_global_batch_size
+    loss = config.loss_fn
+    size = config.policy.train_global_batch_size
     sampled = loss.old_logprobs == "sampler" or (loss.old_logprobs is None and config.rollout.max_staleness > 0)
     if sampled and loss.off_policy.mode != "none":
         because = "loss_fn.old_logprobs is sampler" if loss.old_logprobs else "rollout.max_staleness is above 0"

@@ -46,7 +46,9 @@ def place(config: Config) -> Places:
     Raises:
         ConfigError: it does not fit, with the arithmetic.
     """
-    layout, nodes, gpus = resolve_layout(config), config.cluster.num_nodes, config.cluster.gpus_per_node
+    layout = resolve_layout(config)
+    nodes = config.cluster.num_nodes
+    gpus = config.cluster.gpus_per_node
     if layout.colocated:
         return _colocated(layout, _policy_places(layout, nodes, gpus))
     if nodes == 1:
@@ -87,7 +89,9 @@ def _policy_places(layout: Layout, nodes: int, gpus: int) -> tuple[int, ...]:
 
 def _colocated(layout: Layout, policy: tuple[int, ...]) -> Places:
     free = {node: [rank for rank, place in enumerate(policy) if place == node] for node in sorted(set(policy))}
-    engines, shared, size = [], [], layout.engine_tensor
+    engines = []
+    shared = []
+    size = layout.engine_tensor
     for _ in range(layout.engines):
         node = next((node for node, ranks in free.items() if len(ranks) >= size), None)
         if node is None:
@@ -137,7 +141,8 @@ def _does_not_fit(layout: Layout, nodes: int, gpus: int) -> str:
 
 def chosen_transport(config: Config) -> str:
     """What ``weights.transport: auto`` stands for: ipc on shared devices, nccl between GPUs, else memory or gloo."""
-    name, cluster = config.weights.transport, config.cluster
+    name = config.weights.transport
+    cluster = config.cluster
     if name != "auto":
         return name
     if cluster.placement == "colocated":
@@ -149,7 +154,8 @@ def chosen_transport(config: Config) -> str:
 
 def describe_places(config: Config) -> str:
     """One line of the plan: what each node carries, neighbouring nodes with the same load together."""
-    places, nodes = place(config), config.cluster.num_nodes
+    places = place(config)
+    nodes = config.cluster.num_nodes
     loads = [_load(places.policy_on(node), places.engines_on(node)) for node in range(nodes)]
     loads += [_workers(sum(load.values())) for load in place_workers(config)]
     starts = [node for node in range(len(loads)) if node == 0 or loads[node] != loads[node - 1]]

@@ -16,7 +16,8 @@ def stage_layers(layers: int, stages: int, first: int | None = None, last: int |
         first, last: ``num_layers_in_first_pipeline_stage`` and ``..._last_...``; the stages between share the rest.
     """
     between = stages - (first is not None) - (last is not None)
-    start, rest = first or 0, layers - (first or 0) - (last or 0)
+    start = first or 0
+    rest = layers - (first or 0) - (last or 0)
     cuts = [start + round(i * rest / between) for i in range(between + 1)] if between else [start]
     ends = ([0] if first is not None else []) + cuts + ([layers] if last is not None else [])
     return [range(start, stop) for start, stop in zip(ends, ends[1:])]
@@ -31,7 +32,8 @@ def check_stages(layers: int | None, layout: MegatronConfig) -> None:
     Raises:
         ConfigError: names the key and what is possible.
     """
-    pipeline, virtual = layout.pipeline_model_parallel_size, layout.virtual_pipeline_model_parallel_size
+    pipeline = layout.pipeline_model_parallel_size
+    virtual = layout.virtual_pipeline_model_parallel_size
     given = {
         f"{_PREFIX}.num_layers_in_{end}_pipeline_stage": count
         for end, count in (
@@ -46,7 +48,9 @@ def check_stages(layers: int | None, layout: MegatronConfig) -> None:
     if not given:
         _check_even(layers, pipeline, virtual)
         return
-    between, rest, key = pipeline - len(given), layers - sum(given.values()), next(iter(given))
+    between = pipeline - len(given)
+    rest = layers - sum(given.values())
+    key = next(iter(given))
     told = " and ".join(str(count) for count in given.values())
     if not between and rest:
         raise ConfigError(f"{key}: the two stages hold {told} layers together, the model has {layers}")

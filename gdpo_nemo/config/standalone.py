@@ -51,7 +51,8 @@ def standalone_config(model: str | Path, layout: str = "", precision: str = "flo
     import torch
 
     config = Config()
-    config.policy.model_name, config.policy.precision = str(model), precision
+    config.policy.model_name = str(model)
+    config.policy.precision = precision
     config.policy.megatron_cfg = parse_layout(layout)
     config.gdpo.rewards = {"none": 1.0}
     content = local_model_config(config)

@@ -20,14 +20,17 @@ def check_turns_kept(config: Config, held_out: int | None = None) -> None:
     """
     if not config.rollout.endpoint.enabled:
         return
-    gdpo, turns = config.gdpo, config.rollout.turns.max_turns
-    prompts, samples = ("gdpo.num_prompts_per_step", gdpo.num_prompts_per_step), gdpo.num_generations_per_prompt
+    gdpo = config.gdpo
+    turns = config.rollout.turns.max_turns
+    prompts = ("gdpo.num_prompts_per_step", gdpo.num_prompts_per_step)
+    samples = gdpo.num_generations_per_prompt
     _check("a step", prompts, ("gdpo.num_generations_per_prompt", samples), turns)
     if config.data.validation is None or not (gdpo.val_period or gdpo.val_at_start):
         return
     known = held_out if held_out is not None else gdpo.val_prompts
     if known is not None:
-        prompts, samples = ("gdpo.val_prompts", known), gdpo.val_generations_per_prompt
+        prompts = ("gdpo.val_prompts", known)
+        samples = gdpo.val_generations_per_prompt
         _check("a validation", prompts, ("gdpo.val_generations_per_prompt", samples), turns)
 
 

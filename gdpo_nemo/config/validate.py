@@ -102,7 +102,8 @@ def check_ranges(config: Config) -> None:
             value = value_of(config, key)
             if value is not None and not good(value):
                 raise ConfigError(f"{key}: must be {rule}, got {value}")
-    generation, loss = config.policy.generation, config.loss_fn
+    generation = config.policy.generation
+    loss = config.loss_fn
     if not 0 <= config.rollout.endpoint.port <= 65535:
         raise ConfigError(f"rollout.endpoint.port: must be 0 (any) to 65535, got {config.rollout.endpoint.port}")
     if not 0 < generation.top_p <= 1:
@@ -116,7 +117,8 @@ def check_ranges(config: Config) -> None:
 
 
 def _check_rewards(config: Config) -> None:
-    rewards, group = config.gdpo.rewards, config.gdpo.num_generations_per_prompt
+    rewards = config.gdpo.rewards
+    group = config.gdpo.num_generations_per_prompt
     if group < 2:
         raise ConfigError(
             f"gdpo.num_generations_per_prompt: must be at least 2, got {group}; samples are compared within their group"
@@ -131,7 +133,8 @@ def _check_rewards(config: Config) -> None:
 
 
 def _check_lengths(config: Config) -> None:
-    policy, longest = config.policy, config.policy.max_total_sequence_length
+    policy = config.policy
+    longest = config.policy.max_total_sequence_length
     if policy.generation.max_new_tokens >= longest:
         raise ConfigError(
             f"policy.generation.max_new_tokens: {policy.generation.max_new_tokens} leaves no room for a prompt in "
@@ -150,7 +153,8 @@ def _check_environments(config: Config) -> None:
     for name, options in config.env.items():
         if options is not None and not isinstance(options, dict):
             raise ConfigError(f"env.{name}: expected options as keys and values, got {options!r}")
-        enough, group = (options or {}).get("min_valid"), config.gdpo.num_generations_per_prompt
+        enough = (options or {}).get("min_valid")
+        group = config.gdpo.num_generations_per_prompt
         if isinstance(enough, int) and enough > group:
             raise ConfigError(
                 f"env.{name}.min_valid: {enough} verdicts never come, a group has {group} samples (gdpo.num_generations_per_prompt)"
@@ -176,7 +180,8 @@ def _check_environment(key: str, data: DatasetConfig, config: Config) -> None:
 
 
 def _check_schedule(config: Config) -> None:
-    schedule, prefix = config.policy.megatron_cfg.scheduler, "policy.megatron_cfg.scheduler"
+    schedule = config.policy.megatron_cfg.scheduler
+    prefix = "policy.megatron_cfg.scheduler"
     if schedule.lr_decay_steps is not None and schedule.lr_decay_steps <= schedule.lr_warmup_steps:
         raise ConfigError(
             f"{prefix}.lr_decay_steps: {schedule.lr_decay_steps} must be more than lr_warmup_steps {schedule.lr_warmup_steps}"
@@ -222,7 +227,8 @@ def _check_placement(config: Config) -> None:
 
 def check_parallelism(config: Config) -> None:
     """Refuses switches of the layout that contradict each other. Raises ConfigError."""
-    megatron, gpus = config.policy.megatron_cfg, config.cluster.gpus_per_node
+    megatron = config.policy.megatron_cfg
+    gpus = config.cluster.gpus_per_node
     prefix = "policy.megatron_cfg"
     if megatron.sequence_parallel and megatron.tensor_model_parallel_size == 1:
         raise ConfigError(f"{prefix}.sequence_parallel: needs tensor_model_parallel_size above 1")
@@ -252,7 +258,8 @@ def check_parallelism(config: Config) -> None:
 
 
 def _notes(config: Config, layout: Layout) -> list[str]:
-    generation, notes = config.policy.generation, []
+    generation = config.policy.generation
+    notes = []
     if generation.top_p < 1 or generation.top_k != -1:
         notes.append(
             "policy.generation: with top_p or top_k the sampler's log-probs are of a truncated distribution; the trainer's "
@@ -260,7 +267,8 @@ def _notes(config: Config, layout: Layout) -> list[str]:
         )
     if layout.idle_gpus:
         notes.append(f"cluster: {layout.idle_gpus} of {layout.gpus} GPUs stay idle")
-    warmup, updates = config.policy.megatron_cfg.scheduler.lr_warmup_steps, config.gdpo.max_num_steps * updates_per_step(config)
+    warmup = config.policy.megatron_cfg.scheduler.lr_warmup_steps
+    updates = config.gdpo.max_num_steps * updates_per_step(config)
     if warmup >= updates:
         notes.append(f"policy.megatron_cfg.scheduler.lr_warmup_steps: {warmup} outlast the {updates} updates of the run")
     notes += _learning_rate_notes(config, updates)
@@ -282,7 +290,8 @@ def _notes(config: Config, layout: Layout) -> list[str]:
 
 
 def _learning_rate_notes(config: Config, updates: int) -> list[str]:
-    optimizer, scheduler = config.policy.megatron_cfg.optimizer, config.policy.megatron_cfg.scheduler
+    optimizer = config.policy.megatron_cfg.optimizer
+    scheduler = config.policy.megatron_cfg.scheduler
     decay = scheduler.lr_decay_steps
     if scheduler.lr_decay_style == "constant" or decay is None or decay >= updates or optimizer.min_lr:
         return []
@@ -293,7 +302,8 @@ def _learning_rate_notes(config: Config, updates: int) -> list[str]:
 
 
 def _cluster_notes(config: Config, places: Places) -> list[str]:
-    nodes, notes = config.cluster.num_nodes, []
+    nodes = config.cluster.num_nodes
+    notes = []
     empty = sum(not places.policy_on(node) and not places.engines_on(node) for node in range(nodes))
     if empty:
         notes.append(f"cluster.num_nodes: {empty} of {nodes} nodes get no process")

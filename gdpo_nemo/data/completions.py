@@ -6,7 +6,8 @@ import json
 import re
 from typing import Any
 
-_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+_OPEN = "<tool_call>"
+_CLOSE = "</tool_call>"
 _CALL_HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*"([^"\\]{1,200})"\s*,\s*"arguments"\s*:')
 _THINK = re.compile(r"\s*<think>(.*?)</think>\s*", re.DOTALL)
 
@@ -44,7 +45,9 @@ def split_thought(text: str) -> tuple[str, str]:
 
 def _split_calls(text: str) -> tuple[str, list[tuple[str, str]]]:
     """The text without its calls, and the calls as (name, arguments). Without calls the text stays as it is."""
-    calls, rest, end = [], [], 0
+    calls = []
+    rest = []
+    end = 0
     # Not a regular expression: on openings without an end it would search the rest of the text once for each.
     start = text.find(_OPEN)
     while start >= 0 and (close := text.find(_CLOSE, start)) >= 0:

@@ -30,7 +30,8 @@ class Conversation:
     """
 
     def __init__(self, tokenizer: Any, chat: bool):
-        self._tokenizer, self.chat = tokenizer, chat
+        self._tokenizer = tokenizer
+        self.chat = chat
 
     def prompt(self, messages: str | Sequence[Message], tools: Sequence[Mapping] | None = None) -> tuple[str, np.ndarray]:
         """(text, int32 [tokens]) of the first prompt. Raises RunError where the template refuses the messages."""

@@ -45,7 +45,10 @@ class Failure(Exception):
         self, kind: FailureKind, detail: str, *, retry_after_s: float | None = None, status: int | None = None
     ):
         super().__init__(f"{kind}: {detail}")
-        self.kind, self.detail, self.retry_after_s, self.status = kind, detail, retry_after_s, status
+        self.kind = kind
+        self.detail = detail
+        self.retry_after_s = retry_after_s
+        self.status = status
 
     @property
     def retried(self) -> bool:

@@ -128,11 +128,15 @@ def attention_cost(model: Mapping[str, Any]) -> float:
     Multiplications: a token meets every active weight once (and the head); causal attention multiplies queries with keys
     and weights with values, heads * head size * n^2 / 2 each. The ratio is 1e-5 to 1e-4 for models of billions.
     """
-    hidden, heads = model["hidden_size"], model["num_attention_heads"]
-    groups, size = model.get("num_key_value_heads") or heads, model.get("head_dim") or hidden // heads
-    width, active = model["intermediate_size"], 1
+    hidden = model["hidden_size"]
+    heads = model["num_attention_heads"]
+    groups = model.get("num_key_value_heads") or heads
+    size = model.get("head_dim") or hidden // heads
+    width = model["intermediate_size"]
+    active = 1
     if experts := model.get("num_experts_per_tok"):
-        width, active = model.get("moe_intermediate_size") or width, experts
+        width = model.get("moe_intermediate_size") or width
+        active = experts
     layer = hidden * size * 2 * (heads + groups) + 3 * hidden * width * active
     layers = model["num_hidden_layers"]
     return layers * heads * size / (layers * layer + hidden * model["vocab_size"])
@@ -207,13 +211,19 @@ def pack_rows(
     multiple = 2 * context_size if context_size > 1 else 1
     lengths = [len(sequences[i]) for i in members] or [1]
     padded = pad_lengths(lengths, multiple, total_multiple)
-    tokens, rows, targets, sequence, offset = [], [], [], [], []
+    tokens = []
+    rows = []
+    targets = []
+    sequence = []
+    offset = []
     start = 0
     for i, length in zip(members, padded):
         whole = np.zeros(length, np.int64)
         s = sequences[i]
-        p, n = len(s.prompt_ids), len(s)
-        whole[:p], whole[p:n] = s.prompt_ids, s.completion_ids
+        p = len(s.prompt_ids)
+        n = len(s)
+        whole[:p] = s.prompt_ids
+        whole[p:n] = s.completion_ids
         places = np.arange(length) if context_size == 1 else np.asarray(positions(length, context_rank, context_size))
         tokens.append(whole[places])
         local = np.flatnonzero((places >= p - 1) & (places < n - 1))
@@ -225,7 +235,8 @@ def pack_rows(
         offset.append(places[local] + 1 - p)
         start += len(places)
     if not members:
-        tokens, rows = [np.zeros(padded[0] // context_size, np.int64)], [np.zeros(0, np.int64)]
+        tokens = [np.zeros(padded[0] // context_size, np.int64)]
+        rows = [np.zeros(0, np.int64)]
         targets = sequence = offset = rows
     return PackedRows(
         np.concatenate(tokens),

@@ -61,7 +61,9 @@ class PromptSource:
         rows: list[Row] | None = None,
     ):
         self.environment = environment_of(dataset, environments, split)
-        self._split, self._seed, self._shuffle = split, seed, dataset.shuffle
+        self._split = split
+        self._seed = seed
+        self._shuffle = dataset.shuffle
         rows = load_rows(dataset, environments, split, seed) if rows is None else rows
         verifiers = [environment_of_row(row, dataset, environments, split, index) for index, row in enumerate(rows)]
         render = _Renderer(dataset, environments, tokenizer, split)
@@ -176,8 +178,10 @@ class _Renderer:
             raise ConfigError(f"data.{split}.chat: the tokenizer has no chat template")
         self.chat = has_template if dataset.chat is None else dataset.chat
         self._prompt = _PromptColumn(dataset, split)
-        self._tokenizer, self._split = tokenizer, split
-        self._demanded, self._template = dataset.system_prompt, dataset.prompt_template
+        self._tokenizer = tokenizer
+        self._split = split
+        self._demanded = dataset.system_prompt
+        self._template = dataset.prompt_template
         self._own = {name: getattr(environment, "system_prompt", None) for name, environment in environments.items()}
         self._system: str | None = None
 

@@ -57,7 +57,8 @@ class History:
     """The turns of one batch of rollouts; the oldest give way. Safe to use from several threads."""
 
     def __init__(self, limit: int = TURNS_KEPT):
-        self._limit, self._lock = limit, threading.Lock()
+        self._limit = limit
+        self._lock = threading.Lock()
         self.forgotten = False
         """Whether turns of this batch had to give way."""
         self._by_ids: OrderedDict[bytes, Turn] = OrderedDict()

@@ -11,7 +11,9 @@ from gdpo_nemo.data.replies import parse_json
 from gdpo_nemo.generation.requests import Sampling
 
 MAX_BODY_BYTES = 64 * 2**20
-_MAX_DEPTH, _MAX_MESSAGES, _MAX_TOKENS = 100, 10_000, 2**20
+_MAX_DEPTH = 100
+_MAX_MESSAGES = 10_000
+_MAX_TOKENS = 2**20
 _NEUTRAL = {
     "n": (1,),
     "stream": (False,),
@@ -39,7 +41,8 @@ class Refused(Exception):
 
     def __init__(self, status: int, message: str):
         super().__init__(message)
-        self.status, self.message = status, message
+        self.status = status
+        self.message = message
 
 
 class NoRoom(Refused):
@@ -94,7 +97,8 @@ def read_request(request: Mapping[str, Any], sampling: Sampling, session: str) -
 
 def _check_sampling(request: Mapping[str, Any], sampling: Sampling) -> None:
     for key in ("temperature", "top_p", "top_k"):
-        value, used = request.get(key), getattr(sampling, key)
+        value = request.get(key)
+        used = getattr(sampling, key)
         if value is None:
             continue
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isclose(value, used, rel_tol=1e-6):

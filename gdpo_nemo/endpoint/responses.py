@@ -60,7 +60,8 @@ def response_of(turn: Turn, message: Mapping[str, Any], request: Mapping[str, An
     items = _items(message, number)
     values = (turn.prompt_ids.tolist(), completion.token_ids.tolist(), completion.logprobs.tolist())
     items[-1].update(zip(TOKEN_FIELDS, values))
-    read, written = len(turn.prompt_ids), len(completion.token_ids)
+    read = len(turn.prompt_ids)
+    written = len(completion.token_ids)
     return _response(items, request, number, completion.finish_reason == "length", read, written)
 
 

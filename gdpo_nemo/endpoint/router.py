@@ -67,7 +67,8 @@ class EngineRouter:
             waiting.put(None)
 
     def _serve(self, engine: int) -> None:
-        drawing, waiting = InflightRequests(engine), {}
+        drawing = InflightRequests(engine)
+        waiting = {}
         while (arrived := self._arrived(engine, wait=not waiting)) is not None:
             waiting |= {asked.name: asked for asked in arrived}
             start = time.monotonic()
@@ -75,7 +76,9 @@ class EngineRouter:
                 drawn = self._fleet.advance(drawing, {asked.name: (asked.request, asked.sampling) for asked in arrived})
             except Exception as error:  # whatever it is, those who wait must hear of it
                 self.failure = error if isinstance(error, GdpoError) else RunError(f"sampling: {error}")
-                failed, waiting, drawing = waiting, {}, InflightRequests(engine)
+                failed = waiting
+                waiting = {}
+                drawing = InflightRequests(engine)
                 self._count(engine, len(failed), time.monotonic() - start)
                 for asked in failed.values():
                     asked.answer.set_exception(self.failure)

@@ -15,7 +15,8 @@ from gdpo_nemo.endpoint.service import Service
 from gdpo_nemo.errors import RunError
 
 SESSION_HEADER = "x-session-id"
-_START_S, _STOP_S = 300.0, 10.0
+_START_S = 300.0
+_STOP_S = 10.0
 
 
 class Endpoint:
@@ -92,7 +93,8 @@ def _session(request: Request) -> str:
 
 async def _body(request: Request) -> bytes:
     """The body, as long as it is not too large. Raises Refused, status 413."""
-    parts, size = [], 0
+    parts = []
+    size = 0
     async for part in request.stream():
         size += len(part)
         if size > MAX_BODY_BYTES:

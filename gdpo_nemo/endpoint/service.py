@@ -47,14 +47,18 @@ class Service:
     """Serves one batch of rollouts at a time: ``phase`` begins one and forgets the one before."""
 
     def __init__(self, router: EngineRouter, conversation: Conversation, budgets: Budgets):
-        self.router, self.conversation, self.budgets = router, conversation, budgets
+        self.router = router
+        self.conversation = conversation
+        self.budgets = budgets
         self.history = History()
         self.counts: Counter[str] = Counter()
         """Events of this phase: turns, spliced (turns that went on from sampled tokens), edited (turns whose history was
         changed by the client, so that the prompt was rendered anew), refused."""
         self._sampling: Sampling | None = None
-        self._entropy, self._drawn = 0, Counter()
-        self._phase, self._lock = threading.Lock(), threading.Lock()
+        self._entropy = 0
+        self._drawn = Counter()
+        self._phase = threading.Lock()
+        self._lock = threading.Lock()
 
     @contextlib.contextmanager
     def phase(self, sampling: Sampling, entropy: int) -> Iterator[None]:
@@ -64,7 +68,8 @@ class Service:
             self.counts.clear()
             self._drawn.clear()
             self.router.seconds = 0.0
-            self._sampling, self._entropy = sampling, entropy
+            self._sampling = sampling
+            self._entropy = entropy
             try:
                 yield
             finally:
@@ -149,7 +154,9 @@ class Service:
 
     def _allowed(self, request: ChatRequest, following: _Next, sampling: Sampling) -> int:
         """Tokens that the next turn may have. Raises NoRoom, worded as agents expect it when a conversation is too long."""
-        budgets, before, length = self.budgets, following.before, len(following.token_ids)
+        budgets = self.budgets
+        before = following.before
+        length = len(following.token_ids)
         room = budgets.max_sequence - length
         left = budgets.max_tokens - (before.written if before else 0)
         if before and before.turns >= budgets.max_turns:
@@ -210,7 +217,8 @@ def _number(turn: Turn) -> int:
 def _answer(turn: Turn, message: dict[str, Any], request: ChatRequest) -> dict[str, Any]:
     """The reply. The three token fields on the message are what training goes by; NeMo Gym hands them on unchanged."""
     completion = turn.completion
-    ids, logprobs = completion.token_ids.tolist(), completion.logprobs.tolist()
+    ids = completion.token_ids.tolist()
+    logprobs = completion.logprobs.tolist()
     finish = "length" if completion.finish_reason == "length" else "tool_calls" if message.get("tool_calls") else "stop"
     choice: dict[str, Any] = {
         "index": 0,

@@ -80,11 +80,15 @@ def advance(environment: Any, step: EpisodeStep) -> EpisodeReply:
     try:
         if step.state is None:
             episode = environment.episode()
-            observation, rewards, done = episode.reset(dict(step.prompt.fields)), None, False
+            observation = episode.reset(dict(step.prompt.fields))
+            rewards = None
+            done = False
         else:
             episode = pickle.loads(step.state)
             if step.message is None:
-                observation, rewards, done = None, episode.cut() if hasattr(episode, "cut") else None, True
+                observation = None
+                rewards = episode.cut() if hasattr(episode, "cut") else None
+                done = True
             else:
                 observation, rewards, done = _answer(episode.step(dict(step.message)))
     except EpisodeFailed as error:

@@ -135,12 +135,14 @@ class Engine:
         """
         if new:
             self._check_fit()
-        engine, end = self._llm.llm_engine, time.monotonic() + SLICE_S
+        engine = self._llm.llm_engine
+        end = time.monotonic() + SLICE_S
         for name, (request, sampling) in new.items():
             engine.add_request(name, {"prompt_token_ids": request.prompt_ids.tolist()}, self._parameters(request, sampling))
         while not self._drawn and engine.has_unfinished_requests() and time.monotonic() < end:
             self._step()
-        drawn, self._drawn = self._drawn, []
+        drawn = self._drawn
+        self._drawn = []
         return drawn
 
     def _step(self) -> None:
@@ -257,7 +259,8 @@ class Engine:
         for error in filter(None, self._llm.collective_rpc("update_error")):
             raise error
         self._llm.reset_prefix_cache()
-        self._torn, self.version = False, manifest.version
+        self._torn = False
+        self.version = manifest.version
         return self.version
 
 

@@ -42,7 +42,8 @@ class GroupStepAdam(torch.optim.Optimizer):
             for p in params:
                 state = self.state[p]
                 if not state:
-                    state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(p), torch.zeros_like(p)
+                    state["exp_avg"] = torch.zeros_like(p)
+                    state["exp_avg_sq"] = torch.zeros_like(p)
             self._update(
                 params,
                 [p.grad for p in params],

@@ -103,7 +103,8 @@ def _similar_lengths(lengths: list[int]) -> list[list[int]]:
 
 def _rectangle(members, lengths, bounds, rank, size, device) -> Rectangle:
     longest = max(lengths[i] for i in members)
-    queries, keys = _Filler(longest // size), _Filler(longest)
+    queries = _Filler(longest // size)
+    keys = _Filler(longest)
     query_positions = torch.full((len(members), longest // size), -1, dtype=torch.int64)
     for place, i in enumerate(members):
         mine = local_positions(lengths[i], rank, size)
@@ -123,7 +124,10 @@ class _Filler:
     """Collects rows of a pack into a right-padded rectangle of ``width``."""
 
     def __init__(self, width: int):
-        self.width, self.table, self.back, self.rows = width, [], [], []
+        self.width = width
+        self.table = []
+        self.back = []
+        self.rows = []
 
     def add(self, rows: torch.Tensor) -> None:
         self.back.append(torch.arange(len(rows)) + len(self.table) * self.width)
@@ -155,7 +159,8 @@ class _RollUp(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, tokens, moves, *rectangles):
-        ctx.moves, ctx.shapes = moves, [r.shape for r in rectangles]
+        ctx.moves = moves
+        ctx.shapes = [r.shape for r in rectangles]
         pack = rectangles[0].new_empty(tokens, *rectangles[0].shape[2:])
         for (back, rows), rectangle in zip(moves, rectangles):
             pack.index_copy_(0, rows, rectangle.flatten(0, 1).index_select(0, back))
@@ -230,10 +235,12 @@ class PackedAttention(MegatronModule):
     ):
         """query [local tokens, heads, size], key and value [local tokens, groups, size] -> [local tokens, heads * size]."""
         packing = packed_seq_params
-        query, key = self._rotate(query, packing), self._rotate(key, packing)
+        query = self._rotate(query, packing)
+        key = self._rotate(key, packing)
         repeats = query.size(1) // key.size(1)
         if repeats > 1:
-            key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
+            key = key.repeat_interleave(repeats, 1)
+            value = value.repeat_interleave(repeats, 1)
         if self.context_group.size() > 1:
             both = _GatherContext.apply(torch.stack((key, value), 1), self.context_group)
             key, value = self._in_order(both, packing).unbind(1)
@@ -247,7 +254,8 @@ class PackedAttention(MegatronModule):
             frequencies, scaling = self.rotary
             angles = packing.positions.float()[:, None] * frequencies.to(x.device)[None, :]
             angles = torch.cat((angles, angles), -1)[:, None, :]
-            packing.cos, packing.sin = (angles.cos() * scaling).to(x.dtype), (angles.sin() * scaling).to(x.dtype)
+            packing.cos = (angles.cos() * scaling).to(x.dtype)
+            packing.sin = (angles.sin() * scaling).to(x.dtype)
         left, right = x.chunk(2, dim=-1)
         return x * packing.cos + torch.cat((-right, left), -1) * packing.sin
 

@@ -61,7 +61,8 @@ class Save:
     """
 
     def __init__(self, policy, folder: str | Path, background: bool):
-        self._policy, self._folder = policy, Path(folder)
+        self._policy = policy
+        self._folder = Path(folder)
         if dist.get_rank() == 0:
             self._folder.mkdir(parents=True, exist_ok=True)
         dist.barrier()
@@ -197,7 +198,8 @@ def load(policy, folder: str | Path) -> None:
 
 
 def _load(policy, folder: str | Path) -> None:
-    wanted, there = _state(policy, is_loading=True), load_sharded_metadata(str(folder))
+    wanted = _state(policy, is_loading=True)
+    there = load_sharded_metadata(str(folder))
     # Random streams belong to ranks: with another number of ranks there is none to continue, and fresh ones are right.
     if wanted["random"].unique_key not in there:
         del wanted["random"]
@@ -277,7 +279,8 @@ def _model_state(policy) -> dict:
 
 
 def _state(policy, is_loading: bool) -> dict:
-    chunks, metadata = _model_state(policy), _metadata()
+    chunks = _model_state(policy)
+    metadata = _metadata()
     model = chunks if len(chunks) > 1 else chunks["model"]
     return {
         **chunks,

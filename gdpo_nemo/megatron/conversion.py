@@ -56,7 +56,8 @@ def _split_group(weight: Weight) -> dist.ProcessGroup:
 
 def _experts(weight: Weight, config: PretrainedConfig) -> range:
     """Global numbers of the experts that stand at this place of each expert-parallel rank, in the order of the ranks."""
-    count, ranks = num_experts(config), parallel_state.get_expert_model_parallel_group().size()
+    count = num_experts(config)
+    ranks = parallel_state.get_expert_model_parallel_group().size()
     return range(weight.expert, count, count // ranks)
 
 
@@ -105,7 +106,8 @@ def _separate(tensor: torch.Tensor, count: int, config: PretrainedConfig) -> lis
         return [tensor]
     if count == 2:
         return list(tensor.chunk(2))
-    groups, size = config.num_key_value_heads, head_size(config)
+    groups = config.num_key_value_heads
+    size = head_size(config)
     queries = config.num_attention_heads // groups
     parts = tensor.reshape(groups, (queries + 2) * size, *tensor.shape[1:]).split([queries * size, size, size], 1)
     return [part.reshape(-1, *tensor.shape[1:]) for part in parts]
@@ -137,7 +139,8 @@ def load_hf(chunks: list[torch.nn.Module], read: Callable[[str], torch.Tensor], 
     """
     expert_rank = parallel_state.get_expert_model_parallel_rank()
     for parameter, weight in local_weights(chunks, config):
-        group, sources = _split_group(weight), weight.sources
+        group = _split_group(weight)
+        sources = weight.sources
         if weight.expert is not None:
             sources = _of_expert(sources, _experts(weight, config)[expert_rank])
         if sources == (HEAD,) and config.tie_word_embeddings:

@@ -128,7 +128,8 @@ def _use_even_collectives() -> None:
     """gloo gathers and scatters equal parts only; pad uneven ones (expert token exchange) to the largest."""
     from megatron.core.tensor_parallel import mappings
 
-    stock_gather, stock_scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
+    stock_gather = mappings._gather_along_first_dim
+    stock_scatter = mappings._reduce_scatter_along_first_dim
 
     def padded(x: torch.Tensor, rows: int) -> torch.Tensor:
         return F.pad(x, (0, 0) * (x.dim() - 1) + (0, rows - x.size(0))).contiguous()
@@ -183,7 +184,8 @@ def _pair_shapes_of_two_stages() -> None:
     def exchange(self, tensor_send_next, tensor_send_prev, recv_prev, recv_next):
         if self.prev_rank != self.next_rank:
             return stock(self, tensor_send_next, tensor_send_prev, recv_prev, recv_next)
-        peer, group = self.next_rank, self.pp_group
+        peer = self.next_rank
+        group = self.pp_group
         sent = [torch.tensor(t.size()) for t in (tensor_send_prev, tensor_send_next) if t is not None]
         wanted = [name for name, asked in (("next", recv_next), ("prev", recv_prev)) if asked]
         received = {name: torch.empty(3, dtype=torch.int64) for name in wanted}

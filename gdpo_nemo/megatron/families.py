@@ -17,7 +17,10 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from gdpo_nemo.config.architectures import TRAITS, Family, check_family
 
 # How a weight is split over tensor-parallel ranks.
-REPLICATED, ROWS, COLUMNS, GATED_ROWS = "replicated", "rows", "columns", "gated rows"
+REPLICATED = "replicated"
+ROWS = "rows"
+COLUMNS = "columns"
+GATED_ROWS = "gated rows"
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,8 @@ LAYER_WEIGHTS: dict[str, Weight] = {
     "mlp.linear_fc1.weight": Weight(GATED_ROWS, ("mlp.gate_proj.weight", "mlp.up_proj.weight")),
     "mlp.linear_fc2.weight": Weight(COLUMNS, ("mlp.down_proj.weight",)),
 }
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+EMBEDDING = "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
 TOP_WEIGHTS: dict[str, Weight] = {
     "embedding.word_embeddings.weight": Weight(ROWS, (EMBEDDING,)),
     "output_layer.weight": Weight(ROWS, (HEAD,)),

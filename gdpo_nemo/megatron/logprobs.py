@@ -20,7 +20,8 @@ class _TokenLogprobs(torch.autograd.Function):
         local = local.clamp(0, width - 1)
         padding = max(0, first + width - vocab_size)  # columns past the real vocabulary, on the last rank(s)
         log_z = torch.empty(targets.shape, dtype=torch.float32, device=logits.device)
-        logprob, entropy = torch.empty_like(log_z), torch.empty_like(log_z)
+        logprob = torch.empty_like(log_z)
+        entropy = torch.empty_like(log_z)
         for rows in _chunks(logits.size(0), chunk):
             x = _scaled(logits[rows], scale, padding)
             peak = x.amax(-1) if padding < width else x.new_full(x.shape[:1], float("-inf"))

@@ -57,7 +57,8 @@ class Pair(torch.nn.Module):
         self, module: str, width: int, height: int, by_columns: bool, settings: LoraConfig, seed: int, like, shared=None
     ):
         super().__init__()
-        self.module, self.by_columns = module, by_columns
+        self.module = module
+        self.by_columns = by_columns
         group = parallel_state.get_tensor_model_parallel_group()
         a = initial_a(module, settings.rank, width, seed, settings.init)
         a = a.chunk(group.size(), 1)[group.rank()].contiguous() if by_columns else a
@@ -76,7 +77,9 @@ class Adapters(torch.nn.Module):
         super().__init__()
         self.by_columns = site in _SPLIT_BY_COLUMNS
         self.sequence_parallel = linear.config.sequence_parallel and site != _HEAD
-        self.scale, self.dropout, self.enabled = settings.alpha / settings.rank, settings.dropout, True
+        self.scale = settings.alpha / settings.rank
+        self.dropout = settings.dropout
+        self.enabled = True
         self.group = parallel_state.get_tensor_model_parallel_group()
         self.query_groups = hf.num_key_value_heads // self.group.size() if len(modules) == 3 else None
         wanted = set(settings.target_modules)
@@ -232,7 +235,8 @@ def whole_pairs(chunks: list[torch.nn.Module]) -> dict[str, tuple[torch.Tensor, 
     mine = {}
     for adapters in adapters_of(chunks):
         for pair in adapters.pairs:
-            a, b = pair.a.detach(), pair.b.detach()
+            a = pair.a.detach()
+            b = pair.b.detach()
             mine[pair.module] = (gathered(a, 1), b.cpu().clone()) if pair.by_columns else (a.cpu().clone(), gathered(b, 0))
         if isinstance(adapters, HeadAdapter):  # the rows that pad the vocabulary are Megatron's own
             a, b = mine[pair.module]

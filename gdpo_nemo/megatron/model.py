@@ -211,7 +211,8 @@ def build_chunks(
         )
         if use_te:
             model.rotary_pos_emb.inv_freq = frequencies[0]
-        model.temperature, model.real_vocab_size = temperature, hf.vocab_size
+        model.temperature = temperature
+        model.real_vocab_size = hf.vocab_size
         chunks.append(model.cuda() if torch.cuda.is_available() else model)
     return config, chunks
 
@@ -243,7 +244,8 @@ def wrap(config: TransformerConfig, chunks: list[PolicyModel], layout: MegatronC
 
 def build_optimizer(layout: MegatronConfig, dtype: torch.dtype, wrapped: list, total_updates: int):
     """Megatron's AdamW with its learning-rate schedule, counted in updates."""
-    o, s = layout.optimizer, layout.scheduler
+    o = layout.optimizer
+    s = layout.scheduler
     optimizer = get_megatron_optimizer(
         MegatronOptimizerConfig(
             optimizer="adam",
@@ -261,10 +263,14 @@ def build_optimizer(layout: MegatronConfig, dtype: torch.dtype, wrapped: list, t
         ),
         wrapped,
     )
-    warmup, decay_steps, init = s.lr_warmup_steps, s.lr_decay_steps or max(total_updates, s.lr_warmup_steps + 1), 0.0
+    warmup = s.lr_warmup_steps
+    decay_steps = s.lr_decay_steps or max(total_updates, s.lr_warmup_steps + 1)
+    init = 0.0
     if warmup and s.lr_warmup_init is not None:
         # The first update is tick 1. One tick more on the same line puts the wanted rate there, and lr after `warmup` updates.
-        init, warmup, decay_steps = s.lr_warmup_init - (o.lr - s.lr_warmup_init) / warmup, warmup + 1, decay_steps + 1
+        init = s.lr_warmup_init - (o.lr - s.lr_warmup_init) / warmup
+        warmup = warmup + 1
+        decay_steps = decay_steps + 1
     scheduler = OptimizerParamScheduler(
         optimizer,
         init_lr=init,

@@ -59,7 +59,9 @@ class Policy:
         keep_reference: bool = False,
         seed: int = 0,
     ):
-        self.config, self.runtime, self.folder = config, runtime, Path(folder)
+        self.config = config
+        self.runtime = runtime
+        self.folder = Path(folder)
         self.layout = config.megatron_cfg
         self.lora = config.lora if config.lora.rank else None
         self.adapters = self.lora and Adapters(self.lora.rank, self.lora.alpha, self.lora.dropout, str(folder))

@@ -46,8 +46,11 @@ def _use_group_step_adam() -> None:
     from gdpo_nemo.megatron.adam import GroupStepAdam
 
     if optimizers.USING_PYTORCH_OPTIMIZER:
-        optimizers.Adam, optimizers.USING_PYTORCH_OPTIMIZER = GroupStepAdam, False
-        distributed.Adam, distributed.HAVE_APEX_OR_TE, distributed.USING_APEX_OPTIMIZER = GroupStepAdam, True, True
+        optimizers.Adam = GroupStepAdam
+        optimizers.USING_PYTORCH_OPTIMIZER = False
+        distributed.Adam = GroupStepAdam
+        distributed.HAVE_APEX_OR_TE = True
+        distributed.USING_APEX_OPTIMIZER = True
 
 
 def initialize(

@@ -49,7 +49,9 @@ class PlainConsole:
     """One line per event, for logs and pipes."""
 
     def __init__(self, name: str, steps: int, history: History, terminal: RichConsole) -> None:
-        self._steps, self._history, self._terminal = steps, history, terminal
+        self._steps = steps
+        self._history = history
+        self._terminal = terminal
 
     def step(self, row: Mapping[str, Any]) -> None:
         rewards = "  ".join(f"{n} {row[f'reward/{n}/mean']:.3f}" for n in _components(self._history, row))
@@ -74,7 +76,10 @@ class LiveConsole:
     """A panel that is redrawn in place; validations and alerts scroll by above it."""
 
     def __init__(self, name: str, steps: int, history: History, terminal: RichConsole) -> None:
-        self._name, self._steps, self._history, self._terminal = name, steps, history, terminal
+        self._name = name
+        self._steps = steps
+        self._history = history
+        self._terminal = terminal
         self._live = Live(self._panel(), console=terminal, refresh_per_second=4)
         self._live.start()
 
@@ -109,8 +114,10 @@ class LiveConsole:
             table.add_column(head, justify="left" if head in ("reward", "trend") else "right")
         row = self._history.training[-1] if self._history.training else {}
         for index, name in enumerate(self._history.components):
-            key, colour = f"reward/{name}/mean", _COLOURS[index % len(_COLOURS)]
-            dead, held_out = row.get(f"reward/{name}/dead_groups"), self._history.curve(f"validation/{name}")[1]
+            key = f"reward/{name}/mean"
+            colour = _COLOURS[index % len(_COLOURS)]
+            dead = row.get(f"reward/{name}/dead_groups")
+            held_out = self._history.curve(f"validation/{name}")[1]
             table.add_row(
                 Text(name, style=colour),
                 number(row.get(key)),
@@ -149,7 +156,8 @@ def health(row: Mapping[str, Any]) -> list[str]:
 
 def speed(row: Mapping[str, Any]) -> str:
     """``2,345 tokens/s  0.52 s/step``."""
-    tokens, seconds = row.get("throughput/tokens_per_second"), row.get("time/step")
+    tokens = row.get("throughput/tokens_per_second")
+    seconds = row.get("time/step")
     parts = [f"{tokens:,.0f} tokens/s" if tokens is not None else "", f"{seconds:.2f} s/step" if seconds is not None else ""]
     return "  ".join(part for part in parts if part)
 
@@ -173,7 +181,8 @@ def sparkline(values: Sequence[float], width: int = 30) -> str:
     count = min(width, len(values))
     edges = [round(i * len(values) / count) for i in range(count + 1)]
     means = [sum(values[a:b]) / (b - a) for a, b in zip(edges, edges[1:])]
-    low, high = min(means), max(means)
+    low = min(means)
+    high = max(means)
     if high == low:
         return _BARS[0] * count
     return "".join(_BARS[min(7, int((mean - low) / (high - low) * 8))] for mean in means)

@@ -28,7 +28,10 @@ _STYLES = {"pass": "green", "fail": "bold red", "warn": "yellow", "open": "dim"}
 PARITY = {"float32": 0.001, "bfloat16": 0.05}
 """Largest mean difference of log-probs between trainer and sampler. NeMo-RL calls e^0.05 suspect (token_mult_prob_error 1.05);
 float32 has no rounding of that size."""
-ENTROPY, GRAD_NORM, CLIPPED, FAILED = 0.02, 100.0, 0.3, 0.05
+ENTROPY = 0.02
+GRAD_NORM = 100.0
+CLIPPED = 0.3
+FAILED = 0.05
 
 
 @dataclass(frozen=True)

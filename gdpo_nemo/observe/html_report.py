@@ -41,7 +41,8 @@ def write_report(run_dir: str | Path) -> Path:
     history = History.of(read_metrics(run_dir))
     if not history.training and not history.validation:
         raise RunError(f"{run_dir} holds no metrics to report on")
-    path, page = run_dir / FILE, _page(run_dir, history)
+    path = run_dir / FILE
+    page = _page(run_dir, history)
     partial = path.with_name(FILE + ".partial")
     try:
         partial.write_text(page, encoding="utf-8", errors="replace")

@@ -34,7 +34,9 @@ class RunLog:
     """
 
     def __init__(self, config: Config, run_dir: str | Path, start_step: int = 0, last_step: int | None = None) -> None:
-        self._config, self._run_dir, self._step = config, Path(run_dir), start_step
+        self._config = config
+        self._run_dir = Path(run_dir)
+        self._step = start_step
         self._failed: set[str] = set()
         self._metrics = MetricsLog(run_dir)
         self._metrics.truncate_after(start_step)

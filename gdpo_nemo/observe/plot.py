@@ -17,7 +17,8 @@ from gdpo_nemo.observe.metrics import read_metrics
 
 FILE = "rewards.png"
 _COLOURS = ("#2a6fbb", "#c8553d", "#3a8f5c", "#8a5aa8", "#b88a1e", "#3b8d99", "#a8456e", "#5c6370")
-_GREY, _INK = "#9aa3ad", "#22272e"
+_GREY = "#9aa3ad"
+_INK = "#22272e"
 _DIAGNOSTICS = {
     "grad_norm": "gradient norm",
     "policy/entropy": "entropy [nats/token]",

@@ -25,7 +25,9 @@ class StatusFile:
     """
 
     def __init__(self, run_dir: Path, describe: Callable[[], dict[str, Any]]):
-        self._file, self._describe, self._stop = run_dir / FILE, describe, threading.Event()
+        self._file = run_dir / FILE
+        self._describe = describe
+        self._stop = threading.Event()
         self._thread = threading.Thread(target=self._renew, name="status", daemon=True)
         self._thread.start()
 

@@ -29,7 +29,8 @@ def reward_rows(history: History) -> list[tuple[str, ...]]:
     rows = []
     for name in [*history.components, "total"]:
         key = f"reward/{name}/mean"
-        first, last = history.first(key), history.last(key)
+        first = history.first(key)
+        last = history.last(key)
         _, held_out = history.curve(f"validation/{name}")
         ends = (held_out[0], held_out[-1]) if held_out else (None, None)
         if first is None and not held_out:
@@ -56,7 +57,8 @@ def summary(history: History, run_dir: Path, status: str) -> RenderableType:
 
 def facts(history: History) -> list[str]:
     """Time, speed and parity of the whole run, one line each, only what was measured."""
-    seconds, speed = sum(history.curve("time/step")[1]), history.last("throughput/tokens_per_second", len(history.training))
+    seconds = sum(history.curve("time/step")[1])
+    speed = history.last("throughput/tokens_per_second", len(history.training))
     lines = [f"time        {duration(seconds)} in steps: {time_split(history)}"] if seconds else []
     if speed is not None:
         lines.append(f"speed       {speed:,.0f} tokens/s on average")

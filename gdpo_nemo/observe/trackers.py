@@ -37,7 +37,8 @@ class WandbLog:
     def __init__(self, config: Config, run_dir: str | Path, start_step: int, settings: dict[str, Any]):
         import wandb
 
-        run_dir, section = Path(run_dir), config.logger.wandb
+        run_dir = Path(run_dir)
+        section = config.logger.wandb
         self._run = wandb.init(
             project=section.project,
             name=config.run.name,
@@ -65,7 +66,8 @@ class MlflowLog:
     def __init__(self, config: Config, run_dir: str | Path, start_step: int, settings: dict[str, Any]):
         from mlflow import MlflowClient
 
-        run_dir, section = Path(run_dir), config.logger.mlflow
+        run_dir = Path(run_dir)
+        section = config.logger.mlflow
         own = f"sqlite:///{(run_dir / 'mlflow.db').absolute()}"
         self._client = MlflowClient(section.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or own)
         self._id = _known(run_dir, "mlflow", start_step) or self._start(config, section.experiment)
@@ -97,7 +99,9 @@ class PrometheusLog:
     def __init__(self, config: Config, run_dir: str | Path, start_step: int, settings: dict[str, Any]):
         from prometheus_client import CollectorRegistry, start_http_server
 
-        self._registry, self._gauges, self._run = CollectorRegistry(), {}, config.run.name
+        self._registry = CollectorRegistry()
+        self._gauges = {}
+        self._run = config.run.name
         self._server, self._thread = start_http_server(config.logger.prometheus.port, registry=self._registry)
 
     def write(self, row: Mapping[str, Any]) -> None:

@@ -18,7 +18,8 @@ from gdpo_nemo.planning.speed import step_time
 def fits(config: Config, shape: Shape, device: Device) -> str:
     """Why the config does not fit ``device``; empty where it does. On a CPU all ranks share the machine's memory."""
     layout = resolve_layout(config)
-    policy, engine = policy_memory(config, shape), engine_memory(config, shape, int(device.memory))
+    policy = policy_memory(config, shape)
+    engine = engine_memory(config, shape, int(device.memory))
     if not layout.gpus:
         needed = policy.total * layout.policy_ranks + (engine.weights + engine.kv_cache) * layout.engine_ranks
         return (
@@ -37,7 +38,8 @@ def fits(config: Config, shape: Shape, device: Device) -> str:
 
 def _shared_verdict(config: Config, shape: Shape, device: Device, training: int, engine: EngineMemory) -> str:
     """Why policy and engine cannot take turns on one device; empty where they can."""
-    has, share = f"{device.name} has {device.memory / 1e9:.3g} GB", config.policy.generation.vllm_cfg.gpu_memory_utilization
+    has = f"{device.name} has {device.memory / 1e9:.3g} GB"
+    share = config.policy.generation.vllm_cfg.gpu_memory_utilization
     if training + GPU_RESERVE > device.memory:
         return (
             f"a policy rank needs {training / 1e9:.3g} GB while it trains, beside {GPU_RESERVE / 1e9:.3g} GB that a sleeping "
@@ -88,7 +90,8 @@ def smallest_change(config: Config, shape: Shape, device: Device) -> str | None:
 
 
 def _candidates(config: Config, shape: Shape) -> Iterator[dict[str, Any]]:
-    megatron, policy = config.policy.megatron_cfg, config.policy
+    megatron = config.policy.megatron_cfg
+    policy = config.policy
     if not megatron.use_distributed_optimizer and resolve_layout(config).data > 1:
         yield {"megatron_cfg__use_distributed_optimizer": True}
     if policy.micro_batch_tokens > policy.max_total_sequence_length:

@@ -86,7 +86,9 @@ def policy_memory(config: Config, shape: Shape, tokens: int | None = None, rows:
 
 
 def _stage_memory(config: Config, shape: Shape, layout: Layout, stage: int, tokens: int, rows: int) -> RankMemory:
-    size, megatron, lora = BYTES[config.policy.precision], config.policy.megatron_cfg, config.policy.lora
+    size = BYTES[config.policy.precision]
+    megatron = config.policy.megatron_cfg
+    lora = config.policy.lora
     dense, experts = shape.on_rank(layout, stage)
     trained = [dense, experts]
     if lora.rank:
@@ -148,7 +150,8 @@ def _activations(config: Config, shape: Shape, layout: Layout, stage: int, token
     local = tokens // layout.context
     count = len(shape.on_stage(layout, stage))
     inputs, attention, rest = _layer_floats(config, shape, layout)
-    whole, again = inputs + attention + rest, count
+    whole = inputs + attention + rest
+    again = count
     if megatron.recompute == "full" and megatron.recompute_layers:
         chunks = megatron.virtual_pipeline_model_parallel_size or 1
         again = min(count, megatron.recompute_layers * chunks)
@@ -179,7 +182,8 @@ def _layer_floats(config: Config, shape: Shape, layout: Layout) -> tuple[float, 
     gpu = layout.gpus and config.policy.megatron_cfg.transformer_engine is not False
     sharded = layout.tensor if config.policy.megatron_cfg.sequence_parallel else 1
     norms = 2 * (2 if gpu else _norm_floats(config)) * shape.hidden / sharded
-    query, both = shape.query / layout.tensor, shape.key_value / layout.tensor
+    query = shape.query / layout.tensor
+    both = shape.key_value / layout.tensor
     ffn = _ffn_floats(shape, layout, gpu)
     if gpu:  # rotated queries, keys and values for the fused kernel, and its output
         return norms, query + both, query + ffn
@@ -208,7 +212,8 @@ def _ffn_floats(shape: Shape, layout: Layout, gpu: bool) -> float:
 
 def resting_memory(config: Config, shape: Shape) -> int:
     """Bytes that the policy keeps on its fullest rank while colocated engines sample."""
-    layout, offload = resolve_layout(config), config.policy.megatron_cfg.optimizer.offload
+    layout = resolve_layout(config)
+    offload = config.policy.megatron_cfg.optimizer.offload
     stages = (_stage_memory(config, shape, layout, stage, 0, 0) for stage in range(layout.pipeline))
     return max(memory.resting(offload) for memory in stages)
 
@@ -218,7 +223,8 @@ def resting_memory(config: Config, shape: Shape) -> int:
 
 def engine_memory(config: Config, shape: Shape, device_bytes: int | None) -> EngineMemory:
     """One rank of an engine. On a GPU of ``device_bytes`` the cache takes what utilisation leaves beside the weights."""
-    vllm, size = config.policy.generation.vllm_cfg, BYTES[config.policy.precision]
+    vllm = config.policy.generation.vllm_cfg
+    size = BYTES[config.policy.precision]
     tensor = vllm.tensor_parallel_size
     weights = shape.parameters * size // tensor
     per_token = 2 * shape.layers * max(1, shape.groups // tensor) * shape.head_size * size

@@ -16,8 +16,10 @@ from gdpo_nemo.planning.speed import expected_lengths, refit_bytes, step_time, s
 
 def worked_batch(config: Config) -> str:
     """The batch sizes as one line of arithmetic, from prompts to micro-batches of full-length samples."""
-    layout, longest = resolve_layout(config), config.policy.max_total_sequence_length
-    samples, updates = samples_per_step(config), updates_per_step(config)
+    layout = resolve_layout(config)
+    longest = config.policy.max_total_sequence_length
+    samples = samples_per_step(config)
+    updates = updates_per_step(config)
     megatron = config.policy.megatron_cfg
     multiple = layout.pipeline if megatron.virtual_pipeline_model_parallel_size else 1
     batches = len(assign([longest] * (samples // updates), layout.data, config.policy.micro_batch_tokens, multiple)[0])
@@ -35,7 +37,8 @@ def brief(config: Config) -> list[tuple[str, str]]:
     shape = model_shape(config)
     if shape is None:
         return [*lines, ("per rank", f"not known before {config.policy.model_name} is here")]
-    memory, layout = policy_memory(config, shape), resolve_layout(config)
+    memory = policy_memory(config, shape)
+    layout = resolve_layout(config)
     share = config.policy.generation.vllm_cfg.gpu_memory_utilization
     stays = f"{size(resting_memory(config, shape))} of a policy rank stay while engines sample, beside {share:.0%} of the GPU for these"
     return [
@@ -48,8 +51,10 @@ def brief(config: Config) -> list[tuple[str, str]]:
 
 def full(config: Config, shape: Shape, device: Device, rates: Rates) -> list[tuple[str, str]]:
     """Every line of ``gdpo-nemo plan``."""
-    layout, lengths = resolve_layout(config), expected_lengths(config, rates)
-    policy, engine = policy_memory(config, shape), engine_memory(config, shape, int(device.memory))
+    layout = resolve_layout(config)
+    lengths = expected_lengths(config, rates)
+    policy = policy_memory(config, shape)
+    engine = engine_memory(config, shape, int(device.memory))
     link = "NVLink" if config.cluster.num_nodes == 1 else "the network"
     if layout.colocated and layout.model_ranks == 1:
         link = "the GPU's memory"
@@ -118,7 +123,8 @@ def _engine_line(config: Config, memory: EngineMemory, mean: float) -> str:
 
 
 def _shared_line(config: Config, shape: Shape, device: Device) -> str:
-    stays, share = resting_memory(config, shape), config.policy.generation.vllm_cfg.gpu_memory_utilization
+    stays = resting_memory(config, shape)
+    share = config.policy.generation.vllm_cfg.gpu_memory_utilization
     return (
         f"while engines sample, {size(stays)} of a policy rank stay beside {size(share * device.memory)} of an engine rank = "
         f"{size(stays + share * device.memory)} of {size(device.memory)}"
@@ -135,7 +141,8 @@ def _mesh(config: Config, layout: Layout) -> str:
         return f"{mesh}, {engines}, on the CPU"
     if layout.colocated:
         return f"{mesh}, {engines} on the same GPUs: they take turns"
-    each, nodes = config.cluster.gpus_per_node, []
+    each = config.cluster.gpus_per_node
+    nodes = []
     for node in range(config.cluster.num_nodes):
         policy = max(0, min(each, layout.policy_ranks - node * each))
         taken = max(0, min(each, layout.policy_ranks + layout.engine_ranks - node * each)) - policy

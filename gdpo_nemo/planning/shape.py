@@ -117,13 +117,16 @@ class Shape:
         layers = self.on_stage(layout, stage)
         dense, experts = self._layers(layout.tensor, layers, layout.expert, layout.expert_tensor)
         table = -(-self.vocabulary // layout.tensor) * self.hidden
-        first, last = stage == 0, stage == layout.pipeline - 1
+        first = stage == 0
+        last = stage == layout.pipeline - 1
         tables = first + (last and not (self.tied and first))
         return dense + tables * table + last * self.hidden, experts
 
     def adapters(self, layout: Layout, stage: int, lora: LoraConfig) -> int:
         """Parameters of LoRA's adapters on a rank of ``stage``; the whole side of each pair is on every tensor rank."""
-        t, h, f = layout.tensor, self.hidden, self.ffn
+        t = layout.tensor
+        h = self.hidden
+        f = self.ffn
         one = self.groups * self.head_size
         sides = {
             "q_proj": h + self.query // t, "k_proj": h + one // t, "v_proj": h + one // t, "o_proj": self.query // t + h,
@@ -143,7 +146,9 @@ class Shape:
 
 def shape_from(content: Mapping[str, Any]) -> Shape:
     """The shape in a Hugging Face ``config.json``."""
-    heads, hidden, layers = content["num_attention_heads"], content["hidden_size"], content["num_hidden_layers"]
+    heads = content["num_attention_heads"]
+    hidden = content["hidden_size"]
+    layers = content["num_hidden_layers"]
     family = FAMILIES[content["model_type"]]
     experts = num_experts(content)
     # Mixture layers are counted, not placed: which ones are dense moves little between pipeline stages.

@@ -91,7 +91,8 @@ def training_work(config: Config, shape: Shape, device: Device, lengths: Lengths
 
 def evaluations(config: Config) -> int:
     """Forward passes over a step's tokens besides those of the updates."""
-    loss, several = config.loss_fn, updates_per_step(config) > 1
+    loss = config.loss_fn
+    several = updates_per_step(config) > 1
     old = loss.old_logprobs or ("sampler" if config.rollout.max_staleness else "trainer")
     return (
         (several and old == "trainer")
@@ -130,7 +131,8 @@ def _gradients(config: Config, shape: Shape, device: Device, layout: Layout) -> 
 
 def refit_bytes(config: Config, shape: Shape) -> int:
     """Bytes that one publication of the weights sends to each engine: under LoRA the adapters alone."""
-    lora, undivided = config.policy.lora, replace(resolve_layout(config), tensor=1, pipeline=1)
+    lora = config.policy.lora
+    undivided = replace(resolve_layout(config), tensor=1, pipeline=1)
     sent = shape.adapters(undivided, 0, lora) if lora.rank else shape.parameters
     return sent * BYTES[config.policy.precision]
 

@@ -122,7 +122,8 @@ class _Step:
     """A step's rewards as shaped, its advantages, and those of the same rewards summed (GRPO)."""
 
     def __init__(self, groups: list[Group], config: Config):
-        self.config, self.groups = config, groups
+        self.config = config
+        self.groups = groups
         self.trajectories = [t for group in groups for t in group.trajectories]
         self.ours: Advantages = advantages_of(groups, config)
         summing = replace(config.gdpo, estimator="grpo", preset=None, options={}, batch_norm=None, epsilon=1e-6)

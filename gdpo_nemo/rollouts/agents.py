@@ -53,12 +53,14 @@ def play_with_agents(environment, prompts: Sequence[Prompt], context: RolloutCon
 
 def _transcript(t: Transcript, result, history: History) -> Transcript:
     if isinstance(result, Failure):
-        t.outcome, t.detail = Outcome.ENV_FAILED, str(result)
+        t.outcome = Outcome.ENV_FAILED
+        t.detail = str(result)
         return t
     try:
         follow(t, result.response, history)
     except BrokenEpisode as error:
-        t.outcome, t.detail = Outcome.ENV_FAILED, str(error)
+        t.outcome = Outcome.ENV_FAILED
+        t.detail = str(error)
         return t
     t.rewards = dict(result.rewards)
     return t

@@ -99,7 +99,8 @@ class Transcript:
         self.logprobs += completion.logprobs.tolist()
         self.mask += [True] * len(completion.token_ids)
         self.version = version if self.version is None else min(self.version, version)
-        self.turns, self.finish_reason = self.turns + 1, completion.finish_reason
+        self.turns = self.turns + 1
+        self.finish_reason = completion.finish_reason
 
     def append_env_tokens(self, token_ids: Sequence[int]) -> None:
         """Append tokens of the environment, which are never trained."""

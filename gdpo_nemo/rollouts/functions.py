@@ -43,9 +43,12 @@ class RolloutRunner:
     """
 
     def __init__(self, config: Config, fleet: EngineFleet, pool: EnvironmentPool, tokenizer: Any):
-        self._config, self._fleet, self._pool = config, fleet, pool
+        self._config = config
+        self._fleet = fleet
+        self._pool = pool
         self._functions = rollout_functions(config)
-        chat, has_template = config.data.train.chat, bool(getattr(tokenizer, "chat_template", None))
+        chat = config.data.train.chat
+        has_template = bool(getattr(tokenizer, "chat_template", None))
         self._conversation = Conversation(tokenizer, has_template if chat is None else chat)
         self.endpoint = self._listening() if config.rollout.endpoint.enabled else None
 
@@ -57,7 +60,8 @@ class RolloutRunner:
 
         config = self._config
         router = EngineRouter(self._fleet, config.policy.generation.engines)
-        turns, sequence = config.rollout.turns.max_turns, config.policy.max_total_sequence_length
+        turns = config.rollout.turns.max_turns
+        sequence = config.policy.max_total_sequence_length
         service = Service(router, self._conversation, Budgets(turns, longest_completion(config), sequence))
         return Endpoint(service, config.rollout.endpoint.host, config.rollout.endpoint.port)
 
@@ -96,7 +100,9 @@ class _Engines:
     """The fleet as one batch of a rollout function sees it; counts the seconds that sampling takes."""
 
     def __init__(self, fleet: EngineFleet, sampling: Sampling):
-        self._fleet, self._sampling, self.seconds = fleet, sampling, 0.0
+        self._fleet = fleet
+        self._sampling = sampling
+        self.seconds = 0.0
 
     def sample(self, requests: Sequence[SampleRequest]) -> CompletionBatch:
         """Draw and wait."""

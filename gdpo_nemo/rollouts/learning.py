@@ -148,7 +148,8 @@ def _number(value: float | None) -> float:
 
 def updates_of(trajectories: Sequence[Trajectory], advantages: np.ndarray, config: Config) -> list[list[TrainSequence]]:
     """The training sequences of each optimizer update of a step; token weights add up per update."""
-    loss, size = config.loss_fn, config.policy.train_global_batch_size or len(trajectories)
+    loss = config.loss_fn
+    size = config.policy.train_global_batch_size or len(trajectories)
     return [
         _weighted(trajectories[start : start + size], advantages[start : start + size], loss, config)
         for start in range(0, len(trajectories), size)
@@ -179,7 +180,8 @@ def _weighted(trajectories, advantages, loss, config: Config) -> list[TrainSeque
 
 def longest_completion(config: Config) -> int:
     """Tokens that the policy may write in one trajectory."""
-    per_turn, turns = config.policy.generation.max_new_tokens, config.rollout.turns
+    per_turn = config.policy.generation.max_new_tokens
+    turns = config.rollout.turns
     return turns.max_tokens or per_turn * turns.max_turns
 
 

@@ -71,7 +71,11 @@ class RolloutStream:
         step: int,
         limit: int | None = None,
     ):
-        self._config, self._prompts, self._fleet, self._pool, self._tokenizer = config, prompts, fleet, pool, tokenizer
+        self._config = config
+        self._prompts = prompts
+        self._fleet = fleet
+        self._pool = pool
+        self._tokenizer = tokenizer
         generation = config.policy.generation
         self._sampling = Sampling(
             generation.temperature,
@@ -81,7 +85,9 @@ class RolloutStream:
             tuple(generation.stop_strings),
         )
         self._player = RolloutRunner(config, fleet, pool, tokenizer)
-        self._position, self._next, self._limit = position, step, limit
+        self._position = position
+        self._next = step
+        self._limit = limit
         self._pending: dict[int, Future[Rollout]] = {}
         # One thread: rollouts are finished in their order, beside the training in the main thread.
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="rollouts")
@@ -155,7 +161,8 @@ class RolloutStream:
 
     def _played(self, prompts: list[Prompt], position: int) -> Rollout:
         """A batch that a rollout function makes, with calls to engines and environments of its own."""
-        start, first = time.time(), position - len(prompts)
+        start = time.time()
+        first = position - len(prompts)
         seed = partial(sample_seed, self._config.run.seed)
         asked = SamplingJob(self._sampling, self._config.gdpo.num_generations_per_prompt, lambda i, j, turn: seed(first + i, j, turn))
         groups, sampling = self._groups(prompts, asked)
@@ -174,12 +181,15 @@ class RolloutStream:
 
         Only without staleness, so no other batch is in flight and the positions stay consecutive.
         """
-        wanted, dynamic = self._config.gdpo.num_prompts_per_step, self._config.gdpo.dynamic_sampling
-        drawn, per_round = len(rollout.groups), prompts_per_round(self._config) if dynamic.batch_multiplier else 0
+        wanted = self._config.gdpo.num_prompts_per_step
+        dynamic = self._config.gdpo.dynamic_sampling
+        drawn = len(rollout.groups)
+        per_round = prompts_per_round(self._config) if dynamic.batch_multiplier else 0
         size = self._config.gdpo.num_generations_per_prompt
         kept, spare = self._parted(rollout.groups)
         while (missing := wanted * size - _samples(kept)) > 0 and rollout.rounds < dynamic.max_rounds and self._left() > 0:
-            position, count = self._position, int(min(per_round or -(-missing // size), self._left()))
+            position = self._position
+            count = int(min(per_round or -(-missing // size), self._left()))
             self._position += count
             extra = self._verified(*self._submit(position, count), self._position)
             kept += self._parted(extra.groups)[0]
@@ -195,7 +205,8 @@ class RolloutStream:
 
     def _parted(self, groups: Sequence[Group]) -> tuple[list[Group], list[Group]]:
         """What dynamic sampling keeps of the groups, and what it does not keep."""
-        kept, spare = [], []
+        kept = []
+        spare = []
         for group in groups:
             part = part_with_signal(group, self._config)
             chosen = {t.sample_index for t in part.trajectories} if part else set()
@@ -208,7 +219,8 @@ class RolloutStream:
 
     def evaluate(self, prompts: Sequence[Prompt]) -> list[Group]:
         """Sample and verify held-out prompts with the engines' current weights; seeds are the same at every call."""
-        gdpo, generation = self._config.gdpo, self._config.policy.generation
+        gdpo = self._config.gdpo
+        generation = self._config.policy.generation
         sampling = Sampling(
             gdpo.val_temperature, 1.0, -1, generation.max_new_tokens, tuple(generation.stop_strings)
         )

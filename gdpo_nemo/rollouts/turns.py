@@ -97,7 +97,8 @@ def _turn(playing: Sequence[_Play], turn: int, context: RolloutContext) -> None:
 
 def _hear(p: _Play, answer: Message, observation, context: RolloutContext) -> None:
     """Append what the environment said; a trajectory that it leaves no room in is left for ``_cut``."""
-    t, talk = p.transcript, context.conversation
+    t = p.transcript
+    talk = context.conversation
     tools = t.prompt.fields.get("tools")
     ids = talk.continuation(p.messages, observation, t.ids[-1], tools if isinstance(tools, list) else None)
     if not len(ids):
@@ -111,14 +112,18 @@ def _hear(p: _Play, answer: Message, observation, context: RolloutContext) -> No
 
 
 def _take(p: _Play, reply: EpisodeReply) -> None:
-    p.state, p.done = reply.state, reply.done
+    p.state = reply.state
+    p.done = reply.done
     p.transcript.add_rewards(reply.rewards)
     if reply.outcome is not Outcome.OK:
-        p.transcript.outcome, p.transcript.detail, p.done = reply.outcome, reply.detail, True
+        p.transcript.outcome = reply.outcome
+        p.transcript.detail = reply.detail
+        p.done = True
 
 
 def _cut(plays: Sequence[_Play], context: RolloutContext) -> None:
     """End episodes for which a budget is used up."""
     for p, reply in zip(plays, context.pool.step([p.step(None) for p in plays]) if plays else []):
         _take(p, reply)
-        p.done, p.transcript.finish_reason = True, "length"
+        p.done = True
+        p.transcript.finish_reason = "length"

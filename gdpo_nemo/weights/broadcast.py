@@ -32,7 +32,9 @@ class Sender:
     def __init__(self, host: str, backend: str):
         limit = datetime.timedelta(seconds=_JOIN_S)
         self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=limit)
-        self._host, self._backend, self.port = host, backend, self._store.port
+        self._host = host
+        self._backend = backend
+        self.port = self._store.port
 
     def send(self, buckets: Iterable[torch.Tensor], receivers: int) -> None:
         """Broadcast ``buckets`` (uint8 [bytes], on the backend's device) to ``receivers`` that were told where to meet.

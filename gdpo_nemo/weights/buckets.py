@@ -45,7 +45,8 @@ class Bucket:
         Raises:
             RunError: they are not those of the manifest.
         """
-        sums, first = [], self.entries[0].offset
+        sums = []
+        first = self.entries[0].offset
         for entry in self.entries:
             name, tensor = next(tensors, ("no tensor", torch.empty(0)))
             if (name, *form(tensor)) != (entry.name, entry.dtype, entry.shape):

@@ -30,7 +30,8 @@ def write(folder: str | Path, manifest: Manifest, buffer: np.ndarray, bucket_byt
     Raises:
         RunError: it could not be written.
     """
-    final, temporary = Path(folder), Path(f"{folder}.writing")
+    final = Path(folder)
+    temporary = Path(f"{folder}.writing")
     tensors = dict(unpack(manifest, buffer))
     try:
         shutil.rmtree(temporary, ignore_errors=True)

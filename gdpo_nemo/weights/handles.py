@@ -26,7 +26,9 @@ from gdpo_nemo.weights.manifest import Manifest
 _JOIN_S = 120.0
 """Time for the engine to come, and to copy one bucket; it is known to wait when the rank begins."""
 _BUFFERS = 2
-_FILLED, _TAKEN, _CLOSED = b"filled", b"taken", b"closed"
+_FILLED = b"filled"
+_TAKEN = b"taken"
+_CLOSED = b"closed"
 _DEVICE = 6
 """Place of the device's number among what ``rebuild_cuda_tensor`` is called with."""
 

@@ -69,7 +69,8 @@ def form(tensor: torch.Tensor) -> tuple[str, tuple[int, ...]]:
 
 def outline(tensors: Iterable[tuple[str, torch.Tensor]], version: int, adapters: Adapters | None = None) -> Manifest:
     """The manifest of tensors without their checksums: what an update will consist of, whatever its values are."""
-    entries, offset = [], 0
+    entries = []
+    offset = 0
     for name, tensor in tensors:
         entries.append(Entry(name, *form(tensor), offset, tensor.nbytes))
         offset += tensor.nbytes + -tensor.nbytes % _ALIGNMENT
@@ -80,7 +81,9 @@ def pack(
     tensors: Iterable[tuple[str, torch.Tensor]], version: int, adapters: Adapters | None = None
 ) -> tuple[Manifest, np.ndarray]:
     """Copy tensors into one uint8 buffer [bytes] on the CPU, 64-byte aligned, with a checksum each."""
-    entries, parts, offset = [], [], 0
+    entries = []
+    parts = []
+    offset = 0
     for name, tensor in tensors:
         data = tensor.detach().to("cpu").contiguous().flatten().view(torch.uint8).numpy()
         entries.append(

@@ -49,7 +49,8 @@ class UpdateInfo(WeightTransferUpdateInfo):
 class MemoryTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
     """Loads an update through vLLM's layer-wise reload, which repacks weights the way loading them did."""
 
-    init_info_cls, update_info_cls = InitInfo, UpdateInfo
+    init_info_cls = InitInfo
+    update_info_cls = UpdateInfo
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Nothing to connect."""
@@ -71,11 +72,13 @@ class MemoryTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
             _ERRORS.append(error)
 
     def _tensors(self, update: UpdateInfo) -> Iterator[tuple[str, torch.Tensor]]:
-        adapters, came = update.manifest.adapters, self._came(update)
+        adapters = update.manifest.adapters
+        came = self._came(update)
         if adapters is None:
             return came
         # All checksums first: a matrix that is not what was sent must not leave the model half loaded.
-        base, matrices = self.model_config.model, dict(came)
+        base = self.model_config.model
+        matrices = dict(came)
         return merged_into(weight_names(base), open_weights(base), matrices, adapters.scale, self.device)
 
     def _came(self, update: UpdateInfo) -> Iterator[tuple[str, torch.Tensor]]:

@@ -61,7 +61,8 @@ def test_a_positive_affine_change_of_one_component_changes_nothing(seed, scale, 
     rewards, ids = batch(seed)
     changed = rewards.copy()
     changed[:, 0] = scale * changed[:, 0] + offset
-    before, after = values(rewards, ids, epsilon=1e-12), values(changed, ids, epsilon=1e-12)
+    before = values(rewards, ids, epsilon=1e-12)
+    after = values(changed, ids, epsilon=1e-12)
     np.testing.assert_allclose(after, before, rtol=0, atol=1e-5)
 
 
@@ -160,7 +161,8 @@ def test_every_group_of_complete_rewards_sums_to_zero(seed):
 
 def test_groups_of_the_wrong_axis_give_other_advantages():
     rewards = np.random.default_rng(3).integers(0, 2, (4, 4, 2)).reshape(16, 2).astype(float)
-    by_prompt, by_sample = np.repeat(np.arange(4), 4), np.tile(np.arange(4), 4)
+    by_prompt = np.repeat(np.arange(4), 4)
+    by_sample = np.tile(np.arange(4), 4)
     right = compute_advantages(rewards, by_prompt, batch_norm=False).values.numpy()
     wrong = compute_advantages(rewards, by_sample, batch_norm=False).values.numpy()
     assert np.abs(right.reshape(4, 4).sum(axis=1)).max() < 1e-12
@@ -172,7 +174,8 @@ def test_groups_of_the_wrong_axis_give_other_advantages():
 def test_values_are_the_batch_normed_sum_of_the_components(seed):
     rewards, ids = batch(seed, missing=0.1)
     result = compute_advantages(rewards, ids, weights=WEIGHTS)
-    total, live = result.components.sum(1), result.live
+    total = result.components.sum(1)
+    live = result.live
     assume(live.sum() > 1)
     expected = (total[live] - total[live].mean()) / (total[live].std() + 1e-6)
     torch.testing.assert_close(result.values[live], expected, rtol=0, atol=1e-9)
@@ -268,5 +271,6 @@ def test_advantages_do_not_depend_on_what_the_group_ids_are(names, seed):
     rng = np.random.default_rng(seed)
     place = rng.integers(0, len(names), 12)
     rewards = rng.integers(0, 3, (12, 2)).astype(float)
-    ids, rank = np.array(names, np.int64)[place], np.argsort(np.argsort(names))[place]
+    ids = np.array(names, np.int64)[place]
+    rank = np.argsort(np.argsort(names))[place]
     np.testing.assert_allclose(values(rewards, ids, weights=[1, 2]), values(rewards, rank, weights=[1, 2]), rtol=0, atol=1e-12)

@@ -94,9 +94,11 @@ def test_a_group_is_dead_only_if_every_weighted_component_is_constant():
 
 def test_diagnosis_is_in_no_particular_row_order():
     rng = np.random.default_rng(2)
-    rewards, ids = rng.integers(0, 2, (64, 3)).astype(float), np.repeat(np.arange(8), 8)
+    rewards = rng.integers(0, 2, (64, 3)).astype(float)
+    ids = np.repeat(np.arange(8), 8)
     order = rng.permutation(64)
-    first, second = diagnose(rewards, ids).metrics(), diagnose(rewards[order], ids[order]).metrics()
+    first = diagnose(rewards, ids).metrics()
+    second = diagnose(rewards[order], ids[order]).metrics()
     assert first.keys() == second.keys()
     torch.testing.assert_close(list(first.values()), list(second.values()))
 
@@ -115,7 +117,8 @@ def test_the_description_names_components_conflicts_and_alerts():
 @pytest.mark.parametrize("estimator", ["gdpo", "mo_grpo"])
 def test_a_reward_of_epsilons_scale_is_called_shrunk_and_a_larger_one_is_not(estimator):
     values = np.array([0.0, 1.0, 1.0, 0.0] * 3)
-    rewards, ids = {"tiny": 2e-6 * values, "fine": values[::-1] + np.arange(12) % 3}, np.repeat(np.arange(3), 4)
+    rewards = {"tiny": 2e-6 * values, "fine": values[::-1] + np.arange(12) % 3}
+    ids = np.repeat(np.arange(3), 4)
     result = compute_advantages(rewards, ids, estimator=estimator)
     z = compute_advantages(rewards, ids, estimator="mo_grpo", epsilon=1e-15).components[:, 0]
     kept = float((result.components[:, 0] / z).mean())

@@ -174,7 +174,8 @@ def test_dvao_shares_stay_bounded_with_a_penalty_of_negative_weight():
 
 def test_leave_one_out_grpo_is_each_reward_against_the_others_alone():
     """Mean and sample deviation of the other members, as numpy has them; the only outlier of its group is not divided."""
-    rewards, groups = np.array([1.0, 0.0, 0.5, 0.0, 1.0, 0.0, 0.0, 0.0]), [0, 0, 0, 0, 1, 1, 1, 1]
+    rewards = np.array([1.0, 0.0, 0.5, 0.0, 1.0, 0.0, 0.0, 0.0])
+    groups = [0, 0, 0, 0, 1, 1, 1, 1]
     got = compute_advantages({"r": rewards}, groups, estimator="grpo", leave_one_out=True).values.numpy()
     for row, group in enumerate(groups):
         others = np.array([rewards[i] for i in range(8) if groups[i] == group and i != row])
@@ -193,7 +194,8 @@ def test_leave_one_out_grpo_adds_its_components_up():
 
 def test_reinforce_plus_plus_is_mean_centred_dr_grpo_over_the_tokens_of_the_batch():
     """The options that `config from-nemo-rl` writes against the formula: population statistics, every token once."""
-    rewards, lengths = np.array([1.0, 0.0, 0.0, 1.0]), np.array([3, 1, 2, 6])
+    rewards = np.array([1.0, 0.0, 0.0, 1.0])
+    lengths = np.array([3, 1, 2, 6])
     options = {"batch_unit": "token", "batch_rows": "scored", "ddof": 0, "batch_epsilon": 0.0, "residue": 0.0}
     got = compute_advantages(
         {"r": rewards}, [0, 0, 1, 1], estimator="dr_grpo", batch_norm=True, lengths=lengths, **options

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from gdpo_nemo.algorithms.offpolicy import OffPolicySettings
 from gdpo_nemo.algorithms.policy_loss import LossSettings, TokenFields, policy_loss
 
-SEQUENCES, TOKENS = 6, 40
+SEQUENCES = 6
+TOKENS = 40
 SETTINGS = {
     "clipped_pg": LossSettings(ratio_clip_c=3.0),
     "gspo": LossSettings(type="gspo"),
@@ -70,7 +71,8 @@ def test_the_gradient_does_not_depend_on_the_micro_batches(name, seed, places):
 @given(seed=st.integers(0, 1000), order=st.permutations(range(TOKENS)))
 def test_the_gradient_does_not_depend_on_the_order_of_tokens(seed, order):
     logprobs, entropy, fields = make_batch(seed)
-    together, order = torch.zeros(TOKENS, dtype=torch.int64), torch.tensor(order)
+    together = torch.zeros(TOKENS, dtype=torch.int64)
+    order = torch.tensor(order)
     expected = gradient(logprobs, entropy, fields, SETTINGS["gspo"], together)
     got = gradient(logprobs[order], entropy[order], fields.select(order), SETTINGS["gspo"], together)
     # Sequence sums are float32, so their order shows.

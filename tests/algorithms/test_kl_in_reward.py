@@ -98,7 +98,8 @@ def test_a_batch_without_signal_stays_0_however_much_the_kl_varies():
 def test_masked_and_missing_members_leave_the_kls_group_mean(seed, estimator):
     rewards, ids, kl = batch(seed)
     rng = np.random.default_rng(seed)
-    valid, known = rng.random(len(ids)) < 0.8, rng.random(len(ids)) < 0.8
+    valid = rng.random(len(ids)) < 0.8
+    known = rng.random(len(ids)) < 0.8
     assume(valid.sum() > 2)
     holed = np.where(known, kl, np.nan)
     wild = np.where(valid, holed, 1e9)
@@ -130,7 +131,9 @@ def test_an_own_estimators_terms_get_the_kl_too():
 
 
 def test_a_lone_component_that_a_preset_hands_to_grpo_gets_the_kl_once():
-    rewards, ids, kl = [[0.0], [1.0], [1.0], [1.0]], [0, 0, 0, 0], [1.0, 0.0, 2.0, 3.0]
+    rewards = [[0.0], [1.0], [1.0], [1.0]]
+    ids = [0, 0, 0, 0]
+    kl = [1.0, 0.0, 2.0, 3.0]
     one = values(rewards, ids, preset="trl_fork", batch_norm=False, kl=kl, kl_coefficient=0.1)
     np.testing.assert_allclose(one, values(rewards, ids, estimator="grpo", epsilon=1e-4, kl=kl, kl_coefficient=0.1), atol=1e-12)
 

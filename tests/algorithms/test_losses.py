@@ -21,7 +21,8 @@ class Batch:
         self.ids = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS))
         tokens = len(self.ids)
         weights = torch.from_numpy(token_weights(LENGTHS, aggregation, constant_length=10))
-        self.features, self.parameter = normal(tokens, 4), (0.3 * normal(4)).requires_grad_()
+        self.features = normal(tokens, 4)
+        self.parameter = (0.3 * normal(4)).requires_grad_()
         self.entropy_features = normal(tokens, 4)
         old = (self.features @ self.parameter).detach() - 1
         self.fields = TokenFields(
@@ -64,7 +65,8 @@ def full_settings(kind: str, aggregation: str, mode: str = "truncate", level: st
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "constant"])
 @pytest.mark.parametrize("size", [1, 4])
 def test_loss_and_gradient_are_invariant_to_micro_batch_size(kind, aggregation, size):
-    batch, settings = Batch(aggregation), full_settings(kind, aggregation)
+    batch = Batch(aggregation)
+    settings = full_settings(kind, aggregation)
     whole, metrics = batch.loss(settings)
     parts = [batch.loss(settings, batch.ids // size == m) for m in range(6)]
     torch.testing.assert_close(sum(loss for loss, _ in parts), whole)
@@ -79,7 +81,8 @@ def test_loss_and_gradient_are_invariant_to_micro_batch_size(kind, aggregation, 
 def test_gradient_is_invariant_to_context_parallelism(kind, level):
     """Two ranks hold alternating tokens of every sequence; the sums they exchange are replayed from the other rank."""
     mode = "mask" if kind == "gspo" else "icepop"
-    batch, settings = Batch("sequence_mean"), full_settings(kind, "sequence_mean", mode, level)
+    batch = Batch("sequence_mean")
+    settings = full_settings(kind, "sequence_mean", mode, level)
     half = torch.arange(len(batch.ids)) % 2 == 0
     calls: list[list[torch.Tensor]] = [[], []]
     for rank, keep in enumerate((half, ~half)):
@@ -101,7 +104,8 @@ def test_gradient_is_invariant_to_context_parallelism(kind, level):
 
 @pytest.mark.parametrize("kind", LOSS_TYPES)
 def test_padding_and_order_of_tokens_do_not_matter(kind):
-    batch, settings = Batch(), full_settings(kind, "token_mean")
+    batch = Batch()
+    settings = full_settings(kind, "token_mean")
     whole, _ = batch.loss(settings)
     shuffle = torch.randperm(len(batch.ids) + 5, generator=torch.Generator().manual_seed(1))
     padded = {
@@ -184,7 +188,8 @@ def gradient_of(function, *values):
 
 
 def test_clip_stops_the_gradient_where_the_ratio_has_gone_far_enough():
-    ratios, advantages = [0.5, 1.0, 1.25, 1.5, 0.5, 1.5], [1.0, 1.0, 1.0, 1.0, -1.0, -1.0]
+    ratios = [0.5, 1.0, 1.25, 1.5, 0.5, 1.5]
+    advantages = [1.0, 1.0, 1.0, 1.0, -1.0, -1.0]
     loss, gradient, metrics = gradient_of(
         lambda *x: clipped_policy_loss(*x, clip_min=0.2, clip_max=0.28), np.log(ratios), [0.0] * 6, advantages
     )
@@ -204,7 +209,9 @@ def test_dual_clip_bounds_the_loss_of_bad_samples():
 
 
 def test_on_policy_gradient_is_that_of_reinforce_for_every_ratio_loss():
-    logprobs, advantages, ids = [-1.0, -2.0, -0.5], [1.0, 1.0, -2.0], torch.tensor([0, 0, 1])
+    logprobs = [-1.0, -2.0, -0.5]
+    advantages = [1.0, 1.0, -2.0]
+    ids = torch.tensor([0, 0, 1])
     clip = {"clip_min": 0.2, "clip_max": 0.28}
     for function in (
         lambda *x: clipped_policy_loss(*x, **clip),
@@ -217,7 +224,8 @@ def test_on_policy_gradient_is_that_of_reinforce_for_every_ratio_loss():
 
 def test_gspo_is_the_clipped_loss_of_the_sequence_ratio():
     generator = torch.Generator().manual_seed(0)
-    ids, lengths = torch.tensor([0, 0, 0, 1, 1, 2]), torch.tensor([3.0, 2.0, 1.0])
+    ids = torch.tensor([0, 0, 0, 1, 1, 2])
+    lengths = torch.tensor([3.0, 2.0, 1.0])
     old = -torch.rand(6, generator=generator)
     logprobs = (old + 0.1 * torch.randn(6, generator=generator)).requires_grad_()
     advantages = torch.tensor([1.0, -1.0, 0.5])
@@ -302,8 +310,10 @@ def kl_slope(logprobs, reference: float, settings: LossSettings, sampler: float 
 
 @pytest.mark.parametrize("kind", ["k1", "k3"])
 def test_kl_estimators_agree_with_the_exact_divergence_on_average(kind):
-    logits, reference = torch.tensor([0.1, 1.0, -0.5]).double(), torch.tensor([0.5, 0.0, 0.2]).double()
-    p, q = logits.log_softmax(0), reference.log_softmax(0)
+    logits = torch.tensor([0.1, 1.0, -0.5]).double()
+    reference = torch.tensor([0.5, 0.0, 0.2]).double()
+    p = logits.log_softmax(0)
+    q = reference.log_softmax(0)
     exact = (p.exp() * (p - q)).sum()
     torch.testing.assert_close((p.exp() * kl_penalty(p, q, kind)).sum(), exact)
 
@@ -320,7 +330,8 @@ def test_extreme_log_ratios_stay_finite(kind):
 
 
 def test_parity_is_measured_against_the_trainer_even_when_the_sampler_serves_as_old_policy():
-    logprobs, sampler = torch.tensor([-1.0, -2.0]), torch.tensor([-1.5, float("nan")])
+    logprobs = torch.tensor([-1.0, -2.0])
+    sampler = torch.tensor([-1.5, float("nan")])
     ids = torch.tensor([0, 0])
     fields = TokenFields(
         torch.ones(2), torch.ones(2) / 2, ids, 1, old_logprobs=sampler.nan_to_num(-2.0), sampler_logprobs=sampler
@@ -372,8 +383,10 @@ def test_gspo_has_the_gradient_of_its_sequence_form_under_every_correction_it_ta
     """The oracle clips one ratio per sequence, s = exp(mean log r), as the paper's eq. 5 and 7 have it, and differentiates that."""
     correction = OffPolicySettings(mode, level, ratio_max=1.05, ratio_min=0.95)
     batch = Batch(aggregation)
-    fields, got = batch.fields, batch.gradient([batch.loss(LossSettings(type="gspo", off_policy=correction))[0]])
-    logprobs, losses = batch.features @ batch.parameter - 1, []
+    fields = batch.fields
+    got = batch.gradient([batch.loss(LossSettings(type="gspo", off_policy=correction))[0]])
+    logprobs = batch.features @ batch.parameter - 1
+    losses = []
     for i in np.flatnonzero(LENGTHS):
         rows = fields.sequence_ids == i
         ratio = (logprobs - fields.old_logprobs)[rows].mean().exp()

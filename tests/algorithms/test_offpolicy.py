@@ -69,7 +69,8 @@ def test_sequence_mask_needs_a_large_gap_and_a_negative_advantage():
 
 
 def test_a_sequence_exactly_at_the_threshold_is_kept():
-    logprobs, advantage = torch.tensor([-0.75, -0.25, -1.0, -1.0, -1.0]), -torch.ones(5)
+    logprobs = torch.tensor([-0.75, -0.25, -1.0, -1.0, -1.0])
+    advantage = -torch.ones(5)
     assert sequence_keep_mask(logprobs, torch.zeros(5), advantage, IDS, 2, 0.5).tolist() == [1, 1, 0, 0, 0]
 
 
@@ -82,7 +83,8 @@ def test_sequence_mask_equals_trls():
     exec(compile(ast.Module([node], []), "grpo_trainer.py", "exec"), namespace)
 
     generator = torch.Generator().manual_seed(0)
-    logprobs, sampler = -torch.rand(30, 8, generator=generator), -torch.rand(30, 8, generator=generator)
+    logprobs = -torch.rand(30, 8, generator=generator)
+    sampler = -torch.rand(30, 8, generator=generator)
     mask = (torch.arange(8) < torch.randint(1, 9, (30, 1), generator=generator)).float()
     advantages = torch.randn(30, 1, generator=generator)
     theirs = namespace["get_off_policy_mask"](advantages, logprobs, sampler, mask, 0.05)

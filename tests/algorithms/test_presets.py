@@ -76,7 +76,8 @@ def test_a_lone_value_is_dropped_by_trl_and_made_a_signal_by_its_fork():
 
 
 def test_a_group_of_one_passes_its_raw_reward_in_verl_and_nothing_elsewhere():
-    rewards, ids = [[1.0, 0], [0, 1], [1, 1], [5, 5]], [0, 0, 0, 1]
+    rewards = [[1.0, 0], [0, 1], [1, 1], [5, 5]]
+    ids = [0, 0, 0, 1]
     lone = compute_advantages(torch.tensor(rewards), ids, preset="verl", lengths=[1] * 4).components[3]
     torch.testing.assert_close(lone, torch.tensor([5.0, 5.0]).double(), rtol=0, atol=1e-4)
     for preset in ("paper", "trl", "ms_swift", "nemo_rl"):
@@ -108,7 +109,8 @@ def reference(
             total[rows] += np.nan_to_num(weight * (values - there.mean()) / (there.std(ddof=1) + eps))
     scored = ~np.isnan(filled).all(axis=1)
     counted = np.repeat(total, lengths) if preset == "verl" else total[scored]
-    mean, std = counted.mean(), counted.std(ddof=1)
+    mean = counted.mean()
+    std = counted.std(ddof=1)
     divisor = {"verl": np.sqrt(std**2 + 1e-8), "nemo_rl": std}.get(preset, std + eps)
     return np.where(scored, (total - mean) / divisor, 0.0)
 
@@ -121,7 +123,8 @@ def test_presets_equal_their_published_formula_on_random_tables(preset, seed):
     rewards = np.round(rng.normal(size=(len(ids), 3)), 1)
     if preset != "verl":
         rewards[rng.random(rewards.shape) < 0.2] = np.nan
-    weights, lengths = np.array([1.0, 2.0, 0.25]), rng.integers(1, 50, len(ids))
+    weights = np.array([1.0, 2.0, 0.25])
+    lengths = rng.integers(1, 50, len(ids))
     got = compute_advantages(rewards, ids, weights=weights, lengths=lengths, preset=preset).values.numpy()
     np.testing.assert_allclose(got, reference(preset, rewards, ids, weights, lengths), rtol=0, atol=1e-9)
 

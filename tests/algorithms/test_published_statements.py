@@ -55,7 +55,8 @@ def test_one_reward_equals_grpo_only_up_to_one_scalar_per_batch():
     normed = advantages(rewards, ids, preset="paper", batch_epsilon=0.0)
     torch.testing.assert_close(normed / plain, torch.full((16,), (15 / 12) ** 0.5).double(), rtol=1e-5, atol=0)
     rewards[8:] = 1
-    plain, normed = plain[:8], advantages(rewards, ids, preset="paper", batch_epsilon=0.0)
+    plain = plain[:8]
+    normed = advantages(rewards, ids, preset="paper", batch_epsilon=0.0)
     torch.testing.assert_close(normed[:8] / plain, torch.full((8,), (15 / 6) ** 0.5).double(), rtol=1e-5, atol=0)
     assert round((15 / 6) ** 0.5, 3) == 1.581
     assert normed[8:].abs().max() < 1e-15
@@ -81,7 +82,8 @@ def test_the_eight_rollout_example():
 
 def test_two_rollouts_show_the_sample_standard_deviation():
     """Table of the paper at G = 2: totals (0, 1) give 0.7071, (0, 2) give 1.4142 with GDPO and 0.7071 with GRPO."""
-    one, two = [[0, 0], [1, 0]], [[0, 0], [1, 1]]
+    one = [[0, 0], [1, 0]]
+    two = [[0, 0], [1, 1]]
     half = 0.5**0.5
     for rewards, scale in ((one, half), (two, 2 * half)):
         expected = torch.tensor([-scale, scale]).double()
@@ -100,7 +102,8 @@ def test_opposed_rewards_leave_a_trace_of_epsilon_that_is_not_lifted_to_an_advan
 
 
 def test_small_rewards_and_large_weights_are_no_residue():
-    rewards, ids = np.array([[0, 1], [1, 1], [0, 0], [1, 0], [1, 1], [0, 1], [1, 0], [0, 0]]), np.repeat([0, 1], 4)
+    rewards = np.array([[0, 1], [1, 1], [0, 0], [1, 0], [1, 1], [0, 1], [1, 0], [0, 0]])
+    ids = np.repeat([0, 1], 4)
     for estimator in ("gdpo", "grpo", "dr_grpo", "dvao"):
         for rewards_scale, weight in ((1e-5, 1.0), (1.0, 1e4), (1.0, 1e-4)):
             values = advantages(
@@ -123,7 +126,8 @@ def test_a_small_bonus_beside_large_opposed_rewards_survives_in_the_normalised_s
 @pytest.mark.parametrize("close", [0.999, 1 - 1e-5, 1 - 1e-7])
 def test_opposed_rewards_of_unlike_weight_leave_the_heavier_one_at_full_size(close):
     """There is no threshold between weights that are close and weights that are equal: what is left is a reward, not noise."""
-    rewards, ids = np.array([[0, 1], [1, 0], [1, 0], [0, 1]] * 128), np.repeat(np.arange(128), 4)
+    rewards = np.array([[0, 1], [1, 0], [1, 0], [0, 1]] * 128)
+    ids = np.repeat(np.arange(128), 4)
     expected = advantages(rewards, ids, weights=[1, 0.5], epsilon=1e-12, batch_epsilon=0.0)
     got = advantages(rewards, ids, weights=[1, close], epsilon=1e-12, batch_epsilon=0.0)
     torch.testing.assert_close(got, expected, rtol=0, atol=1e-3)

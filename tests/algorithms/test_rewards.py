@@ -48,7 +48,8 @@ def test_conditions_compare_and_missing_stays_missing(operator, expected):
 
 
 def test_rules_of_one_component_act_in_order_and_conditions_see_finished_components():
-    clip, scale = {"component": "a", "clip": [0, 1]}, {"component": "a", "scale": 3.0}
+    clip = {"component": "a", "clip": [0, 1]}
+    scale = {"component": "a", "scale": 3.0}
     condition = {"component": "b", "condition": {"on": "a", "ge": 3.0, "else": -1.0}}
     columns = {"b": [1, 1], "a": [0.5, 4]}
     assert shaped(columns, condition, clip, scale) == {"b": [-1, 1], "a": [1.5, 3]}

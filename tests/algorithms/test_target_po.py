@@ -47,7 +47,8 @@ def test_gradient_equals_the_literal_loss_even_when_groups_span_micro_batches(
         *sums, SCORES, GROUPS, lengths=LENGTHS, temperature=temperature, length_normalize=normalize, weights=weights
     )
     fields = TokenFields(advantages[ids], torch.from_numpy(weights)[ids], ids, 6)
-    settings, total = LossSettings(type="target_po"), 0
+    settings = LossSettings(type="target_po")
+    total = 0
     for m in range(micro_batches):
         keep = ids % micro_batches == m
         total = total + policy_loss(logprobs[keep], None, fields.select(keep), settings)[0]
@@ -77,7 +78,8 @@ def test_invalid_members_leave_statistics_and_distribution():
 
 
 def test_length_normalisation_keeps_a_long_sample_from_dominating():
-    logprobs, lengths = np.array([-400.0, -2.0]), np.array([400, 2])
+    logprobs = np.array([-400.0, -2.0])
+    lengths = np.array([400, 2])
     literal = target_po_coefficients(logprobs, logprobs, [1.0, 0.0], [0, 0], lengths=lengths, length_normalize=False)
     normalised = target_po_coefficients(logprobs, logprobs, [1.0, 0.0], [0, 0], lengths=lengths)
     assert literal.abs().max() < 1e-100

@@ -47,7 +47,9 @@ def measure(policy, fleet, folder: Path, rounds: int) -> dict[str, tuple[int, fl
 
     found = {}
     for name in ("memory", "gloo", "folder"):
-        transport, taken, shipped = make_transport(name, policy, folder, 256 << 20), [], []
+        transport = make_transport(name, policy, folder, 256 << 20)
+        taken = []
+        shipped = []
         for version in range(rounds):
             start = time.perf_counter()
             transport.load(version)

@@ -17,14 +17,16 @@ import numpy as np
 
 from gdpo_nemo.algorithms import compute_advantages
 
-SECONDS, BYTES = 1.0, 1e9
+SECONDS = 1.0
+BYTES = 1e9
 
 
 def best_time(rewards: np.ndarray, ids: np.ndarray, **options: object) -> tuple[float, float]:
     """Processor seconds and wall seconds of the fastest of three runs."""
     runs = []
     for _ in range(3):
-        wall, processor = time.perf_counter(), time.process_time()
+        wall = time.perf_counter()
+        processor = time.process_time()
         compute_advantages(rewards, ids, **options)
         runs.append((time.process_time() - processor, time.perf_counter() - wall))
     return min(runs)

@@ -27,7 +27,9 @@ from gdpo_nemo.environments.nemo_gym.gym_rows import read_row
 
 LATENCY_S = 0.1
 IN_FLIGHT = 2000
-CPU_MS, SHARE, GROWTH_MB = 1.0, 0.9, 16.0
+CPU_MS = 1.0
+SHARE = 0.9
+GROWTH_MB = 16.0
 """Bounds: CPU milliseconds a call, share of concurrency / latency, growth of memory after the first batch."""
 
 
@@ -54,7 +56,9 @@ class _Answering(asyncio.Protocol):
     waiting = most = 0
 
     def connection_made(self, transport):
-        self._transport, self._data, self._missing = transport, b"", None
+        self._transport = transport
+        self._data = b""
+        self._missing = None
 
     def data_received(self, data):
         self._data += data
@@ -103,7 +107,8 @@ class Bench:
 
     def __init__(self, padding: int = 4000):
         context = multiprocessing.get_context("spawn")
-        self._port, self._most = context.Value("i", 0), context.Value("i", 0)
+        self._port = context.Value("i", 0)
+        self._most = context.Value("i", 0)
         self._process = context.Process(target=_serve, args=(self._port, self._most, padding), daemon=True)
         self._process.start()
         while not self._port.value:
@@ -125,9 +130,11 @@ class Bench:
         gym.verify(trajectories[: gym.settings.limits.concurrency])
         time.sleep(0.1)
         self._most.value = 0
-        wall, cpu = time.perf_counter(), time.process_time()
+        wall = time.perf_counter()
+        cpu = time.process_time()
         verdicts = gym.verify(trajectories)
-        seconds, cpu = time.perf_counter() - wall, time.process_time() - cpu
+        seconds = time.perf_counter() - wall
+        cpu = time.process_time() - cpu
         time.sleep(0.1)
         wrong = [v for v in verdicts if v.outcome is not Outcome.OK or v.rewards != {"a": 1.0, "b": 1.0}]
         if wrong:
@@ -139,7 +146,8 @@ class Bench:
 def trajectories_of(count: int) -> list[Trajectory]:
     """Trajectories in groups of 8, with rows of about 2 kB."""
     row = {"responses_create_params": {"input": [{"role": "user", "content": "word " * 300}]}, "expected_answer": "4"}
-    empty, fields = np.zeros(0, np.int32), read_row(row)
+    empty = np.zeros(0, np.int32)
+    fields = read_row(row)
     prompts = [Prompt(f"p{i}", empty, "", "gym", fields) for i in range(-(-count // 8))]
     return [Trajectory(prompts[i // 8], i % 8, empty, empty.astype(np.float32), 0, "four " * 50, "stop") for i in range(count)]
 
@@ -164,7 +172,9 @@ def all_at_once(bench: Bench, seed_session: bool = False) -> Case:
 
 def memory_growth_mb(bench: Bench, batches: int) -> float:
     """Megabytes by which this process is larger after ``batches`` batches of 2,000 than after the first two."""
-    gym, trajectories, process = bench.gym(IN_FLIGHT), trajectories_of(IN_FLIGHT), psutil.Process()
+    gym = bench.gym(IN_FLIGHT)
+    trajectories = trajectories_of(IN_FLIGHT)
+    process = psutil.Process()
     sizes = []
     for _ in range(batches):
         gym.verify(trajectories)
@@ -178,7 +188,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Benchmark of verification by servers.")
     parser.add_argument("--quick", action="store_true", help="shorter flows, fewer batches")
     quick = parser.parse_args().quick
-    bench, missed = Bench(), []
+    bench = Bench()
+    missed = []
     for concurrency in (50,) if quick else (10, 25, 50):
         case = throughput(bench, concurrency, 2.0 if quick else 4.0)
         share = case.rate * LATENCY_S / concurrency

@@ -61,7 +61,8 @@ def _case(pool, folder: Path, layout_name: str, size: str) -> str:
     batch = tiny_models.make_batch(64, longest=400)
     found = pool.run(memory_tracker.peak_of_update, layout.ranks, layout.config, model, batch, BUDGET, deadline_s=200)
     guess = _predicted(content, layout.config, max(r["tokens"] for r in found), max(r["rows"] for r in found))
-    tensors, resident = max(r["tensors"] for r in found), max(r["rss"] for r in found)
+    tensors = max(r["tensors"] for r in found)
+    resident = max(r["rss"] for r in found)
     return (
         f"{layout_name:<10}{size:<6}{guess / 1e6:>14.1f}{tensors / 1e6:>12.1f}{guess / tensors:>8.3f}"
         f"{resident / 1e6:>13.1f}{guess / resident:>8.3f}"
@@ -87,7 +88,8 @@ def _predicted(content: dict, megatron, tokens: int, rows: int) -> int:
     from gdpo_nemo.planning.shape import shape_from
 
     config = Config()
-    config.policy.precision, config.policy.megatron_cfg = "float32", megatron
+    config.policy.precision = "float32"
+    config.policy.megatron_cfg = megatron
     return policy_memory(config, shape_from(content), tokens, rows).total
 
 

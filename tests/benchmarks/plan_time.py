@@ -80,7 +80,8 @@ def _model(folder: Path) -> Path:
 
 def _train(folder: Path, steps: int, prompts: int, samples: int, budget: int) -> Path:
     """The folder of the run, which is made unless it is there, finished."""
-    run_dir, model = folder / f"{prompts}x{samples}", _model(folder / "model")
+    run_dir = folder / f"{prompts}x{samples}"
+    model = _model(folder / "model")
     if (run_dir / "report.html").exists():
         return run_dir
     overrides = [

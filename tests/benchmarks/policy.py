@@ -137,7 +137,8 @@ def predicted(model: Path, policy, tokens: int, rows: int) -> dict:
     from gdpo_nemo.planning.shape import shape_from
 
     config = Config()
-    config.policy.precision, config.policy.megatron_cfg = policy.precision, policy.megatron_cfg
+    config.policy.precision = policy.precision
+    config.policy.megatron_cfg = policy.megatron_cfg
     memory = policy_memory(config, shape_from(json.loads((model / "config.json").read_text())), tokens, rows)
     return {**{key: value for key, value in vars(memory).items() if key != "stage"}, "total": memory.total}
 
@@ -153,18 +154,24 @@ def theirs(folder: Path, arguments):
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.999), weight_decay=0.0, fused=True)
 
     def share(part) -> torch.Tensor:
-        left, right = max(len(s.prompt_ids) for s in part), max(len(s.completion_ids) for s in part)
+        left = max(len(s.prompt_ids) for s in part)
+        right = max(len(s.completion_ids) for s in part)
         ids = torch.zeros(len(part), left + right, dtype=torch.int64)
         mask = torch.zeros_like(ids)
         weight = torch.zeros(len(part), right)
         for row, s in enumerate(part):
-            start, stop = left - len(s.prompt_ids), left + len(s.completion_ids)
-            ids[row, start:left], ids[row, left:stop] = torch.from_numpy(s.prompt_ids), torch.from_numpy(s.completion_ids)
+            start = left - len(s.prompt_ids)
+            stop = left + len(s.completion_ids)
+            ids[row, start:left] = torch.from_numpy(s.prompt_ids)
+            ids[row, left:stop] = torch.from_numpy(s.completion_ids)
             mask[row, start:stop] = 1
             weight[row, : len(s.completion_ids)] = s.weight * s.advantage
-        ids, mask, weight = ids.to(device), mask.to(device), weight.to(device)
+        ids = ids.to(device)
+        mask = mask.to(device)
+        weight = weight.to(device)
         logits = model(input_ids=ids, attention_mask=mask, logits_to_keep=right + 1, use_cache=False).logits[:, :-1]
-        flat, targets = logits.flatten(0, 1).float(), ids[:, left:].flatten()
+        flat = logits.flatten(0, 1).float()
+        targets = ids[:, left:].flatten()
         logprobs = -torch.nn.functional.cross_entropy(flat, targets, reduction="none").view_as(weight)
         return -((logprobs - logprobs.detach()).exp() * weight).sum()
 
@@ -196,10 +203,12 @@ def serve(side: str, folder: Path, arguments) -> None:
     for _ in sys.stdin:
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
-        wall, cpu = time.perf_counter(), time.process_time()
+        wall = time.perf_counter()
+        cpu = time.process_time()
         loss = update(batch)
         row = dict(loss=loss, wall=time.perf_counter() - wall, cpu=time.process_time() - cpu)
-        row["lengths"], row["gpu"] = [len(s) for s in batch], torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+        row["lengths"] = [len(s) for s in batch]
+        row["gpu"] = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
         row |= dict(peak=memory(torch, "VmHWM") - before, held=held, tokens=sum(map(len, batch)))
         row["predicted"] = getattr(update, "predicted", None)
         print(json.dumps(row), flush=True)
@@ -282,7 +291,8 @@ def _show(size: str, parameters: int, rows: dict, arguments) -> None:
     if top:
         seconds = tokens / rate["ours"][0]
         print(f"MFU on {first['gpu']}: {model_flops(size, parameters, first['lengths']) / seconds / top:.3f} of {top / 1e12:.0f} TFLOP/s")
-    plan, peak = rows["ours"][0]["predicted"], max(row["peak"] for row in rows["ours"])
+    plan = rows["ours"][0]["predicted"]
+    peak = max(row["peak"] for row in rows["ours"])
     items = ", ".join(f"{name} {size >> 20}" for name, size in plan.items() if size and name != "total")
     print(f"planned for gdpo_nemo: {plan['total'] >> 20} MiB ({items}); peak / plan {peak / plan['total']:.3f}")
     if len(rate) == 2:

@@ -24,7 +24,10 @@ import tempfile
 import time
 from pathlib import Path
 
-PROMPTS, SAMPLES, PROMPT_TOKENS, NEW_TOKENS = 16, 8, 32, 64
+PROMPTS = 16
+SAMPLES = 8
+PROMPT_TOKENS = 32
+NEW_TOKENS = 64
 VOCABULARY = 8192
 LEARNING_RATE = 1e-5
 PHASES = ("generation", "advantages", "training", "weight sync")
@@ -99,7 +102,8 @@ class Meter:
     @contextlib.contextmanager
     def phase(self, name: str):
         """Adds the block to phase ``name`` of the last step."""
-        wall, cpu = time.perf_counter(), self.cpu()
+        wall = time.perf_counter()
+        cpu = self.cpu()
         yield
         spent = self.steps[-1].get(name, (0.0, 0.0))
         self.steps[-1][name] = (spent[0] + time.perf_counter() - wall, spent[1] + self.cpu() - cpu)
@@ -125,7 +129,9 @@ def run_ours(folder: Path, steps: int, threads: int, micro_batch: int) -> dict:
     from gdpo_nemo.cluster.weight_sync import WeightSync
 
     config = _config(folder, threads, micro_batch)
-    meter, settings, parity = Meter(), LossSettings(), 0.0
+    meter = Meter()
+    settings = LossSettings()
+    parity = 0.0
     with session(config.cluster):
         policy = PolicyGroup(config, str(folder), steps + 1)
         fleet = EngineFleet(config, str(folder))

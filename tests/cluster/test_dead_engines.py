@@ -79,7 +79,8 @@ def request(name: str) -> dict:
 def test_an_engine_that_keeps_dying_ends_the_run_however_well_the_others_do(fleet, tmp_path):
     fleet.advance(fleets.InflightRequests(1), request("before"))
     (tmp_path / "1").write_text("dies\n" * 12)
-    over, drawn = threading.Event(), []
+    over = threading.Event()
+    drawn = []
 
     def beside() -> None:
         while not over.is_set():

@@ -93,7 +93,8 @@ def same(left, right) -> bool:
 def test_samples_depend_on_prompt_and_seed_alone(parts):
     parts.sync.publish(0)
     wanted = requests(12)
-    together, alone = draw(parts.fleet, wanted), [draw(parts.fleet, [r]).completions[0] for r in wanted[:3]]
+    together = draw(parts.fleet, wanted)
+    alone = [draw(parts.fleet, [r]).completions[0] for r in wanted[:3]]
     assert [c.token_ids.tolist() for c in together.completions[:3]] == [c.token_ids.tolist() for c in alone]
     twice = [SampleRequest(wanted[0].prompt_ids, seed) for seed in range(8)]
     assert len({tuple(c.token_ids) for c in draw(parts.fleet, twice).completions}) > 1
@@ -168,7 +169,8 @@ def adapted(parts, digit_model):
 
 def test_adapters_alone_give_the_engines_the_merged_weights_on_every_transport(parts, adapted, digit_model, tmp_path):
     """A tenth of the bytes; the probe as near as with the whole model; the same samples whichever way they came."""
-    wanted, drawn = requests(8), []
+    wanted = requests(8)
+    drawn = []
     train_once(adapted)
     for version, name in enumerate(("memory", "gloo", "folder"), 30):
         parts.sync.publish(version)  # other weights in between, whole
@@ -239,9 +241,11 @@ def test_a_prompt_without_room_for_a_completion_is_refused_and_the_engine_lives_
 
 def test_the_reference_model_stays_where_training_started(parts):
     sequence = TrainSequence(WORDS[:6], WORDS[6:], np.zeros(14, np.float32))
-    (reference,), (now,) = parts.policy.logprobs([sequence], reference=True), parts.policy.logprobs([sequence])
+    (reference,) = parts.policy.logprobs([sequence], reference=True)
+    (now,) = parts.policy.logprobs([sequence])
     train_once(parts.policy)
-    (later_reference,), (later,) = parts.policy.logprobs([sequence], reference=True), parts.policy.logprobs([sequence])
+    (later_reference,) = parts.policy.logprobs([sequence], reference=True)
+    (later,) = parts.policy.logprobs([sequence])
     assert np.array_equal(reference, later_reference)
     assert not np.array_equal(now, later) and not np.array_equal(now, reference)
 
@@ -318,7 +322,8 @@ def test_nodes_that_are_not_there_and_folders_that_a_node_does_not_see_are_named
     config.cluster.num_nodes = 2
     with pytest.raises(RunError, match="2 nodes with 1 CPU each were not free within 1 s; the Ray cluster has 1 nodes"):
         placement.reserve(config, [tmp_path])
-    config.cluster.num_nodes, config.cluster.env_nodes = 1, 3
+    config.cluster.num_nodes = 1
+    config.cluster.env_nodes = 3
     with pytest.raises(RunError, match=r"1 nodes with 1 CPU each and 3 more with 1 CPU for environments \(cluster.env_nodes\) were not free"):
         placement.reserve(config, [tmp_path])
 

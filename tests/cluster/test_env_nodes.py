@@ -23,7 +23,8 @@ from gdpo_nemo.errors import ConfigError, RunError
 def nodes():
     """Two nodes, which here are two actors of this machine; ``one`` has a worker of its own, on the second."""
     config = Config(env={"env": {"plugin": f"{HOSTILE}:Hostile"}, "one": {"plugin": f"{HOSTILE}:Hostile", "num_workers": 1}})
-    config.rollout.env_workers, config.rollout.env_timeout_s = 3, 0.7
+    config.rollout.env_workers = 3
+    config.rollout.env_timeout_s = 0.7
     with session(config.cluster):
         config.cluster.env_nodes = 2
         nodes = EnvironmentNodes(config, here(config))

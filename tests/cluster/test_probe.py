@@ -22,7 +22,8 @@ from gdpo_nemo.errors import RunError
 from gdpo_nemo.weights.manifest import pack, unpack
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-DOWN, QUERY = "model.layers.1.mlp.down_proj.weight", "model.layers.1.self_attn.q_proj.weight"
+DOWN = "model.layers.1.mlp.down_proj.weight"
+QUERY = "model.layers.1.self_attn.q_proj.weight"
 LEARNING_RATE = 2e-4
 Weights = dict[str, torch.Tensor]
 
@@ -32,7 +33,8 @@ class Stage:
 
     def __init__(self, config, model: Path):
         self.config = config
-        self.policy, self.fleet = PolicyGroup(config, str(model), total_updates=10), EngineFleet(config, str(model))
+        self.policy = PolicyGroup(config, str(model), total_updates=10)
+        self.fleet = EngineFleet(config, str(model))
         self.policy.ready()
         self.fleet.ready()
         prompts = [np.array([d + 2, 4, 9, 3, 7, 12], np.int32) for d in range(4)]
@@ -59,7 +61,8 @@ class Stage:
         """Between the policy and an engine that got ``weights``, as the probe measures it."""
         manifest, buffer = pack(weights.items(), 1)
         gather([self.fleet._actors[0].update.remote(manifest, buffer)], "updating", 120)
-        limit, self.probe.limit = self.probe.limit, np.inf
+        limit = self.probe.limit
+        self.probe.limit = np.inf
         try:
             return self.probe.verify(self.policy, self.fleet, 1)
         finally:
@@ -87,7 +90,8 @@ def _with(name: str, change: Callable[[torch.Tensor], torch.Tensor]):
 
 
 def _block_transposed(weight: torch.Tensor) -> torch.Tensor:
-    size, changed = min(weight.shape) // 2, weight.clone()
+    size = min(weight.shape) // 2
+    changed = weight.clone()
     changed[:size, :size] = weight[:size, :size].T
     return changed
 
@@ -116,7 +120,8 @@ FAULTS = {
 
 
 def test_equal_weights_pass_with_room_to_spare(stage):
-    probe, precision = stage.probe, stage.config.policy.precision
+    probe = stage.probe
+    precision = stage.config.policy.precision
     assert probe.limit == max(LEAST[precision], 4 * probe.floor) and len(probe.by_policy(stage.policy)) > 40
     assert stage.published["parity/probe"] == pytest.approx(probe.floor, rel=0.5, abs=1e-6)
     assert probe.floor < {"float32": 1e-5, "bfloat16": 2e-2}[precision]
@@ -125,8 +130,10 @@ def test_equal_weights_pass_with_room_to_spare(stage):
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_the_probe_tells_a_fault_from_rounding_and_checksums_find_the_rest(stage, name):
-    precision, (make, *seen) = stage.config.policy.precision, FAULTS[name]
-    wrong, larger = make(stage.new, stage.old), seen[precision == "bfloat16"]
+    precision = stage.config.policy.precision
+    (make, *seen) = FAULTS[name]
+    wrong = make(stage.new, stage.old)
+    larger = seen[precision == "bfloat16"]
     found = stage.difference(wrong)
     print(f"{precision:8s} {name:40s} {found:.2e} (limit {stage.probe.limit:.1e}, equal weights {stage.probe.floor:.1e})")
     assert larger is None or (found > stage.probe.limit) == larger, found

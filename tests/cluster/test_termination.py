@@ -44,7 +44,8 @@ def wait(arguments):
 report.run = wait
 sys.exit(cli.main(["report", "x"]))
 """
-TO_US, TO_THE_GROUP = "lambda: os.kill(os.getpid(), NUMBER)", "lambda: os.killpg(0, NUMBER)"
+TO_US = "lambda: os.kill(os.getpid(), NUMBER)"
+TO_THE_GROUP = "lambda: os.killpg(0, NUMBER)"
 
 
 def drive(number: signal.Signals, sent: str, seconds: int, *before: str) -> subprocess.CompletedProcess:

@@ -136,7 +136,9 @@ def test_invalid_yaml_names_file_and_line(tmp_path, text):
 )
 def test_a_saved_config_loads_back_equal(tmp_path, rewards, name, seed):
     config = load_config(DEMO)
-    config.gdpo.rewards, config.run.name, config.run.seed = rewards, name, seed
+    config.gdpo.rewards = rewards
+    config.run.name = name
+    config.run.seed = seed
     path = tmp_path / "nested" / "config.yaml"
     save_config(config, path)
     assert load_config(path) == config
@@ -144,7 +146,8 @@ def test_a_saved_config_loads_back_equal(tmp_path, rewards, name, seed):
 
 
 def test_environments_of_a_parent_stay_only_where_they_are_named_again(minimal, tmp_path):
-    parent, child = tmp_path / "parent.yaml", tmp_path / "child.yaml"
+    parent = tmp_path / "parent.yaml"
+    child = tmp_path / "child.yaml"
     parent.write_text(minimal.read_text().replace("env: {", "env: {unused: {}, "))
     child.write_text("defaults: parent.yaml\nenv: {mine: {plugin: digit_sort}}\ndata: {train: {environment: mine}}\n")
     assert load_config(child).env == {"mine": {"plugin": "digit_sort"}}

@@ -18,7 +18,8 @@ CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 EXPERTS = {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 EMPTY_SAFETENSORS = (2).to_bytes(8, "little") + b"{}"
 GPUS = ["cluster.gpus_per_node=8"]
-MEGATRON, VLLM = "policy.megatron_cfg", "policy.generation.vllm_cfg"
+MEGATRON = "policy.megatron_cfg"
+VLLM = "policy.generation.vllm_cfg"
 
 
 def refused(path: Path, *overrides: str) -> str:

@@ -103,7 +103,8 @@ def test_every_canonical_key_is_translated_or_listed_and_the_result_is_valid(tmp
 
 def test_values_arrive_where_they_mean_the_same(tmp_path):
     config = config_of(translate(EVERY_KEY), tmp_path)
-    megatron, generation = config.policy.megatron_cfg, config.policy.generation
+    megatron = config.policy.megatron_cfg
+    generation = config.policy.generation
     assert (config.gdpo.estimator, config.gdpo.num_prompts_per_step, config.gdpo.num_generations_per_prompt) == (
         "grpo",
         24,

@@ -28,7 +28,8 @@ def at(node, key: str):
 
 def another(key: str):
     """A value that the key does not have by default."""
-    default, names = at(LossSettings(), key), CHOICES.get(f"loss_fn.{key}")
+    default = at(LossSettings(), key)
+    names = CHOICES.get(f"loss_fn.{key}")
     if names:
         return next(name for name in names if name != default)
     return {bool: not default, float: 1.5, int: 3}.get(type(default), 2)

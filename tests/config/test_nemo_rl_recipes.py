@@ -46,7 +46,8 @@ BLOCKERS = {
     "images_sglang": {"data.default.processor", "env.clevr-cogent", "policy.model_name", "policy.generation.backend"},
 }
 
-M, S = "policy.megatron_cfg", "policy.megatron_cfg.scheduler"
+M = "policy.megatron_cfg"
+S = "policy.megatron_cfg.scheduler"
 VALUES = {
     "base": {
         # Mean and deviation of the other members (calculate_baseline_and_std_per_prompt).

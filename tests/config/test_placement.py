@@ -20,7 +20,8 @@ TINY = Path(__file__).resolve().parents[2] / "configs" / "gdpo_tiny_cpu.yaml"
 
 def config(nodes: int, gpus: int, tensor: int = 1, data: int | None = None, engines: int = 1, engine_tensor: int = 1) -> Config:
     found = Config()
-    found.cluster.num_nodes, found.cluster.gpus_per_node = nodes, gpus
+    found.cluster.num_nodes = nodes
+    found.cluster.gpus_per_node = gpus
     found.policy.megatron_cfg.tensor_model_parallel_size = tensor
     found.policy.megatron_cfg.data_parallel_size = data
     found.policy.generation.engines = engines
@@ -81,7 +82,8 @@ def test_what_does_not_fit_is_refused_with_the_arithmetic(wanted, why):
 
 def test_environment_workers_are_dealt_out_evenly_to_nodes_of_their_own():
     wanted = config(2, 8, engines=8)
-    wanted.cluster.env_nodes, wanted.rollout.env_workers = 3, 4
+    wanted.cluster.env_nodes = 3
+    wanted.rollout.env_workers = 4
     wanted.env = {"gsm8k": None, "slow": {"num_workers": 3}, "digits": {}}
     loads = place_workers(wanted)
     assert loads == [{SHARED: 2, "slow": 1}, {SHARED: 1, "slow": 1}, {SHARED: 1, "slow": 1}]
@@ -184,7 +186,8 @@ def test_a_colocated_layout_that_cannot_be_is_refused_with_the_arithmetic():
 )
 def test_a_transport_follows_from_the_placement_or_is_refused_where_it_cannot_be(nodes, gpus, placement, wanted, chosen):
     found = load_config(TINY, [f"weights.transport={wanted}", f"cluster.placement={placement}"])
-    found.cluster.num_nodes, found.cluster.gpus_per_node = nodes, gpus
+    found.cluster.num_nodes = nodes
+    found.cluster.gpus_per_node = gpus
     found.policy.megatron_cfg.data_parallel_size = 2
     if " " in chosen:
         with pytest.raises(ConfigError, match=f"weights.transport: {chosen}"):

@@ -62,7 +62,8 @@ def test_no_rank_is_dearer_than_another_by_more_than_two_sequences(lengths, rank
 
 def test_long_sequences_are_balanced_by_what_attention_makes_them_cost():
     """By tokens the long sequence is worth ten short ones; with attention it is dearer than all thirty, and stays alone."""
-    lengths, quadratic = [1000, *[100] * 30], 1e-2
+    lengths = [1000, *[100] * 30]
+    quadratic = 1e-2
     shares = assign(lengths, 2, 4000, quadratic=quadratic)
     by_cost = measure(shares, lengths, 1, 1, quadratic)["imbalance"]
     by_tokens = measure(assign(lengths, 2, 4000), lengths, 1, 1, quadratic)["imbalance"]

@@ -92,7 +92,8 @@ def test_a_row_that_no_environment_verifies_is_refused(tmp_path, row, message):
 def test_resuming_at_any_position_deals_the_same_prompts(numbered, cuts, seed):
     once = source(DatasetConfig(path=numbered, size=7), seed=seed)
     whole = [once.batch(position, 1)[0].id for position in range(sum(cuts))]
-    position, dealt = 0, []
+    position = 0
+    dealt = []
     for cut in cuts:
         resumed = source(DatasetConfig(path=numbered, size=7), seed=seed)
         dealt += [prompt.id.partition("#")[0] for prompt in resumed.batch(position, cut)]
@@ -108,7 +109,8 @@ def test_every_epoch_is_a_permutation_and_no_two_are_equal(numbered):
 
 
 def test_the_seed_decides_the_order_and_not_the_fingerprint(numbered):
-    first, second = source(DatasetConfig(path=numbered), seed=1), source(DatasetConfig(path=numbered), seed=2)
+    first = source(DatasetConfig(path=numbered), seed=1)
+    second = source(DatasetConfig(path=numbered), seed=2)
     assert ids(first.batch(0, 10)) != ids(second.batch(0, 10))
     assert first.fingerprint == second.fingerprint
 

@@ -34,7 +34,8 @@ def main() -> int:
     image.mkdir(parents=True, exist_ok=True)
     arguments, stages = read()
     for name in ("cpu-build", "cpu"):
-        environment, folder = _fresh(image), image
+        environment = _fresh(image)
+        folder = image
         for stage in lineage(stages, name):
             for word, rest in stage.steps:
                 rest = _filled(rest, arguments)

@@ -95,7 +95,8 @@ def test_every_command_of_the_page_exists(capsys):
 
 
 def test_the_health_check_fails_on_a_run_that_stands_still(tmp_path):
-    script, program = ROOT / "docker" / "healthcheck.sh", tmp_path / "bin" / "gdpo-nemo"
+    script = ROOT / "docker" / "healthcheck.sh"
+    program = tmp_path / "bin" / "gdpo-nemo"
     program.parent.mkdir()
     program.write_text(
         f'#!/bin/sh\nexec {sys.executable} -c "import sys; from gdpo_nemo.cli import main; sys.exit(main())" "$@"\n'

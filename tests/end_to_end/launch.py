@@ -17,7 +17,8 @@ from typing import Callable
 import psutil
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-START_S, STEPS = 1200, 6
+START_S = 1200
+STEPS = 6
 
 
 class Launch:
@@ -42,7 +43,8 @@ class Launch:
         ]
         # What the run writes beside its folder comes here, except for Ray's sockets, whose path must be short, and torch's cache,
         # which is the user's.
-        self.scratch, shared = Path(tempfile.mkdtemp(prefix="e2e")), tempfile.gettempdir()
+        self.scratch = Path(tempfile.mkdtemp(prefix="e2e"))
+        shared = tempfile.gettempdir()
         beside = {"TMPDIR": str(self.scratch), "RAY_TMPDIR": shared, "TORCHINDUCTOR_CACHE_DIR": f"{shared}/torchinductor_tests"}
         self.process = subprocess.Popen(
             [*(before or []), *command],

@@ -85,7 +85,8 @@ def test_exported_model_is_what_the_last_checkpoint_holds_and_transformers_loads
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     folder = undisturbed[0].run_dir / "model"
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
     ids = tokenizer("31524=", return_tensors="pt").input_ids
     assert ids.shape == (1, 6) and model(ids).logits.shape[-1] == model.config.vocab_size
 
@@ -156,9 +157,11 @@ def test_eval_of_a_checkpoint_gives_what_the_run_itself_measured_after_that_step
     """Through a Hugging Face folder and another engine, bit for bit."""
     from gdpo_nemo.cli import main
 
-    run_dir, out = undisturbed[0].run_dir, tmp_path / "eval"
+    run_dir = undisturbed[0].run_dir
+    out = tmp_path / "eval"
     assert main(["eval", str(run_dir), "--step", str(STEPS), "--out", str(out)]) == 0
-    shown, found = capsys.readouterr().out, json.loads((out / "eval.json").read_text())
+    shown = capsys.readouterr().out
+    found = json.loads((out / "eval.json").read_text())
     measured = next(row for row in rows(run_dir) if row["step"] == STEPS and "loss" not in row)
     assert {f"validation/{name}": score["mean"] for name, score in found["scores"].items()} == {
         name: value for name, value in measured.items() if name.removeprefix("validation/") in found["scores"]
@@ -283,9 +286,11 @@ def _log_ratio(run_dir: Path, step: int, model: Path) -> float:
     import torch
     from transformers import AutoModelForCausalLM
 
-    reference, found = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32), []
+    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    found = []
     for record in read_rollouts(rollout_path(run_dir, step)):
-        prompt, completion = record["prompt_ids"], record["completion_ids"]
+        prompt = record["prompt_ids"]
+        completion = record["completion_ids"]
         with torch.no_grad():
             logits = reference(torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1]
         own = torch.log_softmax(logits.double(), -1)[torch.arange(len(completion)), torch.tensor(completion)]

@@ -43,7 +43,8 @@ class Host:
     """A host of the cluster: its Ray node and everything that runs on it."""
 
     def __init__(self, network: Network, number: int, head: Host | None = None):
-        self.name, self.address = f"{network.name}-{number}", f"{network.subnet}.{number}"
+        self.name = f"{network.name}-{number}"
+        self.address = f"{network.subnet}.{number}"
         self.prefix = network.attach(self.name, self.address)
         role = ["--head", f"--port={PORT}", f"--temp-dir={network.folder}", "--include-dashboard=false"]
         if head is not None:
@@ -83,7 +84,8 @@ class Network:
     """A bridge that hosts are attached to; without the right to make one, loopback addresses."""
 
     def __init__(self, folder: Path):
-        self.folder, self.name = folder, f"gd{os.getpid() % 100000}"
+        self.folder = folder
+        self.name = f"gd{os.getpid() % 100000}"
         self.namespaces = _ip("link", "add", self.name, "type", "bridge") and _ip("link", "set", self.name, "up")
         self.subnet = f"10.{77 + os.getpid() % 100}.0" if self.namespaces else "127.0.77"
         self.hosts: list[Host] = []
@@ -190,7 +192,8 @@ def test_a_run_over_two_hosts_loses_one_and_resumes_to_the_one_host_run_bit_for_
     assert f"node {second.address} is no longer in the cluster" in errors[0]
     assert len(rows(tmp_path / "run")) < len(rows(undisturbed[0].run_dir))
 
-    replacement, verifier = network.add(3), network.add(4)
+    replacement = network.add(3)
+    verifier = network.add(4)
     resumed = launch(head, tmp_path / "run", digit_model, "cluster.num_nodes=2", "cluster.env_nodes=1")
     kill_in_the_middle_of_verdicts(verifier, resumed)
     placed = [actors(host) for host in (head, replacement, verifier)]

@@ -137,7 +137,8 @@ class Counting:
     """Built once, called often."""
 
     def __init__(self, step, start=0.0):
-        self.value, self.step = start, step
+        self.value = start
+        self.step = step
 
     def __call__(self, completions, **_):
         self.value += self.step

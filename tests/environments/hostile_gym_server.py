@@ -20,7 +20,9 @@ class Hosted:
     """An ASGI application served from a thread of this process, on a port that stays the same over restarts."""
 
     def __init__(self, app):
-        self._app, self.port, self._server = app, 0, None
+        self._app = app
+        self.port = 0
+        self._server = None
         self.start()
         self.url = f"http://127.0.0.1:{self.port}"
 
@@ -80,7 +82,11 @@ class Strict(BaseModel):
 def hostile_app(elsewhere: str = "") -> FastAPI:
     """The server. ``app.state.seen`` lists the bodies of /verify, ``app.state.cookies`` what came with them."""
     app = FastAPI()
-    app.state.seen, app.state.cookies, app.state.seeds, app.state.active, app.state.most = [], [], 0, 0, 0
+    app.state.seen = []
+    app.state.cookies = []
+    app.state.seeds = 0
+    app.state.active = 0
+    app.state.most = 0
 
     @app.get("/")
     async def alive():
@@ -120,7 +126,8 @@ def hostile_app(elsewhere: str = "") -> FastAPI:
 
 
 async def _answer(app: FastAPI, row: dict, request: Request, elsewhere: str):
-    misdeed, value = row.get("misdeed", "none"), row["value"]
+    misdeed = row.get("misdeed", "none")
+    value = row["value"]
     times = sum(one.get("id") == row.get("id") and one.get("misdeed") == misdeed for one in app.state.seen)
     honest = good(value)
     if misdeed == "slow":

@@ -13,7 +13,9 @@ class JudgeServer(ThreadingHTTPServer):
 
     def __init__(self):
         super().__init__(("127.0.0.1", 0), _Handler)
-        self.requests, self.seen, self.stopped = [], {}, threading.Event()
+        self.requests = []
+        self.seen = {}
+        self.stopped = threading.Event()
         self.url = f"http://127.0.0.1:{self.server_port}/v1"
         threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
 

@@ -16,7 +16,8 @@ CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gdpo
 COMPILED = ("reasoning_gym",) if find_spec("reasoning_gym") else ()
 """Servers whose library needs a compiler: those of the project's extras that are installed."""
 PACKAGES = ("nemo-gym==0.4.0", "tiktoken==0.12.0", *(["reasoning-gym==0.1.25"] if COMPILED else []))
-INSTALL_S, START_S = 600, 600
+INSTALL_S = 600
+START_S = 600
 PLUGIN = REPOSITORY / "examples" / "nemo_gym_plugin"
 """A folder with resources servers of ours, beside NeMo Gym's."""
 
@@ -24,7 +25,8 @@ PLUGIN = REPOSITORY / "examples" / "nemo_gym_plugin"
 def installed() -> Path:
     """The Python of the environment; makes it first where that has not been done (15 s). Any number may call at once."""
     folder = CACHE / "-".join(text.replace("==", "_") for text in PACKAGES)
-    python, complete = folder / "bin" / "python", folder / "complete"
+    python = folder / "bin" / "python"
+    complete = folder / "complete"
     folder.parent.mkdir(parents=True, exist_ok=True)
     with open(folder.with_suffix(".lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

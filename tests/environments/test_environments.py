@@ -59,7 +59,8 @@ def test_digit_sort_keeps_the_raw_length_flag_beside_a_conditioned_one():
 
 def test_digit_sort_holds_out_one_prompt_in_ten_and_repeats_its_rows():
     env = DigitSort()
-    train, held_out = env.rows("train", None, 3), env.rows("validation", 50, 3)
+    train = env.rows("train", None, 3)
+    held_out = env.rows("validation", 50, 3)
     assert len(train) == len({row["id"] for row in train}) == 90_000 and len(held_out) == 50
     assert all(is_held_out(row["digits"]) for row in held_out) and not any(is_held_out(row["digits"]) for row in train)
     assert env.rows("train", 7, 3) == train[:7] != env.rows("train", 7, 4)

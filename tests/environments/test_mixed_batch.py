@@ -57,7 +57,8 @@ def batch(tmp_path_factory):
     (folder / "mixed.yaml").write_text(YAML.replace("ROWS", str(folder / "rows.jsonl")))
     config = load_config(folder / "mixed.yaml")
     validate(config)
-    data, environments = config.data.train, load_environments(config.env)
+    data = config.data.train
+    environments = load_environments(config.env)
     prompts = PromptSource(data, environments, character_tokenizer(), split="train", seed=0, max_prompt_tokens=900).head()
     groups = [Group(prompt, [_sample(prompt, i, text) for i, text in enumerate(COMPLETIONS[prompt.environment])]) for prompt in prompts]
     with EnvironmentPools(config.env, timeout_s=20.0) as pool:

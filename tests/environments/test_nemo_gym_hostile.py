@@ -17,7 +17,9 @@ from gdpo_nemo.environments.nemo_gym.gym_rows import ROW
 from gdpo_nemo.errors import ConfigError, RunError
 
 # Forty batches share two cores with their server, and these with others: what is not the misdeed must fit in with room to spare.
-DEADLINE, TIMEOUT, ALLOWANCE = 6.0, 2.5, 4.0
+DEADLINE = 6.0
+TIMEOUT = 2.5
+ALLOWANCE = 4.0
 RULES = [{"name": "correctness"}, {"name": "format"}]
 LIMITS = {"deadline_s": DEADLINE, "request_timeout_s": TIMEOUT, "retries": 2, "max_reply_bytes": 2**20}
 
@@ -223,7 +225,9 @@ def test_a_group_closes_when_it_has_enough_and_its_stragglers_are_cut_at_the_dea
     begin = time.monotonic()
     verdicts = gym.verify(batch)
     assert 3.9 < time.monotonic() - begin < 25
-    ok, aborted, failed = Outcome.OK, Outcome.ABORTED, Outcome.ENV_FAILED
+    ok = Outcome.OK
+    aborted = Outcome.ABORTED
+    failed = Outcome.ENV_FAILED
     assert [v.outcome for v in verdicts] == [ok] * 4 + [ok] * 3 + [aborted] + [ok] * 2 + [failed] * 2
     assert verdicts[7].detail == "straggler: cut, because its group had 3 valid members 1 s before"
     assert verdicts[10].detail == "straggler: cut, because its group had taken group_deadline_s (4 s)"

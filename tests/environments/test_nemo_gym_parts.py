@@ -246,7 +246,8 @@ def test_weights_may_stand_beside_the_rewards_but_not_contradict(monkeypatch):
 
 def test_failures_are_counted_per_environment_and_stragglers_apart():
     batch = [trajectory("x", name, index=i) for name in ("gym", "math") for i in range(4)]
-    batch[0].outcome, batch[1].outcome = Outcome.ENV_FAILED, Outcome.ABORTED
+    batch[0].outcome = Outcome.ENV_FAILED
+    batch[1].outcome = Outcome.ABORTED
     found = rollout_metrics(batch, 0)
     assert found["rollout/env_failed"] == found["rollout/aborted"] == 0.125
     assert found["rollout/env_failed/gym"] == 0.25 and found["rollout/env_failed/math"] == 0.0

@@ -26,7 +26,8 @@ SCRIPT = REPOSITORY / "examples" / "make_tiny_model.py"
 _spec = importlib.util.spec_from_file_location("make_tiny_model", SCRIPT)
 makers = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(makers)
-CHARACTERS, BYTES = makers.character_tokenizer(), makers.byte_tokenizer()
+CHARACTERS = makers.character_tokenizer()
+BYTES = makers.byte_tokenizer()
 
 
 @pytest.fixture(scope="module", params=["built", "read"])
@@ -174,7 +175,8 @@ def test_warm_up_lowers_the_loss_and_says_where_it_is(warmed_up):
 
 
 def test_the_warmed_up_model_is_the_architecture_that_was_announced(warmed_up):
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(warmed_up[0]), AutoTokenizer.from_pretrained(warmed_up[0])
+    model = AutoModelForCausalLM.from_pretrained(warmed_up[0])
+    tokenizer = AutoTokenizer.from_pretrained(warmed_up[0])
     assert sum(p.numel() for p in model.parameters()) == 1_053_952
     assert model.config.model_type == "qwen2" and model.config.tie_word_embeddings
     ends = {(c.eos_token_id, c.pad_token_id) for c in (model.config, model.generation_config, tokenizer)}
@@ -194,7 +196,8 @@ def test_the_random_model_loads_with_its_chat_template_and_depends_on_the_seed(t
     for name, seed in (("a", 1), ("b", 1), ("c", 2)):
         makers.make_random_model(str(tmp_path / name), seed)
     assert digest(tmp_path / "a") == digest(tmp_path / "b") != digest(tmp_path / "c")
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(tmp_path / "a"), AutoTokenizer.from_pretrained(tmp_path / "a")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "a")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "a")
     assert model.config.max_position_embeddings == 2048 and model.config.vocab_size == len(tokenizer)
     assert tokenizer.chat_template == makers.CHAT_TEMPLATE
     assert model.config.eos_token_id == tokenizer.eos_token_id
@@ -248,7 +251,8 @@ def test_the_command_line_makes_the_model_and_reports_a_taken_folder_in_one_line
 def test_every_factory_writes_the_configuration_that_it_promises(function, tmp_path, monkeypatch):
     monkeypatch.setattr(makers, "_warm_up", lambda start, result, *rest, **how: shutil.copytree(start, result, dirs_exist_ok=True))
     getattr(makers, function)(str(tmp_path / "model"), 0)
-    written, promised = json.loads((tmp_path / "model" / "config.json").read_text()), makers.MODEL_CONFIGS[function]
+    written = json.loads((tmp_path / "model" / "config.json").read_text())
+    promised = makers.MODEL_CONFIGS[function]
     assert {key: written.get(key) for key in promised} == promised
     assert written["vocab_size"] == len(AutoTokenizer.from_pretrained(tmp_path / "model"))
 

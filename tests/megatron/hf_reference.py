@@ -28,7 +28,8 @@ def run(folder, batch: list[TrainSequence], steps: int, options: OptimizerConfig
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     adam = _adam(model, options)
-    first, rows = None, []
+    first = None
+    rows = []
     for _ in range(steps):
         adam.zero_grad()
         loss, entropy, logprobs = _loss(model, batch, temperature)
@@ -57,9 +58,12 @@ def _loss(model, batch, temperature):
         row[: len(s)] = torch.from_numpy(np.concatenate([s.prompt_ids, s.completion_ids]).astype(np.int64))
     mask = torch.arange(ids.size(1))[None] < torch.tensor(lengths)[:, None]
     scores = (model(ids, attention_mask=mask.long()).logits / temperature).log_softmax(-1)
-    loss, entropy, values = torch.zeros(()), 0.0, []
+    loss = torch.zeros(())
+    entropy = 0.0
+    values = []
     for row, targets, s in zip(scores, ids, batch):
-        p, n = len(s.prompt_ids), len(s)
+        p = len(s.prompt_ids)
+        n = len(s)
         chosen = row[p - 1 : n - 1]
         logprobs = chosen.gather(-1, targets[p:n, None])[:, 0]
         loss = loss - s.weight * s.advantage * (logprobs - logprobs.detach()).exp().sum()

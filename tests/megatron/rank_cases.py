@@ -48,7 +48,8 @@ def spread(place, batch, budget=80):
     """The batch's assignment to this layout's data-parallel ranks; without a budget each sequence is alone."""
     from megatron.core import parallel_state
 
-    layout, ranks = place.layout, parallel_state.get_data_parallel_world_size()
+    layout = place.layout
+    ranks = parallel_state.get_data_parallel_world_size()
     multiple = layout.pipeline_model_parallel_size if layout.virtual_pipeline_model_parallel_size else 1
     if not budget:
         return assign_singly(len(batch), ranks, multiple)
@@ -170,7 +171,8 @@ def exported_at_once(place, folder) -> int:
     hf = AutoConfig.from_pretrained(folder)
     _, chunks = build_chunks(hf, place.layout, torch.float32)
     gc.collect()
-    seen, most = [], 0
+    seen = []
+    most = 0
     for _, tensor in export_hf(chunks, hf):
         seen.append(weakref.ref(tensor))
         most = max(most, sum(ref() is not None for ref in seen))
@@ -314,7 +316,8 @@ def continuations(place, folder, batch, checkpoint, starts, precision="float32")
     assignment = spread(place, batch)
     train(policy, batch, assignment, 1)
     save(policy, checkpoint)
-    saved, out = exported(policy), []
+    saved = exported(policy)
+    out = []
     for start in starts:
         policy = build_policy(place, folder, precision, **start)
         load(policy, checkpoint)

@@ -55,7 +55,8 @@ class RankPool:
 
     def __init__(self, folder: Path):
         # Its own, because a file that ranks have met in holds their addresses for ever.
-        self.folder, self.groups = tempfile.mkdtemp(dir=folder), 0
+        self.folder = tempfile.mkdtemp(dir=folder)
+        self.groups = 0
         self.processes: list[tuple[Any, Any]] = []
         self.laid_out = None
 
@@ -67,7 +68,8 @@ class RankPool:
         # The second rank imports while the first does: most layouts take two.
         self._start(max(2, ranks))
         if self.laid_out != (ranks, layout):
-            self.groups, self.laid_out = self.groups + 1, (ranks, layout)
+            self.groups = self.groups + 1
+            self.laid_out = (ranks, layout)
         group = (ranks, f"file://{self.folder}/group_{self.groups}")
         for _, pipe in self.processes[:ranks]:
             pipe.send((group, layout, seed, function, arguments))
@@ -79,7 +81,8 @@ class RankPool:
             pipe.close()
             process.kill()
             process.join()
-        self.processes, self.laid_out = [], None
+        self.processes = []
+        self.laid_out = None
 
     def _start(self, ranks: int) -> None:
         """Have at least ``ranks`` processes that have imported Megatron."""
@@ -104,7 +107,8 @@ class RankPool:
                 try:
                     ok, value = pipe.recv()
                 except EOFError:
-                    ok, value = False, DIED
+                    ok = False
+                    value = DIED
                 (results if ok else failures)[rank] = value
                 if not ok:
                     deadline = min(deadline, time.monotonic() + _GRACE_S)

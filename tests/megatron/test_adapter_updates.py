@@ -16,7 +16,8 @@ from gdpo_nemo.weights.adapters import merged_into, modules_of, peft_name
 from gdpo_nemo.weights.manifest import unpack
 from gdpo_nemo.weights.model_folder import open_weights, weight_names
 
-EVERY, ATTENTION = LoraConfig(rank=4, alpha=8.0), LoraConfig(rank=3, alpha=1.0, target_modules=["q_proj", "v_proj", "o_proj"])
+EVERY = LoraConfig(rank=4, alpha=8.0)
+ATTENTION = LoraConfig(rank=3, alpha=1.0, target_modules=["q_proj", "v_proj", "o_proj"])
 HEAD = LoraConfig(rank=4, alpha=8.0, target_modules=["k_proj", "v_proj", "lm_head"], share_a=True)
 MODELS = {"qwen2": HEAD, "llama": EVERY, "qwen2-tied": EVERY, "qwen3": EVERY, "mixtral": ATTENTION, "qwen3-moe-mixed": ATTENTION}
 CPU = torch.device("cpu")
@@ -35,8 +36,10 @@ def test_a_receiver_merges_what_the_policy_would_have_exported_bit_for_bit(on_ra
     wanted = {name: (model_folder(name), tiny_models.make_batch(), MODELS[name]) for name in names}
     found = on_ranks(layout, rank_cases.lora_shipments, wanted, precision)[0]
     for name, (exported, (manifest, buffer)) in found.items():
-        folder, moved = model_folder(name), 0
-        ours, base = received(folder, manifest, buffer), open_weights(folder)
+        folder = model_folder(name)
+        moved = 0
+        ours = received(folder, manifest, buffer)
+        base = open_weights(folder)
         assert ours.keys() == exported.keys()
         adapted = {f"{module}.weight" for module in modules_of(exported, MODELS[name].target_modules)}
         manifest.check_names(peft_name(key.removesuffix(".weight"), letter) for key in adapted for letter in "AB")
@@ -57,7 +60,8 @@ def shipment(on_ranks, model_folder):
 
 def test_a_flipped_bit_of_an_adapter_is_named_before_anything_is_merged(shipment):
     folder, manifest, buffer = shipment
-    entry, damaged = manifest.entries[-1], buffer.copy()
+    entry = manifest.entries[-1]
+    damaged = buffer.copy()
     damaged[entry.offset] ^= 1
     with pytest.raises(RunError, match=f"checksum of {entry.name} differs"):
         received(folder, manifest, damaged)

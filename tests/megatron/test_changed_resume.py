@@ -9,7 +9,9 @@ import pytest
 import rank_cases
 import tiny_models
 
-LR, DECAY = 1e-2, 0.1  # those of tests/megatron/layouts.py
+# those of tests/megatron/layouts.py
+LR = 1e-2
+DECAY = 0.1
 CASES = [("TP1", "qwen3", "float32"), ("TP2", "qwen3", "bfloat16"), ("DP2+DIST", "qwen3", "float32")]
 CASES += [("DP2xEP2+DIST", "qwen3-moe", "float32"), ("DP2xEP2", "qwen3-moe", "float32")]
 

@@ -55,7 +55,8 @@ def test_overlap_and_recompute_change_nothing(on_ranks, model_folder, reference,
 
 @pytest.mark.parametrize("layout", ["PP2+SHORTHEAD", "PP2+SHORTTAIL", "PP3+SHORTHEAD+SHORTTAIL"])
 def test_an_uneven_pipeline_computes_exports_and_plans_what_an_even_one_does(on_ranks, model_folder, reference, layout):
-    expected, folder = reference("qwen3"), model_folder("qwen3")
+    expected = reference("qwen3")
+    folder = model_folder("qwen3")
     results = on_ranks(layout, rank_cases.updates, folder, tiny_models.make_batch())
     assert max(relative_error(result.steps, expected.steps) for result in results) < 1e-5
     assert set(results[0].weights) == set(expected.weights)
@@ -68,7 +69,8 @@ def test_an_uneven_pipeline_computes_exports_and_plans_what_an_even_one_does(on_
 def planned_layers(megatron, folder) -> list[list[int]]:
     """The layers of every stage as the plan counts them."""
     config = Config(policy=PolicyConfig(model_name=str(folder), megatron_cfg=megatron))
-    shape, layout = shape_from(json.loads((folder / "config.json").read_text())), resolve_layout(config)
+    shape = shape_from(json.loads((folder / "config.json").read_text()))
+    layout = resolve_layout(config)
     return [list(shape.on_stage(layout, stage)) for stage in range(layout.pipeline)]
 
 
@@ -90,7 +92,8 @@ def test_frozen_routers_stay_bit_for_bit_while_everything_else_is_trained(on_ran
 
 def test_the_routers_precision_is_that_of_the_config(on_ranks, model_folder):
     """In bfloat16 the scores of a float64 router differ from those of a bfloat16 one, and so do the log-probs."""
-    folder, batch = model_folder("qwen3-moe"), tiny_models.make_batch()
+    folder = model_folder("qwen3-moe")
+    batch = tiny_models.make_batch()
     plain, exact = (
         on_ranks(layout, rank_cases.updates, folder, batch, 0, 80, None, None, "bfloat16")[0].before.values
         for layout in ("TP1", "TP1+FLOAT64ROUTER")
@@ -104,7 +107,8 @@ def test_a_warm_up_with_its_own_start_has_the_rates_of_torchs_linear_schedule(on
     theirs = torch.optim.AdamW([weight], lr=1e-2)
     schedules = torch.optim.lr_scheduler
     parts = [schedules.LinearLR(theirs, 0.1, 1.0, 4), schedules.ConstantLR(theirs, 1.0, 10**10)]
-    schedule, expected = schedules.SequentialLR(theirs, parts, [4]), []
+    schedule = schedules.SequentialLR(theirs, parts, [4])
+    expected = []
     for _ in range(6):
         expected.append(theirs.param_groups[0]["lr"])
         theirs.step()

@@ -32,7 +32,8 @@ def with_adapters(folder, settings: LoraConfig, start: dict):
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     model.requires_grad_(False)
-    pairs, first = {}, {}
+    pairs = {}
+    first = {}
     for name, module in model.named_modules():
         parent, _, last = name.rpartition(".")
         if last in settings.target_modules:
@@ -54,7 +55,9 @@ def expected(on_ranks, model_folder):
     """Two updates of the adapters alone, by transformers and torch."""
 
     def run(settings: LoraConfig, name: str = "qwen2-tied"):
-        options, batch, folder = layouts.optimizer(), tiny_models.make_batch(), model_folder(name)
+        options = layouts.optimizer()
+        batch = tiny_models.make_batch()
+        folder = model_folder(name)
         start = on_ranks("TP1", rank_cases.lora_start, folder, settings)[0]
         model, pairs = with_adapters(folder, settings, start)
         assert start.keys() == pairs.keys()
@@ -93,7 +96,9 @@ def test_adapters_learn_what_they_learn_in_transformers(on_ranks, model_folder, 
     results = on_ranks(layout, rank_cases.lora_updates, folder, tiny_models.make_batch(), settings, 2, str(tmp_path))
     assert max(relative_error(ours, steps) for ours, *_ in results) < 1e-5
     # The export merges exactly these pairs into the frozen weights, and PEFT's file holds them under PEFT's names.
-    base, after, saved = load_file(folder / "model.safetensors"), results[0][1], load_file(tmp_path / "adapter_model.safetensors")
+    base = load_file(folder / "model.safetensors")
+    after = results[0][1]
+    saved = load_file(tmp_path / "adapter_model.safetensors")
     for name, value in base.items():
         module = name.removesuffix(".weight")
         if module in pairs:
@@ -132,7 +137,8 @@ def test_without_adapters_the_model_is_the_reference_and_no_copy_is_kept(on_rank
 def test_a_checkpoint_of_adapters_goes_on_at_another_layout_and_holds_nothing_else(
     on_ranks, model_folder, tmp_path, saved, loaded, name, settings
 ):
-    folder, batch = model_folder(name), tiny_models.make_batch()
+    folder = model_folder(name)
+    batch = tiny_models.make_batch()
     checkpoint = str(tmp_path / "checkpoint")
     straight = on_ranks(saved, rank_cases.lora_checkpoint, folder, batch, settings, checkpoint, True)
     resumed = on_ranks(loaded, rank_cases.lora_checkpoint, folder, batch, settings, checkpoint, False)
@@ -146,7 +152,8 @@ def test_a_checkpoint_of_adapters_goes_on_at_another_layout_and_holds_nothing_el
 
 
 def test_dropout_acts_on_updates_and_not_on_log_probs(on_ranks, model_folder):
-    folder, batch = model_folder("qwen2-tied"), tiny_models.make_batch()
+    folder = model_folder("qwen2-tied")
+    batch = tiny_models.make_batch()
     dropped = LoraConfig(rank=4, alpha=8.0, dropout=0.5)
     results = {
         name: on_ranks("TP2+SP", rank_cases.lora_updates, folder, batch, settings)[0]

@@ -37,7 +37,8 @@ def folders(tmp_path_factory):
 
 def predicted(content: dict, name: str, precision: str, tokens: int, rows: int) -> int:
     config = Config()
-    config.policy.precision, config.policy.megatron_cfg = precision, parse(name).config
+    config.policy.precision = precision
+    config.policy.megatron_cfg = parse(name).config
     return policy_memory(config, shape_from(content), tokens, rows).total
 
 

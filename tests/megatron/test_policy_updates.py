@@ -19,7 +19,8 @@ LONGEST = max(len(s) for s in tiny_models.make_batch())
 
 @pytest.mark.parametrize("layout", ["TP1", "DP2", "CP2", "PP2"])
 def test_gradients_and_logprobs_do_not_depend_on_the_token_budget(on_ranks, model_folder, layout):
-    batch, folder = tiny_models.make_batch(), model_folder("qwen3")
+    batch = tiny_models.make_batch()
+    folder = model_folder("qwen3")
     one_by_one, packed, whole = (
         on_ranks(layout, rank_cases.updates, folder, batch, 2, budget) for budget in (LONGEST, 80, 4000)
     )
@@ -63,7 +64,8 @@ def off_policy_batch():
 @pytest.fixture(scope="module")
 def losses(on_ranks, model_folder):
     """``losses(layout)``: by name, the steps of two updates with each loss."""
-    batch, folder = off_policy_batch(), model_folder("qwen2")
+    batch = off_policy_batch()
+    folder = model_folder("qwen2")
 
     @cache
     def steps(layout: str) -> dict[str, np.ndarray]:

@@ -69,7 +69,8 @@ def test_sampling_temperature_is_part_of_the_policy(on_ranks, model_folder):
     import hf_reference
     import layouts
 
-    batch, folder = tiny_models.make_batch(), model_folder("qwen2")
+    batch = tiny_models.make_batch()
+    folder = model_folder("qwen2")
     expected = hf_reference.run(folder, batch, 2, layouts.optimizer(), temperature=0.6)
     results = on_ranks("TP2", rank_cases.updates, folder, batch, 2, 80, None, None, "float32", 0.6)
     assert relative_error(results[0].steps, expected.steps) < 1e-5

@@ -73,7 +73,8 @@ def make_batch(count: int = 9, seed: int = 0, longest: int = 30) -> list[TrainSe
     rng = np.random.default_rng(seed)
     batch = []
     for _ in range(count):
-        prompt, completion = int(rng.integers(1, 9)), int(rng.integers(1, longest))
+        prompt = int(rng.integers(1, 9))
+        completion = int(rng.integers(1, longest))
         batch.append(
             TrainSequence(
                 prompt_ids=rng.integers(0, VOCABULARY, prompt).astype(np.int32),

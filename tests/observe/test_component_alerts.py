@@ -19,7 +19,8 @@ def follow(config, run_dir, capsys):
         log = RunLog(config, run_dir)
         alerts = ComponentAlerts(log)
         for step, values in enumerate(steps, 1):
-            mean, varies = sum(values) / len(values), float(len(set(values)) > 1)
+            mean = sum(values) / len(values)
+            varies = float(len(set(values)) > 1)
             log.step({"step": step, "reward/one/mean": mean, "reward/one/std": varies, "reward/one/dead_groups": 1 - varies})
             alerts.update([] if varies else [CONSTANT.format(mean)], [{"one": value} for value in values])
         log.close("complete")
@@ -29,7 +30,8 @@ def follow(config, run_dir, capsys):
 
 
 def test_a_component_that_is_solved_is_one_note_however_often_it_stumbles(follow):
-    solved, nearly = [1.0] * 4, [1.0, 1.0, 1.0, 0.0]
+    solved = [1.0] * 4
+    nearly = [1.0, 1.0, 1.0, 0.0]
     told, shown = follow(nearly, *[solved] * 5, nearly, *[solved] * 5)
     assert told == [(4, "note", "component 'one' is solved: for 3 steps every sample has had the best value so far")]
     assert "note step 4: component 'one' is solved" in shown and "ALERT" not in shown

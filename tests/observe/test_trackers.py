@@ -18,7 +18,9 @@ ROWS = [{"step": step, "loss": step / 10, "reward/format/mean": 0.5 + step / 100
 @pytest.fixture
 def config():
     config = Config()
-    config.run.name, config.logger.console, config.logger.plot = "tracked", "plain", False
+    config.run.name = "tracked"
+    config.logger.console = "plain"
+    config.logger.plot = False
     config.logger.tensorboard.enabled = False
     config.gdpo.rewards = {"format": 1.0}
     return config
@@ -48,11 +50,14 @@ def records(file):
     """The protocol messages in a .wandb file: LevelDB's log format (blocks of 32 KiB) behind a header of 7 bytes."""
     from wandb.proto.wandb_internal_pb2 import Record
 
-    data, place, parts = file.read_bytes(), 7, b""
+    data = file.read_bytes()
+    place = 7
+    parts = b""
     while place + 7 <= len(data):
         if 32768 - place % 32768 < 7:
             place += 32768 - place % 32768
-        length, kind = int.from_bytes(data[place + 4 : place + 6], "little"), data[place + 6]
+        length = int.from_bytes(data[place + 4 : place + 6], "little")
+        kind = data[place + 6]
         parts += data[place + 7 : place + 7 + length]
         place += 7 + length
         if kind in (1, 4):  # whole, or the last piece
@@ -61,7 +66,8 @@ def records(file):
 
 
 def test_wandb_writes_an_offline_run_with_every_row(config, tmp_path):
-    config.logger.wandb.enabled, config.logger.wandb.mode = True, "offline"
+    config.logger.wandb.enabled = True
+    config.logger.wandb.mode = "offline"
     write(config, tmp_path, ROWS)
     (file,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
     rows = []
@@ -96,9 +102,11 @@ def test_a_tracker_that_cannot_start_is_an_alert_and_no_end(config, tmp_path, tr
         if tracker is PrometheusLog:
             config.logger.prometheus.port = port
         elif tracker is MlflowLog:
-            config.logger.mlflow.enabled, config.logger.mlflow.tracking_uri = True, "nonsense://nowhere"
+            config.logger.mlflow.enabled = True
+            config.logger.mlflow.tracking_uri = "nonsense://nowhere"
         else:
-            config.logger.wandb.enabled, config.logger.wandb.mode = True, "offline"
+            config.logger.wandb.enabled = True
+            config.logger.wandb.mode = "offline"
             (tmp_path / "wandb").write_text("in the way")
         write(config, tmp_path, ROWS)
     (alert,) = [json.loads(line)["text"] for line in (tmp_path / "alerts.jsonl").read_text().splitlines()]

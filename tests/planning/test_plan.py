@@ -87,7 +87,8 @@ def test_memory_shrinks_with_what_shards_it():
 
 
 def test_under_lora_only_the_adapters_travel():
-    shape, tensor = model_shape(config_of()), "policy.megatron_cfg.tensor_model_parallel_size=2"
+    shape = model_shape(config_of())
+    tensor = "policy.megatron_cfg.tensor_model_parallel_size=2"
     assert refit_bytes(config_of(tensor), shape) == 2 * shape.parameters
     # What PEFT counts as trainable in Qwen2.5-1.5B with rank 16 on all linear layers.
     assert refit_bytes(config_of(tensor, "policy.lora.rank=16"), shape) == 2 * 18_464_768
@@ -95,7 +96,8 @@ def test_under_lora_only_the_adapters_travel():
 
 def test_the_smallest_change_makes_it_fit_and_less_would_not():
     config = config_of("policy.model_name=Qwen/Qwen2.5-7B", "policy.micro_batch_tokens=6144")
-    shape, gpu = model_shape(config), device("h100")
+    shape = model_shape(config)
+    gpu = device("h100")
     assert "needs" in fits(config, shape, gpu)
     words = smallest_change(config, shape, gpu)
     keys = [word for word in words.split() if word.startswith("policy.")]
@@ -120,7 +122,9 @@ def test_the_smallest_change_makes_it_fit_and_less_would_not():
 
 
 def test_the_best_split_is_no_slower_than_any_other():
-    config, rates, gpu = config_of(), Rates(), device("h200")
+    config = config_of()
+    rates = Rates()
+    gpu = device("h200")
     shape = model_shape(config)
     engines, seconds = best_split(config, shape, gpu, rates)
     others = [step_time(changed(config, generation__engines=n), shape, gpu, rates).step for n in range(1, 8)]
@@ -128,7 +132,9 @@ def test_the_best_split_is_no_slower_than_any_other():
 
 
 def test_generation_beside_training_hides_the_shorter_one():
-    config, rates, gpu = config_of(), Rates(), device("h100")
+    config = config_of()
+    rates = Rates()
+    gpu = device("h100")
     shape = model_shape(config)
     on_policy = step_time(config, shape, gpu, rates)
     stale = step_time(replace(config, rollout=replace(config.rollout, max_staleness=1)), shape, gpu, rates)
@@ -139,8 +145,11 @@ def test_generation_beside_training_hides_the_shorter_one():
 
 def test_colocated_policy_and_engine_fill_one_gpu_in_turn():
     shared = ("cluster.placement=colocated", "policy.generation.engines=8", "policy.generation.vllm_cfg.gpu_memory_utilization=0.8")
-    config, rates, gpu = config_of(*shared), Rates(), device("h100")
-    shape, layout = model_shape(config), resolve_layout(config)
+    config = config_of(*shared)
+    rates = Rates()
+    gpu = device("h100")
+    shape = model_shape(config)
+    layout = resolve_layout(config)
     assert (layout.policy_ranks, layout.engine_ranks, layout.devices, layout.idle_gpus) == (8, 8, 8, 0)
     time = step_time(config, shape, gpu, rates)
     assert time.step == pytest.approx(time.generation + time.training + time.sync)
@@ -168,7 +177,8 @@ def test_colocated_policy_and_engine_fill_one_gpu_in_turn():
 
 def test_twice_the_bandwidth_and_arithmetic_take_half_the_ideal_time():
     config = config_of()
-    shape, gpu = model_shape(config), device("h100")
+    shape = model_shape(config)
+    gpu = device("h100")
     twice = replace(gpu, compute=2 * gpu.compute, bandwidth=2 * gpu.bandwidth, nvlink=2 * gpu.nvlink)
     ideal = Rates(generation=Phase(0.0, 1.0), training=Phase(0.0, 1.0), sync=Phase(0.0, 1.0))
     assert step_time(config, shape, twice, ideal).step == pytest.approx(
@@ -208,7 +218,8 @@ def test_batches_are_worked_out_in_one_line():
 
 
 def test_a_sweep_ranks_layouts_that_fit_up_to_1024_gpus():
-    config, gpu = config_of("policy.model_name=Qwen/Qwen2.5-32B"), device("h100")
+    config = config_of("policy.model_name=Qwen/Qwen2.5-32B")
+    gpu = device("h100")
     shape = model_shape(config)
     found = sweep(config, shape, gpu, Rates(), 1024)
     best = best_per_count(found)

@@ -22,7 +22,8 @@ def group(name: str, *rows: tuple[float | None, float | None, float | None]) -> 
     trajectories = []
     for sample, row in enumerate(rows):
         rewards = dict(zip(("correctness", "format", "length"), row), all=0.0)
-        tokens, logprobs = np.arange(4, dtype=np.int32), np.full(4, -0.25, np.float32)
+        tokens = np.arange(4, dtype=np.int32)
+        logprobs = np.full(4, -0.25, np.float32)
         trajectories.append(Trajectory(prompt, sample, tokens, logprobs, 6, "<t>[/b]</t>", "stop", rewards))
     return Group(prompt, trajectories)
 

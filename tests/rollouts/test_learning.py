@@ -28,7 +28,8 @@ from gdpo_nemo.rollouts.learning import (
 )
 
 DEMO = Path(__file__).resolve().parents[2] / "configs" / "gdpo_tiny_cpu.yaml"
-C, F = "correctness", "format"
+C = "correctness"
+F = "format"
 
 
 def config(*overrides: str) -> Config:
@@ -77,7 +78,8 @@ def all_of(groups: list[Group]) -> list[Trajectory]:
 
 @pytest.mark.parametrize("outcome", [Outcome.ENV_FAILED, Outcome.ABORTED])
 def test_a_failed_trajectory_gets_nothing_and_changes_nobody_elses_advantage(outcome):
-    groups, without = two_groups(), two_groups()
+    groups = two_groups()
+    without = two_groups()
     del without[0].trajectories[1]
     groups[0].trajectories[1].outcome = outcome
     groups[0].trajectories[1].rewards = {C: 1e9, F: -1e9}
@@ -87,8 +89,10 @@ def test_a_failed_trajectory_gets_nothing_and_changes_nobody_elses_advantage(out
 
 
 def test_a_failed_trajectory_without_any_reward_is_not_a_reward_of_0():
-    groups, zero = two_groups(), two_groups()
-    groups[1].trajectories[3].outcome, groups[1].trajectories[3].rewards = Outcome.ENV_FAILED, {}
+    groups = two_groups()
+    zero = two_groups()
+    groups[1].trajectories[3].outcome = Outcome.ENV_FAILED
+    groups[1].trajectories[3].rewards = {}
     zero[1].trajectories[3].rewards = {C: 0.0, F: 0.0}
     values = values_of(groups, config("gdpo.batch_norm=false"))
     assert values[7] == 0 and not np.allclose(values[4:7], values_of(zero, config("gdpo.batch_norm=false"))[4:7])
@@ -101,7 +105,8 @@ def test_a_truncated_trajectory_trains_with_its_own_rewards():
 
 
 def test_groups_that_have_other_components_are_normalised_by_those_they_have():
-    judged, free = two_groups()[0], group("c", {F: 1.0}, {F: 0.0}, {F: None}, {F: 0.0})
+    judged = two_groups()[0]
+    free = group("c", {F: 1.0}, {F: 0.0}, {F: None}, {F: 0.0})
     mixed = advantages_of([judged, free], config("gdpo.batch_norm=false"))
     np.testing.assert_array_equal(mixed.values[:4], values_of([judged], config("gdpo.batch_norm=false")))
     only = config("gdpo.batch_norm=false")
@@ -178,12 +183,14 @@ def test_the_same_prompt_twice_in_a_step_makes_two_groups():
 def test_length_conditioned_in_yaml_equals_the_environments_own():
     rule = "gdpo.shaping=[{component: length, condition: {on: correctness, ge: 3.0}}]"
     texts = ["<t></t><a>12345</a>", "<t>....</t><a>12345</a>", "<t></t><a>54321</a>", "12345"]
-    shaped, own = [], []
+    shaped = []
+    own = []
     for groups, conditioned in ((shaped, False), (own, True)):
         environment = DigitSort({"correctness_values": [-3.0, 3.0], "length_if_correct": conditioned, "length_limit": 20})
         made = group("a", {}, {}, {}, {})
         for t, text in zip(made.trajectories, texts):
-            t.text, t.completion_ids = text, np.zeros(len(text) + 1, np.int32)
+            t.text = text
+            t.completion_ids = np.zeros(len(text) + 1, np.int32)
         for t, verdict in zip(made.trajectories, environment.verify(made.trajectories)):
             t.rewards = dict(verdict.rewards)
         groups.append(made)
@@ -205,7 +212,8 @@ def test_a_penalty_that_a_rule_creates_is_trained_though_no_environment_gives_it
 
 
 def test_kl_in_the_reward_is_taken_off_with_the_configs_coefficient():
-    groups, kl = two_groups(), np.array([0.0, 1.0, 2.0, 3.0, 5.0, 5.0, 5.0, 5.0])
+    groups = two_groups()
+    kl = np.array([0.0, 1.0, 2.0, 3.0, 5.0, 5.0, 5.0, 5.0])
     off = [0.75, 0.25, -0.25, -0.75, 0, 0, 0, 0]
     settings = config("gdpo.kl_in_reward=0.5", "gdpo.batch_norm=false")
     with_kl = advantages_of(groups, settings, kl=kl).values.numpy()
@@ -303,7 +311,8 @@ def test_the_token_weights_of_every_update_add_up_to_1(aggregation, size):
 
 def test_failed_and_masked_trajectories_weigh_nothing_and_the_others_share_their_part():
     settings = config("loss_fn.mask_truncated=true")
-    groups, without = two_groups(), two_groups()
+    groups = two_groups()
+    without = two_groups()
     groups[0].trajectories[1].outcome = Outcome.ENV_FAILED
     groups[1].trajectories[0].outcome = Outcome.TRUNCATED
     (update,) = updates_of(all_of(groups), np.full(8, 2.0), settings)
@@ -321,7 +330,8 @@ def test_no_trajectory_is_masked_by_the_value_of_its_advantage():
 
 
 def test_the_sampler_gives_the_old_log_probs_when_samples_may_be_stale():
-    trajectories, values = all_of(two_groups()), np.ones(8)
+    trajectories = all_of(two_groups())
+    values = np.ones(8)
     assert all(s.old_logprobs is None for s in updates_of(trajectories, values, config())[0])
     for override in ("rollout.max_staleness=1", "loss_fn.old_logprobs=sampler"):
         (update,) = updates_of(trajectories, values, config(override))
@@ -338,7 +348,8 @@ def test_target_po_aims_every_update_by_its_own_whole_groups():
     values = values_of(groups, settings)
     now = {id(t): t.logprobs + np.float32(0.1 * t.sample_index) for t in all_of(groups)}
     trainer = Trainer.__new__(Trainer)
-    trainer.config, trainer.loss = settings, LossSettings(type="target_po")
+    trainer.config = settings
+    trainer.loss = LossSettings(type="target_po")
     aimed = []
     for update, members in zip(updates_of(all_of(groups), values, settings), groups):
         trainer.policy = SimpleNamespace(logprobs=lambda _, members=members: [now[id(t)] for t in members.trajectories])
@@ -391,7 +402,8 @@ def test_an_update_that_trained_no_token_gives_finite_metrics():
 def test_more_environment_failures_than_allowed_stop_the_run_with_the_first_ones_reason():
     trajectories = all_of(two_groups())
     for t in trajectories[:2]:
-        t.outcome, t.detail = Outcome.ENV_FAILED, "time limit"
+        t.outcome = Outcome.ENV_FAILED
+        t.detail = "time limit"
     check_failures(trajectories, 0.25)
     with pytest.raises(RunError, match=r"2 of 8 samples .* 'digit_sort' .* 0.2\): time limit"):
         check_failures(trajectories, 0.2)

@@ -24,7 +24,9 @@ class World:
     """Prompts are numbered by their place; those in ``dead`` reward both samples alike. Engines are of version 7."""
 
     def __init__(self, *overrides: str, dead: frozenset[int] = frozenset(), position: int = 0, step: int = 0, limit=None):
-        self.config, self.dead, self.asked = load_config(DEMO, [*SMALL, *overrides]), dead, []
+        self.config = load_config(DEMO, [*SMALL, *overrides])
+        self.dead = dead
+        self.asked = []
         prompts = SimpleNamespace(batch=lambda position, count: [self.prompt(position + i) for i in range(count)])
         fleet = SimpleNamespace(submit=self.submit, collect=lambda ticket: ticket)
         tokenizer = SimpleNamespace(batch_decode=lambda ids, **_: ["text"] * len(ids), chat_template=None)
@@ -48,7 +50,8 @@ class World:
 
 @pytest.mark.parametrize("staleness", [0, 1, 3])
 def test_a_batch_starts_no_sooner_than_the_staleness_bound_allows_and_no_later(staleness):
-    world, started = World(f"rollout.max_staleness={staleness}"), []
+    world = World(f"rollout.max_staleness={staleness}")
+    started = []
     for version in range(5):
         world.stream.schedule(version)
         started.append(len(world.asked))

@@ -109,7 +109,8 @@ def whole_job(work: Path) -> None:
 
 def job_at_its_time_limit(work: Path) -> None:
     """Slurm itself sends the signal, up to a minute early; the run is too long for its limit and is ended after it resumed."""
-    logs, folder = work / "logs" / "limit", work / "limit"
+    logs = work / "logs" / "limit"
+    folder = work / "limit"
     job = submit(
         logs, command(folder, "cluster.num_nodes=2", "gdpo.max_num_steps=2000"), "--time=5", "--signal=B:USR1@120"
     )
@@ -154,7 +155,8 @@ def interactive(work: Path) -> None:
 
 def allocation(work: Path) -> None:
     """The same script inside salloc, with another command than a run; its status is the command's."""
-    logs, status = work / "logs" / "allocation", 7
+    logs = work / "logs" / "allocation"
+    status = 7
     code = f"import ray; ray.init(); print('NODES', len(ray.nodes())); raise SystemExit({status})"
     asked = ["salloc", "--nodes=2", "--exclusive", "--time=10", "bash", str(SCRIPT)]
     done = subprocess.run(asked, env=environment(logs, COMMAND=f'python -c "{code}"'), cwd=REPOSITORY, timeout=300)
@@ -172,7 +174,8 @@ def nothing_left() -> None:
 
 
 def main() -> None:
-    work, wanted = Path(sys.argv[1]), sys.argv[2:]
+    work = Path(sys.argv[1])
+    wanted = sys.argv[2:]
     (work / "logs").mkdir(exist_ok=True)
     os.environ |= {"OMP_NUM_THREADS": "2", "PYTHONPATH": str(REPOSITORY)}
     code = "import sys; sys.path.insert(0, 'examples'); import make_tiny_model as m; m.make_tiny_model(sys.argv[1], 0, steps=30)"

@@ -18,7 +18,9 @@ import make_tiny_model as tiny  # noqa: E402
 
 STEPS = 150
 POSITIONS = 8192
-OPEN, GET, EXTRACT = '<tool_call>{"name": "', 'get_synonym_value", "arguments": {"synonym": "', 'extract_synonym_values", "arguments": {'
+OPEN = '<tool_call>{"name": "'
+GET = 'get_synonym_value", "arguments": {"synonym": "'
+EXTRACT = 'extract_synonym_values", "arguments": {'
 CALLS = (
     f'{OPEN}get_counter_value"}}</tool_call>',
     f'{OPEN}{GET}Warm"}}}}</tool_call>',

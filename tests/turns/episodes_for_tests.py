@@ -24,7 +24,9 @@ class Guessing:
 
 class Guess:
     def __init__(self, options):
-        self.options, self.turn, self.said = options, 0, []
+        self.options = options
+        self.turn = 0
+        self.said = []
 
     def reset(self, row):
         self.row = row

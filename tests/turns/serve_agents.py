@@ -23,7 +23,8 @@ from nemo_gym.config_types import BaseServerConfig
 from nemo_gym.server_utils import ServerClient
 from omegaconf import OmegaConf
 
-HOST, STEPS = "127.0.0.1", 8
+HOST = "127.0.0.1"
+STEPS = 8
 ENDPOINT = "endpoint"
 """The model server that is ours: in the configuration, where agents look it up, but not started here."""
 

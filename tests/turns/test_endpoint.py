@@ -44,7 +44,8 @@ def said(endpoint, messages, **keys) -> dict:
 
 def converse(endpoint, turns: int, keep=lambda message: message, opening="begin", **keys) -> tuple[list[dict], list[dict]]:
     """A conversation of so many turns: (what the client holds in the end, the assistant's messages with their tokens)."""
-    messages, answers = [{"role": "user", "content": opening}], []
+    messages = [{"role": "user", "content": opening}]
+    answers = []
     for turn in range(turns):
         answers.append(said(endpoint, messages, **keys))
         messages += [keep(answers[-1]), {"role": "tool", "content": f"result {turn}"}]
@@ -108,7 +109,8 @@ def test_a_template_that_rewrites_history_would_drift_and_does_not(stage, router
 
             return asyncio.run(service.chat(json.dumps({"messages": messages}).encode()))["choices"][0]["message"]
 
-    messages, seen = [{"role": "user", "content": "begin"}], []
+    messages = [{"role": "user", "content": "begin"}]
+    seen = []
     with service.phase(Sampling(0.5, 1.0, -1, 24), 5):
         for turn in range(3):
             answer = Direct().say(messages)
@@ -212,7 +214,8 @@ def test_requests_that_are_too_large_or_no_json_or_come_between_batches_are_refu
 def test_a_conversation_stays_on_its_engine_and_many_use_all(endpoint):
     with ThreadPoolExecutor(8) as threads:
         talks = list(threads.map(lambda i: converse(endpoint, 2, opening=f"begin {i}")[1], range(8)))
-    history, engines = endpoint.service.history, []
+    history = endpoint.service.history
+    engines = []
     for answers in talks:
         turns = [history.turn(np.array(a["prompt_token_ids"] + a["generation_token_ids"], np.int32)) for a in answers]
         assert len({turn.engine for turn in turns}) == 1 and [turn.turns for turn in turns] == [1, 2]

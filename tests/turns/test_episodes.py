@@ -56,7 +56,8 @@ def test_only_what_the_policy_wrote_is_unmasked_and_the_rest_is_the_templates_ow
         parts = np.split(trajectory.completion_ids, edges)
         assert len(parts) == 7  # four turns of the policy, three of the environment
         for turn in range(3):
-            wrote, heard = parts[2 * turn], parts[2 * turn + 1]
+            wrote = parts[2 * turn]
+            heard = parts[2 * turn + 1]
             length = len(stage.tokenizer.decode(wrote, skip_special_tokens=True))
             said = f"\n<|start|>tool\n{turn + 1}:{length}<|end|>\n<|start|>user\non<|end|>\n<|start|>assistant\n"
             ended = wrote[-1] == end
@@ -93,7 +94,8 @@ def test_the_gradient_does_not_depend_on_what_stands_under_the_mask(four_turns, 
             sequences.append(sequence)
         return stage.policy.train(sequences, LossSettings(reference_policy_kl_penalty=0.1))
 
-    first, other = losses(np.nan), losses(-3.0)
+    first = losses(np.nan)
+    other = losses(-3.0)
     assert first.sums["tokens"] == written and not first.skipped and first.grad_norm > 0
     assert (first.loss, first.grad_norm) == (other.loss, other.grad_norm)
     assert first.maxima["parity_abs"] == other.maxima["parity_abs"] < 1e-4

@@ -107,7 +107,8 @@ def check_multi_step(stage, trajectories) -> None:
 
 def test_agents_whose_model_server_is_the_endpoint_itself_play_the_same_episodes(stage, endpoint, agents):
     """/v1/responses against NeMo Gym's own model server before /v1/chat/completions: the same tokens, masks and rewards."""
-    environment, kinds = NemoGymAgent({"agents": agents, "retries": 0}), ("agent", "direct_agent")
+    environment = NemoGymAgent({"agents": agents, "retries": 0})
+    kinds = ("agent", "direct_agent")
     context = stage.context(None, samples=8, max_turns=2, max_tokens=400, endpoint=endpoint, sampling=SAMPLING)
     endpoint.service.budgets = Budgets(2, 400, stage.config.policy.max_total_sequence_length)  # which cuts some
     played = []

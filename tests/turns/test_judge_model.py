@@ -19,7 +19,8 @@ def verdicts(endpoint, **arguments):
 
 
 def test_what_a_model_writes_is_a_score_where_it_holds_one_and_else_a_typed_failure(resting_endpoint, monkeypatch):
-    service, wrote = resting_endpoint.service, []
+    service = resting_endpoint.service
+    wrote = []
     service.budgets = Budgets(1, 80, 2000)
     keep = service.history.keep
     monkeypatch.setattr(service.history, "keep", lambda session, turn: (wrote.append(turn), keep(session, turn)))

@@ -27,7 +27,8 @@ def ask(endpoint, items, headers=None, **keys) -> httpx.Response:
 
 def converse(endpoint, turns: int, keep=lambda item: item, headers=None) -> tuple[list[dict], list[dict]]:
     """A conversation of so many turns: (the items that the client holds in the end, the responses)."""
-    items, replies = [{"role": "user", "content": "begin"}], []
+    items = [{"role": "user", "content": "begin"}]
+    replies = []
     for turn in range(turns):
         reply = ask(endpoint, items, headers, tools=[TOOL])
         assert reply.status_code == 200, reply.text
@@ -40,7 +41,8 @@ def converse(endpoint, turns: int, keep=lambda item: item, headers=None) -> tupl
 
 def chat(endpoint, turns: int) -> list[dict]:
     """The same conversation by /v1/chat/completions: the assistant's messages."""
-    messages, answers = [{"role": "user", "content": "begin"}], []
+    messages = [{"role": "user", "content": "begin"}]
+    answers = []
     for turn in range(turns):
         body = {"messages": messages, "tools": [CHAT_TOOL]}
         reply = httpx.post(f"{endpoint.url}/v1/chat/completions", json=body, timeout=600).json()
@@ -50,7 +52,8 @@ def chat(endpoint, turns: int) -> list[dict]:
 
 
 def test_both_routes_give_one_conversation_the_same_tokens(resting_endpoint):
-    endpoint, service = resting_endpoint, resting_endpoint.service
+    endpoint = resting_endpoint
+    service = resting_endpoint.service
     service.budgets = Budgets(4, 400, 1000)  # room for whole calls
     with service.phase(SAMPLING, 9):
         answers = chat(endpoint, 4)

@@ -12,7 +12,8 @@ import numpy as np
 from gdpo_nemo.cluster.weight_sync import WeightSync
 from gdpo_nemo.generation.requests import SampleRequest, Sampling
 
-LONG, SHORT = Sampling(2.0, 1.0, -1, 300), Sampling(0.5, 1.0, -1, 2)
+LONG = Sampling(2.0, 1.0, -1, 300)
+SHORT = Sampling(0.5, 1.0, -1, 2)
 """Hot, so that some are long; and as episodes are sampled."""
 
 
@@ -33,7 +34,8 @@ def assert_same(found, alone, version: int) -> None:
 
 def test_a_request_joins_those_under_way_and_is_drawn_as_it_would_be_alone(stage, router):
     """Other settings and all; nobody waits for the longest before it."""
-    long, short = requests(12), requests(3, of=40)
+    long = requests(12)
+    short = requests(3, of=40)
     alone = [stage.fleet.collect(stage.fleet.submit(part, how, 0)).completions for part, how in ((long, LONG), (short, SHORT))]
     first = [router.sample(0, request, LONG) for request in long]
     await_work(router)

@@ -35,7 +35,8 @@ def test_models_and_adapters_are_written_with_the_modes_of_new_files(tmp_path, u
     make_tiny_model.make_random_model(str(made), 0)
     for file in made.glob("tokenizer*"):
         file.chmod(0o600)  # the source is private, what is made of it need not be
-    config, tensors = AutoConfig.from_pretrained(made), [("a", torch.ones(8)), ("b", torch.ones(8))]
+    config = AutoConfig.from_pretrained(made)
+    tensors = [("a", torch.ones(8)), ("b", torch.ones(8))]
     write_model(whole, iter(tensors), config, made)
     write_model(shards, iter(tensors), config, made, shard_bytes=8)
     matrices = {"base_model.model.q_proj.lora_A.weight": torch.ones(1, 2), "base_model.model.q_proj.lora_B.weight": torch.ones(2, 1)}

@@ -67,10 +67,13 @@ def test_a_checksum_is_exact_integer_arithmetic(values, dtype):
 def test_flipped_swapped_and_shifted_bytes_change_the_checksum(data, values, dtype):
     before = int(checksum(of(values, dtype)))
     place = st.integers(0, len(values) - 1)
-    flipped, swapped = bytearray(values), bytearray(values)
+    flipped = bytearray(values)
+    swapped = bytearray(values)
     flipped[data.draw(place)] ^= 1 << data.draw(st.integers(0, 7))
-    a, b = data.draw(place), data.draw(place)
-    swapped[a], swapped[b] = values[b], values[a]
+    a = data.draw(place)
+    b = data.draw(place)
+    swapped[a] = values[b]
+    swapped[b] = values[a]
     shift = data.draw(st.integers(1, len(values) - 1))
     for changed in (bytes(flipped), bytes(swapped), values[shift:] + values[:shift], bytes(shift) + values[:-shift]):
         assert (int(checksum(of(changed, dtype))) == before) == (changed == values)
@@ -138,7 +141,10 @@ class Received(threading.Thread):
 
     def __init__(self, source, manifest, worker: int, take=list):
         super().__init__(daemon=True)
-        self.source, self.manifest, self.worker, self.take = source, manifest, worker, take
+        self.source = source
+        self.manifest = manifest
+        self.worker = worker
+        self.take = take
         self.start()
 
     def run(self):
@@ -216,7 +222,9 @@ def test_a_receiver_that_gives_up_ends_the_senders_wait(way):
 
 def test_shared_memory_has_no_name_that_a_kill_could_leave_behind():
     """Looked at in the middle of an update, and memory and socket are there all the same."""
-    lender, manifest, before = Lender(), outline(model(), 1), set(os.listdir("/dev/shm"))
+    lender = Lender()
+    manifest = outline(model(), 1)
+    before = set(os.listdir("/dev/shm"))
     seen = []
 
     def look(pairs):

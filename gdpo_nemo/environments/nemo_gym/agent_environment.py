@@ -19,7 +19,8 @@ from gdpo_nemo.environments.nemo_gym.server_settings import api_key, base_url
 from gdpo_nemo.environments.options import read_options
 from gdpo_nemo.errors import ConfigError, RunError
 
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 8.0
+_FIRST_PAUSE_S = 0.5
+_LONGEST_PAUSE_S = 8.0
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,8 @@ class NemoGymAgent:
             await client.close()
 
     async def _play(self, prompts: Sequence[Prompt], sampling: Mapping[str, float]) -> list[Played | Failure]:
-        client, slots = self._client(), asyncio.Semaphore(self._options.concurrency)
+        client = self._client()
+        slots = asyncio.Semaphore(self._options.concurrency)
         times: dict[str, int] = {}
         episodes = []
         for index, prompt in enumerate(prompts):
@@ -118,9 +120,11 @@ class NemoGymAgent:
             await client.close()
 
     async def _episode(self, client: HttpClient, slots, prompt: Prompt, body: bytes) -> Played | Failure:
-        name, loop = self._agent(prompt), asyncio.get_running_loop()
+        name = self._agent(prompt)
+        loop = asyncio.get_running_loop()
         async with slots:
-            deadline, attempts = loop.time() + self._options.deadline_s, 0
+            deadline = loop.time() + self._options.deadline_s
+            attempts = 0
             while True:
                 attempts += 1
                 try:

@@ -24,7 +24,8 @@ CONNECT_S = 10.0
 _KEEP_ALIVE_S = 4.0
 """Idle connections are dropped before uvicorn, which waits 5 s, drops them."""
 _ERROR_BYTES = 16 * 1024
-_COOKIES, _COOKIE_BYTES = 16, 4096
+_COOKIES = 16
+_COOKIE_BYTES = 4096
 _SPARE_FILES = 256
 
 
@@ -67,7 +68,9 @@ class HttpClient:
     """
 
     def __init__(self, concurrency: int, max_reply_bytes: int, max_json_depth: int, api_key: str | None = None):
-        self._max_bytes, self._max_depth, self._api_key = max_reply_bytes, max_json_depth, api_key
+        self._max_bytes = max_reply_bytes
+        self._max_depth = max_json_depth
+        self._api_key = api_key
         self._concurrency = concurrency
         self._session: aiohttp.ClientSession | None = None
 
@@ -141,7 +144,8 @@ class HttpClient:
         length = response.content_length or 0
         if length > self._max_bytes:
             raise Failure(FailureKind.TOO_LARGE, f"the reply has {length} bytes (max_reply_bytes is {self._max_bytes})")
-        parts, size = [], 0
+        parts = []
+        size = 0
         async for part in response.content.iter_any():
             size += len(part)
             if size > self._max_bytes:

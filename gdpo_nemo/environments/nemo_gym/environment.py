@@ -85,7 +85,8 @@ class NemoGym:
         """Drop what is in flight; a ``verify`` under way in another thread raises RunError."""
         with self._lock:
             self._closed = True
-            loop, self._loop = self._loop, None
+            loop = self._loop
+            self._loop = None
         if loop is not None:
             asyncio.run_coroutine_threadsafe(self._shut(), loop).result(_CLOSE_S)
             loop.call_soon_threadsafe(loop.stop)

@@ -23,7 +23,8 @@ from gdpo_nemo.environments.nemo_gym.server_settings import Settings
 GIVE_UP_AFTER = 64
 """Trajectories of a batch that may fail in a row at one server before the others are not tried: a server that hangs
 costs a few deadlines and not one per trajectory."""
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 8.0
+_FIRST_PAUSE_S = 0.25
+_LONGEST_PAUSE_S = 8.0
 _GIVES_UP = (FailureKind.TIMEOUT, FailureKind.CONNECTION, FailureKind.SERVER_ERROR)
 
 
@@ -57,7 +58,10 @@ class Verifier:
     """Verifies batches with the servers of ``routes``; batches may overlap and share the limits per server."""
 
     def __init__(self, settings: Settings, client: HttpClient, routes: Routes):
-        self._settings, self._limits, self._client, self.routes = settings, settings.limits, client, routes
+        self._settings = settings
+        self._limits = settings.limits
+        self._client = client
+        self.routes = routes
         self._slots = {name: asyncio.Semaphore(self._limits.concurrency) for name in routes.servers}
 
     async def verify(self, trajectories: Sequence[Trajectory]) -> list[Verdict]:
@@ -83,8 +87,10 @@ class Verifier:
 
     async def rewards(self, trajectory: Trajectory, server: str, started=lambda: None) -> dict[str, float | None]:
         """The rewards of one trajectory, after as many attempts as the limits allow. Raises Failure."""
-        limits, loop = self._limits, asyncio.get_running_loop()
-        deadline, attempts = None, 0
+        limits = self._limits
+        loop = asyncio.get_running_loop()
+        deadline = None
+        attempts = 0
         while True:
             async with self._slots[server]:
                 if deadline is None:
@@ -130,7 +136,9 @@ class Verifier:
 
     async def _attempt(self, trajectory: Trajectory, server: str, deadline: float) -> dict[str, float | None]:
         """Seed and verify once, with cookies of its own: after a failure the session may be gone, so none is kept."""
-        settings, cookies, url = self._settings, Cookies(), self.routes.servers[server]
+        settings = self._settings
+        cookies = Cookies()
+        url = self.routes.servers[server]
         if settings.seed_session:
             seed = seed_body(trajectory.prompt.fields[ROW])
             await self._client.post(f"{url}/seed_session", seed, cookies, self._time_left(deadline))

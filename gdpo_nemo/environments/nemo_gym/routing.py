@@ -63,7 +63,8 @@ def routes_of(text: Any, settings: Settings) -> Routes:
     if not isinstance(config, Mapping):
         raise Failure(FailureKind.BAD_REPLY, "the head server sent no configuration")
     head = urlsplit(settings.head_server).hostname
-    servers, agents = {}, dict(settings.agents)
+    servers = {}
+    agents = dict(settings.agents)
     for name, section in config.items():
         for kind, entry in _entries(section):
             if kind == "resources_servers" and entry.get("port") is not None:

@@ -49,7 +49,8 @@ class Sorting:
     """One episode."""
 
     def __init__(self, always_two: bool):
-        self._always_two, self._turns = always_two, 0
+        self._always_two = always_two
+        self._turns = 0
 
     def reset(self, row: Mapping[str, Any]) -> None:
         """Remember what is to be sorted."""
@@ -58,7 +59,8 @@ class Sorting:
     def step(self, message: Mapping[str, Any]) -> tuple[str | None, dict[str, float], bool]:
         """Judge a turn; after the first one say where it went wrong."""
         self._turns += 1
-        text, ended = message["content"], message["finish_reason"] == "stop"
+        text = message["content"]
+        ended = message["finish_reason"] == "stop"
         runs = _RUN.findall(text)
         answer = runs[-1] if runs else ""
         wrong = self._wrong_places(answer)

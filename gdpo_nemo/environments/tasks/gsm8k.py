@@ -43,7 +43,9 @@ class Gsm8k:
 
     def __init__(self, options: Mapping[str, Any] | None = None):
         chosen = read_options("gsm8k", options, gold_key="answer", strict=False, time_limit_s=2)
-        self._gold_key, self._strict, self._limit = chosen.gold_key, chosen.strict, chosen.time_limit_s
+        self._gold_key = chosen.gold_key
+        self._strict = chosen.strict
+        self._limit = chosen.time_limit_s
 
     def prepare(self) -> None:
         """Import the parser before the clock runs."""

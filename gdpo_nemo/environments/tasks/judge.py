@@ -19,7 +19,8 @@ from gdpo_nemo.environments.base import Failure
 from gdpo_nemo.environments.tasks.formats import completion_text
 from gdpo_nemo.errors import ConfigError
 
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 4.0
+_FIRST_PAUSE_S = 0.25
+_LONGEST_PAUSE_S = 4.0
 _SCORE = re.compile(r"SCORE:\s*(-?[0-9]+(?:\.[0-9]+)?)(?![0-9.]*[0-9/])")
 _INSTRUCTIONS = (
     "You grade an answer that a language model gave. The prompt, the answer and, where there is one, the reference come as "
@@ -66,8 +67,11 @@ class LlmJudge:
     ):
         self._low, self._high = _scale(scale)
         self._url = _endpoint(base_url)
-        self._reference, self._time_limit_s, self._max_retries = reference, float(time_limit_s), int(max_retries)
-        self._concurrency, self._max_reply_bytes = int(concurrency), int(max_reply_bytes)
+        self._reference = reference
+        self._time_limit_s = float(time_limit_s)
+        self._max_retries = int(max_retries)
+        self._concurrency = int(concurrency)
+        self._max_reply_bytes = int(max_reply_bytes)
         if self._time_limit_s <= 0 or self._concurrency < 1 or self._max_retries < 0:
             raise ConfigError("time_limit_s and concurrency must be above 0, max_retries 0 or more")
         self._system = _INSTRUCTIONS.format(question=question, low=self._low, high=self._high)

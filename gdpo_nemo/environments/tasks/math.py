@@ -31,7 +31,8 @@ class Math:
             raise ConfigError(
                 f"environment math: option math_verify_impl must be {' or '.join(_VERIFIERS)}, not {chosen.math_verify_impl!r}"
             )
-        self._gold_key, self._limit = chosen.gold_key, chosen.time_limit_s
+        self._gold_key = chosen.gold_key
+        self._limit = chosen.time_limit_s
         self._same = _VERIFIERS[chosen.math_verify_impl]
 
     def prepare(self) -> None:

@@ -49,7 +49,8 @@ class ReasoningGym:
             raise ConfigError(_ABSENT)
         if not chosen.task:
             raise ConfigError("task: must be set to the name of a reasoning-gym task, such as chain_sum")
-        self._task, self._task_options = chosen.task, chosen.task_options
+        self._task = chosen.task
+        self._task_options = chosen.task_options
         self._scorer: Any = None
 
     def prepare(self) -> None:

@@ -97,7 +97,8 @@ def _load(name: str, entry: Any) -> _RewardFunction:
         raise ConfigError(f"functions.{name}: {reference} is not callable")
     if inspect.isclass(call):
         _check_arguments(name, reference, arguments, _parameters(call))
-        call, arguments = _built(name, reference, call, arguments), {}
+        call = _built(name, reference, call, arguments)
+        arguments = {}
     known = _parameters(call)
     _check_arguments(name, reference, arguments, known)
     is_async = inspect.iscoroutinefunction(call) or inspect.iscoroutinefunction(type(call).__call__)

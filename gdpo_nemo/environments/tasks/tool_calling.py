@@ -16,7 +16,8 @@ from gdpo_nemo.data.records import Trajectory, Verdict
 from gdpo_nemo.environments.options import read_options
 from gdpo_nemo.environments.tasks.answers import column
 
-WORST, BEST = -3.0, 3.0
+WORST = -3.0
+BEST = 3.0
 _THINK = r"<think>.*?</think>"
 _CALLS = r"<tool_call>\n.*?\n</tool_call>"
 _RESPONSE = r"<response>.*?</response>"
@@ -42,7 +43,8 @@ class ToolCalling:
         """One verdict per trajectory. Raises RunError for a row without ground truth."""
         verdicts = []
         for trajectory in trajectories:
-            gold, text = str(column(trajectory.prompt, self._gold_key)), trajectory.text.strip()
+            gold = str(column(trajectory.prompt, self._gold_key))
+            text = trajectory.text.strip()
             verdicts.append(Verdict({"correctness": correctness(gold, text), "format": formatted(gold, text)}))
         return verdicts
 
@@ -53,7 +55,8 @@ class ToolCalling:
 
 def formatted(gold: str, text: str) -> float:
     """1.0 if ``text`` has exactly the blocks that ``gold`` has, else 0.0. The blocks' contents are not looked at."""
-    calls, response = "<tool_call>" in gold, "<response>" in gold
+    calls = "<tool_call>" in gold
+    response = "<response>" in gold
     blocks = [_THINK] + [_CALLS] * calls + [_RESPONSE] * response
     tags = ["tool_call"] * calls + ["response"] * response
     once = all(text.count(f"<{tag}>") == text.count(f"</{tag}>") == 1 for tag in tags)
@@ -119,7 +122,9 @@ def _match(expected: Mapping[str, Any], made: Mapping[str, Any]) -> float:
 
 def _jaccard(first: Iterable[str], second: Iterable[str]) -> float:
     """Intersection over union of two multisets; 1 if both are empty."""
-    one, other = Counter(list(first)), Counter(list(second))  # a list: Counter would take a mapping for counts
+    # a list: Counter would take a mapping for counts
+    one = Counter(list(first))
+    other = Counter(list(second))
     union = (one | other).total()
     return (one & other).total() / union if union else 1.0
 

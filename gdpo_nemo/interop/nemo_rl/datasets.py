@@ -97,9 +97,11 @@ def _split(recipe: Recipe, account: Account, split: str, environment: str) -> No
     if wanted:
         account.set(f"{section}.split", wanted, "split")
     prompt, answer = (_own(recipe, split, key) for key in ("input_key", "output_key"))
-    prompt, answer = prompt or (known.prompt if known else None), answer or (known.answer if known else None)
+    prompt = prompt or (known.prompt if known else None)
+    answer = answer or (known.answer if known else None)
     if path and not known:
-        prompt, answer = prompt or "input", answer or "output"
+        prompt = prompt or "input"
+        answer = answer or "output"
     if prompt:
         account.set(f"{section}.prompt_key", prompt, "the column of the prompt")
     if answer and answer != "answer":
@@ -144,7 +146,8 @@ def _text(recipe: Recipe, name: str) -> str | None:
 
 def _held_out(recipe: Recipe, account: Account) -> None:
     """Rows cut off the training data for validation, as slices of the split, which hub data sets have."""
-    size, path = recipe.held_out, account.values.get("data.train.path")
+    size = recipe.held_out
+    path = account.values.get("data.train.path")
     if not size or path is None:
         return
     if recipe.names_validation:
@@ -165,8 +168,10 @@ def _held_out(recipe: Recipe, account: Account) -> None:
 
 def _length(recipe: Recipe, account: Account) -> None:
     """max_num_steps, or the steps of max_num_epochs where those are fewer; both where the steps of an epoch are not known."""
-    steps, epochs = recipe.get("grpo.max_num_steps"), recipe.get("grpo.max_num_epochs")
-    known, size = _DATASETS.get(recipe.get("data.train.dataset_name") or ""), recipe.held_out
+    steps = recipe.get("grpo.max_num_steps")
+    epochs = recipe.get("grpo.max_num_epochs")
+    known = _DATASETS.get(recipe.get("data.train.dataset_name") or "")
+    size = recipe.held_out
     if known is None or known.rows is None:
         account.set("gdpo.max_num_steps", steps, "max_num_steps")
         if not recipe.stale or steps >= 100_000:

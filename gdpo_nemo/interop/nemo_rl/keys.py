@@ -5,7 +5,8 @@ from __future__ import annotations
 from gdpo_nemo.interop.nemo_rl.recipe import Recipe
 from gdpo_nemo.interop.nemo_rl.rules import Act, RuleResult, combined, fixed, gated, idle, missing, to, where
 
-_MEGATRON, _VLLM = "policy.megatron_cfg", "policy.generation.vllm_cfg"
+_MEGATRON = "policy.megatron_cfg"
+_VLLM = "policy.generation.vllm_cfg"
 _RECOMPUTE = f"{_MEGATRON}.recompute"
 
 

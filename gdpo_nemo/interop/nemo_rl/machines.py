@@ -71,10 +71,13 @@ def _switches(recipe: Recipe, account: Account) -> None:
 
 def _cluster(recipe: Recipe, account: Account) -> None:
     """Engines on the policy's GPUs where the recipe shares them and trains on-policy; else on GPUs of their own."""
-    nodes, each = recipe.get("cluster.num_nodes", 1), recipe.get("cluster.gpus_per_node", 1)
-    section, sizes = "policy.dtensor_cfg", ("tensor_parallel_size", "context_parallel_size")
+    nodes = recipe.get("cluster.num_nodes", 1)
+    each = recipe.get("cluster.gpus_per_node", 1)
+    section = "policy.dtensor_cfg"
+    sizes = ("tensor_parallel_size", "context_parallel_size")
     if recipe.megatron:
-        section, sizes = _MEGATRON, ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+        section = _MEGATRON
+        sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
     model = 1
     for size in sizes:
         model *= recipe.get(f"{section}.{size}", 1)

@@ -28,7 +28,8 @@ def _estimator(recipe: Recipe, account: Account) -> None:
         return recipe.get(f"grpo.adv_estimator.{name}", recipe.get(f"grpo.{name}", True))
 
     name = recipe.get("grpo.adv_estimator.name", "grpo")
-    normalize, leave_one_out = setting("normalize_rewards"), setting("use_leave_one_out_baseline")
+    normalize = setting("normalize_rewards")
+    leave_one_out = setting("use_leave_one_out_baseline")
     options = {"leave_one_out": True} if leave_one_out else {}
     if name == "gdpo":
         account.set("gdpo.estimator", "gdpo", "adv_estimator.name")
@@ -176,14 +177,17 @@ def _off_policy(recipe: Recipe, account: Account) -> None:
     """exp(trainer - sampler) as a weight of the policy term: as it is, cut, or 0 outside the bounds."""
     if not recipe.get("loss_fn.use_importance_sampling_correction"):
         return
-    prefix, sequences = "loss_fn.truncated_importance_sampling", recipe.get("loss_fn.sequence_level_importance_ratios")
+    prefix = "loss_fn.truncated_importance_sampling"
+    sequences = recipe.get("loss_fn.sequence_level_importance_ratios")
     kind, high, low = (recipe.get(f"{prefix}_{name}") for name in ("type", "ratio", "ratio_min"))
     kind = None if high is None else kind
-    mode, level = "truncate", "sequence" if sequences else "token"
+    mode = "truncate"
+    level = "sequence" if sequences else "token"
     if kind == "icepop":
         mode = "mask" if sequences else "icepop"
     if kind == "seq-mask-tis":
-        mode, level = "icepop", "geometric"
+        mode = "icepop"
+        level = "geometric"
     account.set("loss_fn.off_policy.mode", mode, f"use_importance_sampling_correction, {kind or 'not truncated'}")
     account.set("loss_fn.off_policy.level", level, "seq-mask-tis judges sequences" if level == "geometric" else "of the weights")
     account.set("loss_fn.off_policy.ratio_max", float("inf" if kind is None else high), "truncated_importance_sampling_ratio")
@@ -205,7 +209,8 @@ def _schedule(recipe: Recipe, account: Account) -> None:
         if recipe.get(f"{section}.lr_decay_iters"):
             updates = recipe.get(f"{section}.lr_decay_iters") * recipe.updates
             account.set(f"{section}.lr_decay_steps", updates, _ticks("lr_decay_iters", recipe))
-        warmup, start = recipe.get(f"{section}.lr_warmup_iters", 0), recipe.get(f"{section}.lr_warmup_init", 0.0)
+        warmup = recipe.get(f"{section}.lr_warmup_iters", 0)
+        start = recipe.get(f"{section}.lr_warmup_init", 0.0)
     else:
         warmup, start = _torch_warmup(recipe, account)
     if warmup:

@@ -27,12 +27,18 @@ from gdpo_nemo.interop.nemo_rl.recipe import Recipe, open_recipe, variables_of
 from gdpo_nemo.interop.nemo_rl.rules import RuleResult, is_off
 from gdpo_nemo.validation import validate
 
-SAME, DIFFERS, CANNOT_RUN = "same", "differs", "cannot run"
+SAME = "same"
+DIFFERS = "differs"
+CANNOT_RUN = "cannot run"
 """What a recipe comes to."""
 
-TRANSLATED, ALREADY, DIFFERENT, NO_EFFECT, UNKNOWN, ADDED = (
-    "translated", "already so", "differs", "no effect on the result", "unknown key", "added",
-)  # fmt: skip
+# fmt: skip
+TRANSLATED = "translated"
+ALREADY = "already so"
+DIFFERENT = "differs"
+NO_EFFECT = "no effect on the result"
+UNKNOWN = "unknown key"
+ADDED = "added"
 """What became of a key."""
 
 _UNKNOWN = "not known to this translator; look it up before relying on the result"
@@ -111,7 +117,8 @@ def translate(path: str | Path) -> Translation:
     Raises:
         ConfigError: the recipe or one of its parents cannot be read, or is no GRPO or GDPO recipe.
     """
-    recipe, account = open_recipe(path), Account()
+    recipe = open_recipe(path)
+    account = Account()
     for part in (data, learning, machines):
         part(recipe, account)
     said = {key: said_of(key, value, recipe) for key, value in recipe.flat.items()}
@@ -168,7 +175,8 @@ def _left_out(translation: Translation, key: str, why: str) -> None:
         if line.verdict == ADDED and line.key == key:
             continue
         if line.verdict == TRANSLATED and f"{key}=" in line.text:
-            line.verdict, line.text = NO_EFFECT, f"{line.text}, but that {why}: left out"
+            line.verdict = NO_EFFECT
+            line.text = f"{line.text}, but that {why}: left out"
         kept.append(line)
     translation.lines = kept
 
