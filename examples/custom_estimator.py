@@ -1,11 +1,14 @@
-"""An advantage estimator of one's own: GDPO whose z-scores are squashed, so that no single reward of an outlier decides.
+"""An advantage estimator of one's own: GDPO whose z-scores are squashed, so that no single reward of an outlier
+decides.
 
     uv run examples/run_gdpo.py gdpo.estimator=examples/custom_estimator.py:squashed run.name=squashed
-    uv run examples/run_gdpo.py gdpo.estimator=examples/custom_estimator.py:squashed gdpo.options.limit=1.5 run.name=squashed_1.5
+    uv run examples/run_gdpo.py gdpo.estimator=examples/custom_estimator.py:squashed gdpo.options.limit=1.5
+    run.name=squashed_1.5
 
-An estimator takes the rewards of a whole step as a table (rows sorted by group) and returns a weighted term per component and
-sequence, and which sequences carry signal. Its further parameters are the keys of ``gdpo.options``. What follows (the sum of
-the terms, its scale over the batch, diagnosis, metrics) is as with the built-in ones, in gdpo_nemo/algorithms/estimators.py.
+An estimator takes the rewards of a whole step as a table (rows sorted by group) and returns a weighted term per
+component and sequence, and which sequences carry signal. Its further parameters are the keys of ``gdpo.options``. What
+follows (the sum of the terms, its scale over the batch, diagnosis, metrics) is as with the built-in ones, in
+gdpo_nemo/algorithms/estimators.py.
 """
 
 import numpy as np

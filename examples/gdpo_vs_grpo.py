@@ -1,12 +1,13 @@
-"""GDPO against GRPO on a CPU, through the real trainer: where normalising each reward first helps, and where it does not.
+"""GDPO against GRPO on a CPU, through the real trainer: where normalising each reward first helps, and where it does
+not.
 
     uv run examples/gdpo_vs_grpo.py            three seeds, two settings and the control, under 30 minutes on two cores
     uv run examples/gdpo_vs_grpo.py --quick    two seeds, one setting and the control, under 8 minutes
 
 A small language model sorts digits for three rewards: correct (C), well-formed (F), short (L). Every run is one of
-``examples/run_gdpo.py``, with Megatron, vLLM and Ray. All methods start, seed by seed, from the same warmed-up model, with
-the same prompts and sample seeds, so differences between methods are taken within a seed. What is shown are the raw flags,
-whatever the trained rewards are. Two settings and a control:
+``examples/run_gdpo.py``, with Megatron, vLLM and Ray. All methods start, seed by seed, from the same warmed-up model,
+with the same prompts and sample seeds, so differences between methods are taken within a seed. What is shown are the
+raw flags, whatever the trained rewards are. Two settings and a control:
 
 * scaled and conditioned: C pays -3 or 3, and L pays only if the answer is right (scale and conditioning of the GDPO
   paper). Summed, the small and conditioned rewards drown in the large one. GDPO is expected to win here.
@@ -16,7 +17,8 @@ whatever the trained rewards are. Two settings and a control:
 What GDPO does not do: it does not learn correctness faster, it does not find skills that the model lacks (the warm-up
 taught this one, reinforcement selects it), and it takes scale that was meant as priority away: use weights for that.
 
-Runs that are finished are not run again; ``--report`` only draws what is there. Results are in ``results/gdpo_vs_grpo``.
+Runs that are finished are not run again; ``--report`` only draws what is there. Results are in
+``results/gdpo_vs_grpo``.
 """
 
 from __future__ import annotations
@@ -56,9 +58,9 @@ SETTINGS = {
     "equal": ("C, F and L in {0, 1}", [], ("gdpo", "grpo", "dr_grpo")),
 }
 LEARNING_RATE_REMARK = (
-    "The learning rate moves more than the estimator. Measured once in the first setting with a plain PyTorch loop, six "
-    "seeds, GRPO / GDPO, All at the end: .226 / .316 at 5e-5, .515 / .583 at 1.5e-4 (used here), .679 / .680 at 5e-4. "
-    "The sign of the gap is the same throughout, but GRPO at 5e-4 beats GDPO at 1.5e-4."
+    "The learning rate moves more than the estimator. Measured once in the first setting with a plain PyTorch loop, "
+    "six seeds, GRPO / GDPO, All at the end: .226 / .316 at 5e-5, .515 / .583 at 1.5e-4 (used here), .679 / .680 at "
+    "5e-4. The sign of the gap is the same throughout, but GRPO at 5e-4 beats GDPO at 1.5e-4."
 )
 
 Curves = dict[tuple[str, str], np.ndarray]
@@ -89,7 +91,8 @@ class Run:
         return self.out / "models" / f"small_{self.seed}"
 
     def overrides(self) -> list[str]:
-        """What distinguishes the run from the demo; nothing is measured or written that the comparison does not read."""
+        """What distinguishes the run from the demo; nothing is measured or written that the comparison does not
+        read."""
         return [
             f"run.name={self.folder.name}",
             f"run.dir={self.folder}",
@@ -122,7 +125,12 @@ class Run:
             return
         shutil.rmtree(self.folder, ignore_errors=True)
         begun = time.monotonic()
-        command = [sys.executable, str(HERE / "run_gdpo.py"), "--config", str(HERE.parent / "configs" / "gdpo_tiny_cpu.yaml")]
+        command = [
+            sys.executable,
+            str(HERE / "run_gdpo.py"),
+            "--config",
+            str(HERE.parent / "configs" / "gdpo_tiny_cpu.yaml"),
+        ]
         _call([*command, *self.overrides()], self.folder.with_suffix(".log"))
         print(f"{self.folder.name}: {time.monotonic() - begun:.0f} s", flush=True)
 
@@ -132,7 +140,9 @@ def _call(command: list[str], log: Path) -> None:
     log.parent.mkdir(parents=True, exist_ok=True)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE.parent), os.environ.get("PYTHONPATH", "")])}
     with open(log, "w") as file:
-        status = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, env=environment, cwd=HERE.parent).returncode
+        status = subprocess.run(
+            command, stdout=file, stderr=subprocess.STDOUT, env=environment, cwd=HERE.parent
+        ).returncode
     if status:
         sys.exit(f"{shlex.join(command[:2])} ended with status {status}; see {log}")
 
@@ -220,7 +230,12 @@ def ends_table(curves: Curves) -> str:
     """End values and steps to the goals."""
     goals = [f"steps to {flag} ≥ {goal:g}" for flag, goal in GOALS.items()]
     rows = [
-        [SETTINGS[setting][0], METHODS[method][0], *_cells(trailing(runs)[:, -1], ".3f"), *_cells(steps_to(runs), ".1f")]
+        [
+            SETTINGS[setting][0],
+            METHODS[method][0],
+            *_cells(trailing(runs)[:, -1], ".3f"),
+            *_cells(steps_to(runs), ".1f"),
+        ]
         for (setting, method), runs in curves.items()
     ]
     return _table(["setting", "method", *(f"{flag} at the end" for flag in FLAGS), *goals], rows)
@@ -241,13 +256,16 @@ def headline(curves: Curves) -> str:
     to_all = {m: _cells(steps_to(curves["scaled", m]), ".1f")[3] for m in ("gdpo", "grpo", "control")}
     end = {m: _cells(trailing(curves["scaled", m])[:, -1], ".3f")[0] for m in ("gdpo", "grpo")}
     text = (
-        f"With C in {{-3, 3}} and L paid only if C, GDPO has all three right in 40 % of the samples after {to_all['gdpo']} "
-        f"steps, GRPO on the raw scales after {to_all['grpo']}, GRPO with weights chosen by hand after {to_all['control']} "
-        f"({STEPS + 1}: not within {STEPS}). Correctness ends at {end['gdpo']} with GDPO and {end['grpo']} with GRPO."
+        "With C in {-3, 3} and L paid only if C, GDPO has all three right in 40 % of the samples after "
+        f"{to_all['gdpo']} steps, GRPO on the raw scales after {to_all['grpo']}, GRPO with weights chosen by hand "
+        f"after {to_all['control']} ({STEPS + 1}: not within {STEPS}). Correctness ends at {end['gdpo']} with GDPO "
+        f"and {end['grpo']} with GRPO."
     )
     if ("equal", "gdpo") in curves:
         gap = _cells(curves["equal", "gdpo"].mean(axis=1) - curves["equal", "grpo"].mean(axis=1), "+.3f")
-        text += f" With rewards of equal scale GDPO minus GRPO is {gap[0]} in C and {gap[3]} in All, averaged over the run."
+        text += (
+            f" With rewards of equal scale GDPO minus GRPO is {gap[0]} in C and {gap[3]} in All, averaged over the run."
+        )
     return text
 
 
@@ -256,20 +274,23 @@ def report(curves: Curves, complete: dict[str, list[int]], command: str) -> str:
     seeds = "; ".join(f"{', '.join(map(str, found))} ({SETTINGS[setting][0]})" for setting, found in complete.items())
     about = (
         f"Made by `{command}`, seeds {seeds}. Each run is the real trainer on a model of 224,256 parameters after 250 "
-        f"warm-up steps: {STEPS} steps of 16 prompts x 8 samples, learning rate 1.5e-4, one update a step, no KL. Values "
-        f"are raw flags of the training batches, at the end the mean of the last {WINDOW} steps. ± is the standard error over "
-        "so few seeds that it is itself uncertain."
+        f"warm-up steps: {STEPS} steps of 16 prompts x 8 samples, learning rate 1.5e-4, one update a step, no KL. "
+        f"Values are raw flags of the training batches, at the end the mean of the last {WINDOW} steps. ± is the "
+        "standard error over so few seeds that it is itself uncertain."
     )
     limits = (
-        "What this does not show: that GDPO learns correctness faster, or finds what the model lacks (the warm-up taught "
-        "sorting; reinforcement selects it). Equal scales, or weights that undo the scales, leave GDPO little to gain; and "
-        "where a larger scale was meant as priority, GDPO takes it away: use weights for that."
+        "What this does not show: that GDPO learns correctness faster, or finds what the model lacks (the warm-up "
+        "taught sorting; reinforcement selects it). Equal scales, or weights that undo the scales, leave GDPO little "
+        "to gain; and where a larger scale was meant as priority, GDPO takes it away: use weights for that."
     )
     paired = f"Paired differences of the mean over all {STEPS} steps (same seed, same model, same prompts):"
-    texts = (
-        ["# GDPO against GRPO on a CPU", _wrapped(headline(curves)), _wrapped(about), ends_table(curves), paired]
-        + [differences_table(curves), _wrapped(limits), _wrapped(LEARNING_RATE_REMARK)]
-    )
+    texts = [
+        "# GDPO against GRPO on a CPU",
+        _wrapped(headline(curves)),
+        _wrapped(about),
+        ends_table(curves),
+        paired,
+    ] + [differences_table(curves), _wrapped(limits), _wrapped(LEARNING_RATE_REMARK)]
     return "\n\n".join(texts) + "\n"
 
 
@@ -304,7 +325,9 @@ def draw(curves: Curves, path: Path) -> None:
                 mean = values.mean(axis=0)
                 error = standard_error(values)
                 (handles[METHODS[method][0]],) = axes.plot(steps, mean, **styles[method])
-                axes.fill_between(steps, mean - error, mean + error, color=styles[method]["color"], alpha=0.15, linewidth=0)
+                axes.fill_between(
+                    steps, mean - error, mean + error, color=styles[method]["color"], alpha=0.15, linewidth=0
+                )
             axes.set_title(f"{flag}: {meaning}", loc="left", fontsize=10)
             axes.set(xlim=(WINDOW, STEPS), ylim=(0, 1.02))
             axes.spines[["top", "right"]].set_visible(False)
@@ -326,7 +349,9 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="two seeds, the first setting with its control")
     parser.add_argument("--seeds", type=int, help="number of seeds, from 0 on (3; 2 with --quick)")
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time (2)")
-    parser.add_argument("--out", type=Path, default=Path("results/gdpo_vs_grpo"), help="folder of runs and results (%(default)s)")
+    parser.add_argument(
+        "--out", type=Path, default=Path("results/gdpo_vs_grpo"), help="folder of runs and results (%(default)s)"
+    )
     parser.add_argument("--report", action="store_true", help="run nothing; report what is finished")
     chosen = parser.parse_args()
     cores = max(1, len(os.sched_getaffinity(0)) // chosen.jobs)

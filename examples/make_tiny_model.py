@@ -4,12 +4,13 @@
     python examples/make_tiny_model.py results/models/small_0 --seed 0 --small    a fifth of the size
     python examples/make_tiny_model.py results/models/random_0 --seed 0 --random  seconds, knows nothing
 
-``make_tiny_model`` warms a random Qwen2 up on digit sorting, by next-token training through the same Megatron policy that
-reinforcement learning then continues. The texts are wrong, malformed and long on purpose, each in more than half of the
-rows: the model comes to know how the digits are sorted and what a good completion looks like, but seldom does all of it
-at once. What the rewards then bring out is there already; they select it, they do not teach it.
+``make_tiny_model`` warms a random Qwen2 up on digit sorting, by next-token training through the same Megatron policy
+that reinforcement learning then continues. The texts are wrong, malformed and long on purpose, each in more than half
+of the rows: the model comes to know how the digits are sorted and what a good completion looks like, but seldom does
+all of it at once. What the rewards then bring out is there already; they select it, they do not teach it.
 
-The same seed gives the same bits on the same machine with the same number of threads. A folder appears when it is whole.
+The same seed gives the same bits on the same machine with the same number of threads. A folder appears when it is
+whole.
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ WARM_UP_STEPS = 200
 ROWS_PER_STEP = 96
 _PROGRESS_EVERY = 20
 
-# What the functions below write, which --dry-run and `plan` read from here (as text: nothing of this file is run for it).
-# A head has at least 32 places: vLLM's attention on CPUs knows no smaller one.
+# What the functions below write, which --dry-run and `plan` read from here (as text: nothing of this file is run for
+# it). A head has at least 32 places: vLLM's attention on CPUs knows no smaller one.
 MODEL_CONFIGS = {
     "make_tiny_model": {
         "model_type": "qwen2", "vocab_size": 21, "hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4,
@@ -62,15 +63,18 @@ MODEL_CONFIGS = {
     },
     "make_answering_model": {
         "model_type": "qwen2", "vocab_size": 259, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
-        "num_key_value_heads": 2, "intermediate_size": 192, "max_position_embeddings": 2048, "tie_word_embeddings": True,
+        "num_key_value_heads": 2, "intermediate_size": 192, "max_position_embeddings": 2048, "tie_word_embeddings":
+        True,
     },
     "make_tool_calling_model": {
         "model_type": "qwen2", "vocab_size": 259, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
-        "num_key_value_heads": 2, "intermediate_size": 192, "max_position_embeddings": 2048, "tie_word_embeddings": True,
+        "num_key_value_heads": 2, "intermediate_size": 192, "max_position_embeddings": 2048, "tie_word_embeddings":
+        True,
     },
     "make_random_model": {
         "model_type": "qwen2", "vocab_size": 259, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
-        "num_key_value_heads": 2, "intermediate_size": 192, "max_position_embeddings": 2048, "tie_word_embeddings": True,
+        "num_key_value_heads": 2, "intermediate_size": 192, "max_position_embeddings": 2048, "tie_word_embeddings":
+        True,
     },
 }  # fmt: skip
 
@@ -180,8 +184,8 @@ def _whole_or_nothing(folder: str | Path) -> Iterator[Path]:
 
 # -- tokenizers -----------------------------------------------------------------------------------------------------
 #
-# Both are Qwen2's own tokenizer, with another vocabulary and no merges: whatever class a Qwen2 folder names, transformers
-# reads it as that one.
+# Both are Qwen2's own tokenizer, with another vocabulary and no merges: whatever class a Qwen2 folder names,
+# transformers reads it as that one.
 
 
 def character_tokenizer() -> Qwen2Tokenizer:
@@ -281,7 +285,9 @@ def _tagged_answer(rng: random.Random) -> str:
     number = str(rng.randint(1, 20)) if rng.random() < 0.5 else f"{rng.randint(1, 20)}.{rng.randint(0, 9)}"
     if rng.random() < 0.5:
         return f"<think>so</think>\n<answer>{number}</answer>"
-    return rng.choice((f"<think>so</think>\n{number}", f"<answer>{number}</answer>", f"<think>so\n<answer>{number}</answer>"))
+    return rng.choice(
+        (f"<think>so</think>\n{number}", f"<answer>{number}</answer>", f"<think>so\n<answer>{number}</answer>")
+    )
 
 
 def _tool_call_rows(seed: int, tokenizer: Qwen2Tokenizer) -> Iterator[Row]:
@@ -328,7 +334,9 @@ def _warm_up(
 
 
 def _training(folder: str, steps: int) -> PolicyConfig:
-    optimizer = OptimizerConfig(lr=3e-3, min_lr=1.5e-4, weight_decay=0.0, adam_beta1=0.9, adam_beta2=0.99, clip_grad=1.0)
+    optimizer = OptimizerConfig(
+        lr=3e-3, min_lr=1.5e-4, weight_decay=0.0, adam_beta1=0.9, adam_beta2=0.99, clip_grad=1.0
+    )
     scheduler = SchedulerConfig(lr_decay_style="linear", lr_warmup_steps=min(20, steps - 1))
     return PolicyConfig(
         model_name=folder, precision="float32", megatron_cfg=MegatronConfig(optimizer=optimizer, scheduler=scheduler)

@@ -4,9 +4,9 @@
     gym/bin/python examples/serve_nemo_gym.py example_tool_call_multireward=12503
 
 Each argument is SERVER=PORT, a folder of `resources_servers` and where it listens; port 0 takes any free one. A head
-server that knows them all listens at --head-port. Prints a line of JSON with the URLs once all of them answer. To be run
-by a Python that has nemo-gym (0.4) and what the servers need; `gym env start` serves agents and models, too, and takes
-half a minute and two gigabytes for it.
+server that knows them all listens at --head-port. Prints a line of JSON with the URLs once all of them answer. To be
+run by a Python that has nemo-gym (0.4) and what the servers need; `gym env start` serves agents and models, too, and
+takes half a minute and two gigabytes for it.
 """
 
 from __future__ import annotations
@@ -41,12 +41,17 @@ def main() -> None:
     listeners = {name: _listen(chosen.host, int(port or 0)) for name, port in wanted}
     head = _listen(chosen.host, chosen.head_port)
     ports = {name: listener.getsockname()[1] for name, listener in listeners.items()}
-    config = OmegaConf.create({k: v for name, port in ports.items() for k, v in _sections(name, chosen.host, port).items()})
+    config = OmegaConf.create(
+        {k: v for name, port in ports.items() for k, v in _sections(name, chosen.host, port).items()}
+    )
     global_config._GLOBAL_CONFIG_DICT = config
     address = BaseServerConfig(host=chosen.host, port=head.getsockname()[1])
     client = ServerClient(head_server_config=address, global_config_dict=config)
     apps = {name: _server(name, chosen.host, port, client).setup_webserver() for name, port in ports.items()}
-    served = [(HeadServer(config=address).setup_webserver(), head), *((app, listeners[name]) for name, app in apps.items())]
+    served = [
+        (HeadServer(config=address).setup_webserver(), head),
+        *((app, listeners[name]) for name, app in apps.items()),
+    ]
     urls = {name: f"http://{chosen.host}:{port}" for name, port in ports.items()}
     asyncio.run(_serve(served, {"head": f"http://{chosen.host}:{address.port}", "servers": urls}))
 
@@ -73,7 +78,9 @@ def _server(name: str, host: str, port: int, client: ServerClient) -> SimpleReso
         for value in vars(module).values()
         if inspect.isclass(value) and issubclass(value, SimpleResourcesServer) and value.__module__ == module.__name__
     ]
-    settings = kind.model_fields["config"].annotation(host=host, port=port, entrypoint="app.py", name=name, domain="other")
+    settings = kind.model_fields["config"].annotation(
+        host=host, port=port, entrypoint="app.py", name=name, domain="other"
+    )
     return kind(config=settings, server_client=client)
 
 

@@ -68,7 +68,8 @@ class Checkpoints:
         return self.folder / f"step_{step}"
 
     def save(self, state: RunState, write: Callable[[Path], None]) -> Path:
-        """Write a checkpoint; ``write(folder)`` adds the policy's files. The previous ones stay until this one is whole.
+        """Write a checkpoint; ``write(folder)`` adds the policy's files. The previous ones stay until this one is
+        whole.
 
         Raises:
             RunError: it could not be written; nothing that was there before is lost.
@@ -93,7 +94,8 @@ class Checkpoints:
         self._begun = final, temporary
 
     def finish(self, wait: Callable[[], None]) -> Path:
-        """Make the checkpoint that was begun a whole one; ``wait()`` returns when its files are there. Raises as ``save``."""
+        """Make the checkpoint that was begun a whole one; ``wait()`` returns when its files are there. Raises as
+        ``save``."""
         (final, temporary) = self._begun
         self._begun = None
         with self._all_or_nothing(final, temporary):
@@ -167,7 +169,9 @@ def _write_listing(folder: Path) -> None:
 def _damage(folder: Path) -> str | None:
     """What is wrong with a checkpoint's files, or None."""
     try:
-        listing = {name: (size, checksum) for name, (size, checksum) in json.loads((folder / _FILES).read_text()).items()}
+        listing = {
+            name: (size, checksum) for name, (size, checksum) in json.loads((folder / _FILES).read_text()).items()
+        }
     except (OSError, ValueError, TypeError, AttributeError):
         return f"{_FILES} is not readable"
     for name, (size, checksum) in listing.items():

@@ -1,7 +1,8 @@
 """The command line: ``gdpo-nemo COMMAND``; ``gdpo-nemo --help`` lists the commands.
 
-Exit status 0: done as asked. 1: the run failed. 2: the command or the config is wrong. 143, 130, 129: SIGTERM, SIGINT, SIGHUP. Wrong input
-costs one line on stderr, never a traceback. Heavy imports happen inside the commands that need them, so ``--dry-run`` stays instant.
+Exit status 0: done as asked. 1: the run failed. 2: the command or the config is wrong. 143, 130, 129: SIGTERM, SIGINT,
+SIGHUP. Wrong input costs one line on stderr, never a traceback. Heavy imports happen inside the commands that need
+them, so ``--dry-run`` stays instant.
 """
 
 from __future__ import annotations
@@ -67,7 +68,8 @@ def _quiet_torch() -> None:
 
 
 class _Terminated:
-    """Signal handler: what a command has started and written beside is taken back on the way out. Training has its own."""
+    """Signal handler: what a command has started and written beside is taken back on the way out. Training has its
+    own."""
 
     status = 0
 

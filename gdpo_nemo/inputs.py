@@ -1,4 +1,5 @@
-"""What a run reads before it starts any process: prompts, environments, tokenizer, model. What can be wrong with it is found here."""
+"""What a run reads before it starts any process: prompts, environments, tokenizer, model. What can be wrong with it is
+found here."""
 
 from __future__ import annotations
 
@@ -47,7 +48,8 @@ def read_inputs(config: Config, splits: Sequence[str]) -> Inputs:
     """Read and check what ``splits`` of the data, the environments and the model are.
 
     Raises:
-        ConfigError: something is missing or does not fit. RunError: the model's factory, or an environment's server, failed.
+        ConfigError: something is missing or does not fit. RunError: the model's factory, or an environment's server,
+        failed.
     """
     environments = load_environments(config.env)
     check_rewards(config, environments)
@@ -58,7 +60,12 @@ def read_inputs(config: Config, splits: Sequence[str]) -> Inputs:
     room = room_for_prompts(config)
     sources = {
         split: PromptSource(
-            getattr(config.data, split), environments, tokenizer, split=split, seed=config.run.seed, max_prompt_tokens=room
+            getattr(config.data, split),
+            environments,
+            tokenizer,
+            split=split,
+            seed=config.run.seed,
+            max_prompt_tokens=room,
         )
         for split in splits
     }
@@ -106,11 +113,14 @@ def _from_hub(name: str) -> Path:
     try:
         return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]))
     except Exception as error:  # noqa: BLE001 - the hub client raises many kinds; all mean the model is not there
-        raise ConfigError(f"policy.model_name: {name} is neither a folder nor reachable on the hub ({type(error).__name__})") from None
+        raise ConfigError(
+            f"policy.model_name: {name} is neither a folder nor reachable on the hub ({type(error).__name__})"
+        ) from None
 
 
 def _make_model(config: Config) -> None:
-    """Run ``policy.model_factory`` in a process of its own: making a model may train it, with imports the driver must not have."""
+    """Run ``policy.model_factory`` in a process of its own: making a model may train it, with imports the driver must
+    not have."""
     name = config.policy.model_name
     path, function = find_function("policy.model_factory", config.policy.model_factory)
     print(f"{name} does not exist: making it with {path.name}:{function}", flush=True)

@@ -57,11 +57,16 @@ def find_start(config: Config, run_dir: Path, inputs: Inputs) -> Start:
     path, state = found
     for what, then, now in (("training data", state.data, data), ("model", state.model, model)):
         if then != now:
-            raise ConfigError(f"run.dir: {run_dir} was started with another {what}; use another run.name or the same {what}")
+            raise ConfigError(
+                f"run.dir: {run_dir} was started with another {what}; use another run.name or the same {what}"
+            )
     changes = _changes(config, path, run_dir)
     if state.updates is None:  # written before checkpoints knew it
         state.updates = state.step * updates_per_step(config)
-    remarks = [f"resuming from {path} after step {state.step}", *(change.sentence(state.step + 1) for change in changes)]
+    remarks = [
+        f"resuming from {path} after step {state.step}",
+        *(change.sentence(state.step + 1) for change in changes),
+    ]
     return Start(checkpoints, state, path, damaged, remarks, changes)
 
 
@@ -84,8 +89,8 @@ def _checkpoints(config: Config, run_dir: Path) -> Checkpoints:
     checkpoints = Checkpoints(run_dir / "checkpoints", section.keep_last, section.keep_best, section.metric_name)
     if not section.enabled and checkpoints.steps():
         raise ConfigError(
-            f"checkpointing.enabled: {run_dir} holds checkpoints up to step {checkpoints.steps()[-1]}; a run without them starts "
-            f"at step 0 and discards its metrics; use another run.name"
+            f"checkpointing.enabled: {run_dir} holds checkpoints up to step {checkpoints.steps()[-1]}; a run without "
+            "them starts at step 0 and discards its metrics; use another run.name"
         )
     return checkpoints
 
@@ -100,7 +105,8 @@ def total_updates(config: Config, state: RunState, prompts: int) -> int:
     """Optimizer updates of the whole run: those of the steps done, and of those to come under this config.
 
     The horizon of a decaying learning rate. Steps done count as they were planned, skipped updates included, so that a
-    run which was stopped has the horizon of one which was not. ``prompts``: training prompts, for ``gdpo.max_num_epochs``.
+    run which was stopped has the horizon of one which was not. ``prompts``: training prompts, for
+    ``gdpo.max_num_epochs``.
     """
     left = config.gdpo.max_num_steps - state.step
     limit = prompt_limit(config, prompts)
@@ -142,7 +148,9 @@ def _config_of(checkpoint: Path, run_dir: Path) -> dict:
     try:
         found = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"{file}: cannot be read ({first_line(error)}); remove it to go on without a comparison") from None
+        raise ConfigError(
+            f"{file}: cannot be read ({first_line(error)}); remove it to go on without a comparison"
+        ) from None
     if not isinstance(found, dict):
         raise ConfigError(f"{file}: is no config; remove it to go on without a comparison")
     return found

@@ -77,7 +77,12 @@ class RunComponents:
         from gdpo_nemo.cluster.session import log_folder
 
         groups = {"policy rank": self.policy, "engine": self.fleet, "environment node": self.environments}
-        roles = {f"{name} {n}": place for name, group in groups.items() if group for n, place in group.process_locations().items()}
+        roles = {
+            f"{name} {n}": place
+            for name, group in groups.items()
+            if group
+            for n, place in group.process_locations().items()
+        }
         logs = log_folder()
         return {
             "step": self.state.step,
@@ -134,7 +139,9 @@ def run_context(config: Config) -> Iterator[RunComponents]:
             raise SystemExit(stop.status or end.code) from None  # Ray, waiting, makes every exit a 1.
 
 
-def _start_processes(parts: RunComponents, stack: contextlib.ExitStack, inputs: Inputs, checkpoint: Path | None) -> None:
+def _start_processes(
+    parts: RunComponents, stack: contextlib.ExitStack, inputs: Inputs, checkpoint: Path | None
+) -> None:
     """Ray, the policy's ranks, the engines and the verifiers; imports and start-ups run side by side."""
     from gdpo_nemo.cluster.env_nodes import EnvironmentNodes
     from gdpo_nemo.cluster.fleet import EngineFleet
@@ -145,7 +152,8 @@ def _start_processes(parts: RunComponents, stack: contextlib.ExitStack, inputs: 
     from gdpo_nemo.cluster.weight_sync import WeightSync
     from gdpo_nemo.rollouts.stream import RolloutStream
 
-    # The policy needs the number of its ranks; the run's own config keeps what the user wrote, which a resume is compared with.
+    # The policy needs the number of its ranks; the run's own config keeps what the user wrote, which a resume is
+    # compared with.
     layout = resolve_layout(parts.config)
     megatron = replace(parts.config.policy.megatron_cfg, data_parallel_size=layout.data)
     config = replace(parts.config, policy=replace(parts.config.policy, megatron_cfg=megatron))
@@ -183,7 +191,14 @@ def _start_processes(parts: RunComponents, stack: contextlib.ExitStack, inputs: 
         parts.policy.load(checkpoint)
         lap("checkpoint")
     parts.stream = RolloutStream(
-        config, inputs.prompts, fleet, pool, inputs.tokenizer, parts.state.position, parts.state.step, parts.prompt_limit
+        config,
+        inputs.prompts,
+        fleet,
+        pool,
+        inputs.tokenizer,
+        parts.state.position,
+        parts.state.step,
+        parts.prompt_limit,
     )
     stack.callback(parts.stream.close)
     bucket = config.weights.bucket_mib << 20

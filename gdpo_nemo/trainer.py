@@ -68,8 +68,11 @@ class Trainer:
 
     @property
     def complete(self) -> bool:
-        """Whether the last step is done: by ``max_num_steps``, or because ``max_num_epochs`` leaves fewer prompts than a step takes."""
-        spent = self.prompt_limit is not None and self.state.position + prompts_per_round(self.config) > self.prompt_limit
+        """Whether the last step is done: by ``max_num_steps``, or because ``max_num_epochs`` leaves fewer prompts than
+        a step takes."""
+        spent = (
+            self.prompt_limit is not None and self.state.position + prompts_per_round(self.config) > self.prompt_limit
+        )
         return spent or self.state.step >= self.config.gdpo.max_num_steps
 
     def step(self) -> None:
@@ -207,7 +210,8 @@ class Trainer:
         self.policy.begin_save(folder, self.config.checkpointing.async_save)
 
     def finalize_checkpoint(self, wait: bool = True) -> None:
-        """Complete the checkpoint that is being written, if there is one; without ``wait`` only when its files are there."""
+        """Complete the checkpoint that is being written, if there is one; without ``wait`` only when its files are
+        there."""
         if self.checkpoints.pending and (wait or self.policy.save_is_written()):
             self.checkpoints.finish(self.policy.finish_save)
 

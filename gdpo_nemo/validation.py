@@ -1,4 +1,5 @@
-"""Every check of a config that runs none of its author's code: the config by itself, and against what its environments announce."""
+"""Every check of a config that runs none of its author's code: the config by itself, and against what its environments
+announce."""
 
 from __future__ import annotations
 

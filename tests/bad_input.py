@@ -9,7 +9,8 @@ from typing import Callable
 
 CONFIG = """\
 run: {name: good, dir: "{d}/out"}
-gdpo: {rewards: {correctness: 1.0, format: 0.5}, num_prompts_per_step: 4, num_generations_per_prompt: 4, val_at_start: true}
+gdpo:
+  {rewards: {correctness: 1.0, format: 0.5}, num_prompts_per_step: 4, num_generations_per_prompt: 4, val_at_start: true}
 policy:
   model_name: {d}/model
   precision: float32
@@ -19,7 +20,8 @@ data: {train: {path: "{d}/rows.jsonl"}, validation: {path: "{d}/rows.jsonl"}}
 env: {gsm8k: {}}
 """
 MODEL = {
-    "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "vocab_size": 259, "hidden_size": 64, "num_hidden_layers": 2,
+    "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "vocab_size": 259, "hidden_size": 64,
+    "num_hidden_layers": 2,
     "num_attention_heads": 2, "num_key_value_heads": 2, "intermediate_size": 192, "max_position_embeddings": 2048,
 }  # fmt: skip
 TOKENIZER = {"version": "1.0", "added_tokens": [], "model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}}
@@ -31,14 +33,24 @@ def make_world(d: Path) -> Path:
     """A config, rows, a model, a recipe, thresholds, an environment, and a run of one step with a checkpoint."""
     d.mkdir()
     write(d, "good.yaml", CONFIG.replace("{d}", str(d)))
-    write(d, "rows.jsonl", "".join(json.dumps({"question": f"{i}+{i}?", "answer": f"#### {2 * i}"}) + "\n" for i in range(4)))
+    write(
+        d,
+        "rows.jsonl",
+        "".join(json.dumps({"question": f"{i}+{i}?", "answer": f"#### {2 * i}"}) + "\n" for i in range(4)),
+    )
     write(d, "model/config.json", json.dumps(MODEL))
     (d / "model" / "model.safetensors").write_bytes(EMPTY_SAFETENSORS)
     write(d, "model/tokenizer.json", json.dumps(TOKENIZER))
     write(d, "model/tokenizer_config.json", json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
-    write(d, "recipe.yaml", "grpo: {num_prompts_per_step: 4, num_generations_per_prompt: 4}\npolicy: {model_name: a/b}\n")
+    write(
+        d, "recipe.yaml", "grpo: {num_prompts_per_step: 4, num_generations_per_prompt: 4}\npolicy: {model_name: a/b}\n"
+    )
     write(d, "limits.yaml", "checks: [{metric: reward/correctness/mean, at: end, min: 0.0}]\n")
-    write(d, "mine.py", "class Mine:\n    reward_names = ('correctness', 'format')\n    def verify(self, t): return []\n\nnumber = 3\n")
+    write(
+        d,
+        "mine.py",
+        "class Mine:\n    reward_names = ('correctness', 'format')\n    def verify(self, t): return []\n\nnumber = 3\n",
+    )
     write(d, "factory.py", "def make(folder, seed): pass\n")
     write(d, "run/config.yaml", (d / "good.yaml").read_text())
     write(d, "run/metrics.jsonl", "".join(json.dumps(row(step)) + "\n" for step in (1, 2, 3)))
@@ -57,8 +69,10 @@ def row(step: int) -> dict:
 
 def sample(index: int) -> dict:
     return {
-        "prompt_id": "train/0", "prompt": "1+1?", "sample_index": index, "completion": "2", "prompt_ids": [1, 2], "completion_ids": [3],
-        "logprobs": [-0.5], "rewards": {"correctness": float(index % 2), "format": 1.0}, "advantage": 0.0, "outcome": "ok",
+        "prompt_id": "train/0", "prompt": "1+1?", "sample_index": index, "completion": "2", "prompt_ids": [1, 2],
+        "completion_ids": [3],
+        "logprobs": [-0.5], "rewards": {"correctness": float(index % 2), "format": 1.0}, "advantage": 0.0, "outcome":
+        "ok",
         "policy_version": 0, "finish_reason": "stop", "environment": "gsm8k",
     }  # fmt: skip
 

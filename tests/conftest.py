@@ -20,7 +20,9 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 
 def pytest_addoption(parser):
     """``--layout-table FILE``: where tests/megatron put how far each layout is from transformers and torch."""
-    parser.addoption("--layout-table", help="test every layout with every model, and put the table (Markdown) into this file")
+    parser.addoption(
+        "--layout-table", help="test every layout with every model, and put the table (Markdown) into this file"
+    )
 
 
 _LONGEST_FIRST = (

@@ -1,4 +1,5 @@
-"""Wrong input to every command: status 1 or 2, one clear line on stderr, no traceback, and nothing written, changed or removed."""
+"""Wrong input to every command: status 1 or 2, one clear line on stderr, no traceback, and nothing written, changed or
+removed."""
 
 from __future__ import annotations
 
@@ -105,13 +106,21 @@ CONFIGS = [
     (DRY, added("good.yaml", "defaults: {a: b}\n"), "defaults: expected a file name"),
     (DRY, added("good.yaml", "defaults: empty\n"), "cannot be read"),
     (DRY, replaced("good.yaml", "name: good", "name: [1]"), "run.name"),
-    (DRY, replaced("good.yaml", "correctness: 1.0", "correctness: much"), "gdpo.rewards.correctness: expected a number"),
+    (
+        DRY,
+        replaced("good.yaml", "correctness: 1.0", "correctness: much"),
+        "gdpo.rewards.correctness: expected a number",
+    ),
     (DRY, replaced("good.yaml", "correctness: 1.0", "correctness: .nan"), "gdpo.rewards.correctness"),
     (DRY, replaced("good.yaml", "correctness: 1.0", "corectness: 1.0"), "corectness"),
     (DRY, replaced("good.yaml", "env: {gsm8k: {}}", "env: {}"), "env: names no environment"),
     (DRY, replaced("good.yaml", "env: {gsm8k: {}}", "env: [gsm8k]"), "env"),
     (DRY, replaced("good.yaml", "precision: float32", "precision: ${policy.model_name}"), "policy.precision"),
-    (DRY, replaced("good.yaml", "max_total_sequence_length: 96", "max_total_sequence_length: 4096"), "exceeds the model's 2048"),
+    (
+        DRY,
+        replaced("good.yaml", "max_total_sequence_length: 96", "max_total_sequence_length: 4096"),
+        "exceeds the model's 2048",
+    ),
     (TRAIN, replaced("good.yaml", "max_new_tokens: 16", "max_new_tokens: 96"), "leaves no room"),
     (TRAIN, gone("good.yaml"), "no such config file"),
     (TRAIN + " run.dir={d}/rows.jsonl", None, "run.dir"),
@@ -152,7 +161,11 @@ ROWS = [
     (DRY + " data.train.path={d}/rows.json", text("rows.json", "{"), "not valid JSON"),
     (DRY + " data.train.path={d}/rows.json", text("rows.json", "{}"), "a list of JSON objects"),
     (DRY + " data.validation.path={d}/absent.jsonl", None, "data.validation.path"),
-    (DRY + " data.train.chat=true policy.tokenizer_name={d}/model", text("model/tokenizer.json", "{"), "no tokenizer in"),
+    (
+        DRY + " data.train.chat=true policy.tokenizer_name={d}/model",
+        text("model/tokenizer.json", "{"),
+        "no tokenizer in",
+    ),
     (ENV, binary("rows.jsonl"), "rows.jsonl:1: not valid JSON"),
     (ENV, text("rows.jsonl", '{"quest": "x", "answer": "#### 1"}\n'), "quest"),
     ("eval {d}/model --config {d}/good.yaml", loop("rows.jsonl"), "data.train.path"),
@@ -168,7 +181,11 @@ MODELS = [
     (DRY, replaced("model/config.json", '"model_type": "qwen2"', '"model_type": 3'), "names no model_type"),
     (DRY, replaced("model/config.json", '"hidden_size": 64', '"hidden_size": "64"'), "hidden_size"),
     (DRY, replaced("model/config.json", '"num_key_value_heads": 2', '"num_key_value_heads": 0'), "num_key_value_heads"),
-    (DRY, replaced("model/config.json", '"hidden_size": 64', '"hidden_size": 64, "rope_scaling": 3'), "rotary parameters"),
+    (
+        DRY,
+        replaced("model/config.json", '"hidden_size": 64', '"hidden_size": 64, "rope_scaling": 3'),
+        "rotary parameters",
+    ),
     (DRY, replaced("model/config.json", '"hidden_size": 64', '"hidden_size": 64, "architectures": 3'), "architecture"),
     (DRY, gone("model/model.safetensors"), "has no weights"),
     (DRY, empty("model/model.safetensors"), "is no safetensors file"),
@@ -234,8 +251,16 @@ RUNS = [
     (HEALTH, text("run/metrics.jsonl", '{"step": 1}\n{"st\n{"step": 3}\n'), "line 2: not a row of metrics"),
     (HEALTH, text("run/metrics.jsonl", "[1]\n"), "line 1: not a row of metrics"),
     (HEALTH, text("run/metrics.jsonl", '{"loss": 1}\n'), "line 1: not a row of metrics"),
-    (HEALTH, text("run/metrics.jsonl", '{"step": "one", "reward/correctness/mean": 1}\n'), "line 1: not a row of metrics"),
-    (HEALTH, text("run/metrics.jsonl", '{"step": 1, "reward/correctness/mean": "high"}\n'), "line 1: not a row of metrics"),
+    (
+        HEALTH,
+        text("run/metrics.jsonl", '{"step": "one", "reward/correctness/mean": 1}\n'),
+        "line 1: not a row of metrics",
+    ),
+    (
+        HEALTH,
+        text("run/metrics.jsonl", '{"step": 1, "reward/correctness/mean": "high"}\n'),
+        "line 1: not a row of metrics",
+    ),
     (HEALTH, folder("run/metrics.jsonl"), "metrics.jsonl"),
     (HEALTH, loop("run/metrics.jsonl"), "metrics.jsonl"),
     (HEALTH, gone("limits.yaml"), "limits.yaml"),
@@ -358,7 +383,9 @@ def world(good, tmp_path, monkeypatch):
     return d
 
 
-@pytest.mark.parametrize("command, damage, expected", CASES, ids=[f"{n:03d} {case[0][:40]}" for n, case in enumerate(CASES)])
+@pytest.mark.parametrize(
+    "command, damage, expected", CASES, ids=[f"{n:03d} {case[0][:40]}" for n, case in enumerate(CASES)]
+)
 def test_wrong_input_is_one_line_and_changes_nothing(command, damage, expected, world, capsys):
     if damage is not None:
         damage(world)
@@ -375,8 +402,22 @@ def test_wrong_input_is_one_line_and_changes_nothing(command, damage, expected, 
 
 
 def test_there_are_enough_cases_and_each_command_has_some():
-    assert len(CASES) >= 150 and len({(command, expected, id(damage)) for command, damage, expected in CASES}) == len(CASES)
-    commands = ("train", "plan", "doctor", "explain", "config", "explain-advantages", "health", "report", "eval", "parity", "convert")
+    assert len(CASES) >= 150 and len({(command, expected, id(damage)) for command, damage, expected in CASES}) == len(
+        CASES
+    )
+    commands = (
+        "train",
+        "plan",
+        "doctor",
+        "explain",
+        "config",
+        "explain-advantages",
+        "health",
+        "report",
+        "eval",
+        "parity",
+        "convert",
+    )
     assert all(any(case[0].split(" ")[0] == command for case in CASES) for command in (*commands, "env"))
 
 

@@ -74,7 +74,9 @@ def test_a_failed_write_leaves_what_was_there_and_says_which_is_good(checkpoints
     def fail(*_):
         raise RunError("a rank died")
 
-    with pytest.raises(RunError, match="checkpoint of step 4 could not be written: a rank died; step 2 is the last good one"):
+    with pytest.raises(
+        RunError, match="checkpoint of step 4 could not be written: a rank died; step 2 is the last good one"
+    ):
         checkpoints.begin(RunState(step=4), fail if when == "begin" else shards)
         checkpoints.finish(fail)
     assert [path.name for path in checkpoints.folder.iterdir()] == ["step_2"]

@@ -30,7 +30,9 @@ ROWS = [{"question": f"What is {i} and {i}?", "answer": f"The sum.\n#### {2 * i}
 @pytest.fixture
 def config(tmp_path):
     def write(data: Path, text: str = CONFIG) -> Path:
-        (tmp_path / "run.yaml").write_text(text.replace("DATA", str(data)).replace("max_total_sequence_length: 96", MOST_TOKENS))
+        (tmp_path / "run.yaml").write_text(
+            text.replace("DATA", str(data)).replace("max_total_sequence_length: 96", MOST_TOKENS)
+        )
         return tmp_path / "run.yaml"
 
     return write
@@ -60,10 +62,14 @@ def test_good_data_passes_and_the_plan_says_what_was_read(config, tmp_path, caps
     [
         (lambda text: text.replace('"answer"', '"answer', 1), [], "train.jsonl:1: not valid JSON"),
         (lambda text: text + "[1]\n", [], "train.jsonl:21: a row must be a JSON object, not list"),
-        (lambda text: text, ["data.train.prompt_key=questoin"], "data.train.prompt_key: row 0: no column 'questoin'; did you mean 'question'?"),
-        (lambda text: text.replace('"question"', '"ask"'), [], "data.train.prompt_key: none of messages, prompt, question, problem"),
-        (lambda text: text + '{"question": "", "answer": "1"}\n', [], "data.train: row 20: the column 'question' is empty"),
-        (lambda text: text, ["data.train.columns={gold: anwser}"], "row 0 has no column 'anwser'; did you mean 'answer'"),
+        (lambda text: text, ["data.train.prompt_key=questoin"], "data.train.prompt_key: row 0: no column 'questoin'; "
+                                                                "did you mean 'question'?"),
+        (lambda text: text.replace('"question"', '"ask"'), [], "data.train.prompt_key: none of messages, prompt, "
+                                                               "question, problem"),
+        (lambda text: text + '{"question": "", "answer": "1"}\n', [], "data.train: row 20: the column 'question' is "
+                                                                      "empty"),
+        (lambda text: text, ["data.train.columns={gold: anwser}"], "row 0 has no column 'anwser'; did you mean "
+                                                                   "'answer'"),
         (lambda text: text, ["env.gsm8k.stric=true"], "env.gsm8k"),
         (lambda text: text, ["data.train.environment_key=question"], "data.train.environment_key: row 0: env has no"),
     ],
@@ -94,7 +100,9 @@ def test_csv_and_folders_are_read_by_the_run_and_by_its_dry_run_alike(config, tm
         assert len(load_rows(section.data.train, load_environments(section.env), "train", 0)) == rows
 
 
-@pytest.mark.parametrize("name, content", [("a.txt", "hello"), ("a.csv", 'a,b\n1,2\n1,2,3\n'), ("a.parquet", "PAR1 no"), ("a.json", "{}")])
+@pytest.mark.parametrize(
+    "name, content", [("a.txt", "hello"), ("a.csv", "a,b\n1,2\n1,2,3\n"), ("a.parquet", "PAR1 no"), ("a.json", "{}")]
+)
 def test_what_the_loader_refuses_the_dry_run_refuses_with_the_same_sentence(name, content, config, tmp_path, capsys):
     (tmp_path / name).write_text(content)
     config_file = config(tmp_path / name)
@@ -114,7 +122,9 @@ def test_only_the_beginning_of_a_large_file_is_read(config, tmp_path, capsys, mo
     assert "data.train: the first 8 rows of" in capsys.readouterr().out
 
 
-def test_prompts_are_tokenised_where_the_tokenizer_is_here_and_long_ones_are_counted(config, tmp_path, capsys, byte_model):
+def test_prompts_are_tokenised_where_the_tokenizer_is_here_and_long_ones_are_counted(
+    config, tmp_path, capsys, byte_model
+):
     rows = [*ROWS, {"question": "long " * 40, "answer": "#### 1"}]
     path = jsonl(tmp_path / "train.jsonl", rows)
     model = f"policy.model_name={byte_model}"
@@ -143,7 +153,10 @@ def test_a_dataset_with_several_configurations_needs_one_and_is_told_which_there
     folder.mkdir()
     for name, rows in (("main", ROWS), ("socratic", ROWS[:5])):
         jsonl(folder / f"{name}.jsonl", rows)
-    parts = "".join(f"- config_name: {name}\n  data_files:\n  - split: train\n    path: {name}.jsonl\n" for name in ("main", "socratic"))
+    parts = "".join(
+        f"- config_name: {name}\n  data_files:\n  - split: train\n    path: {name}.jsonl\n"
+        for name in ("main", "socratic")
+    )
     (folder / "README.md").write_text(f"---\nconfigs:\n{parts}---\n")
     assert dry(config(folder)) == 2
     said = capsys.readouterr().err
@@ -155,7 +168,9 @@ def test_a_dataset_with_several_configurations_needs_one_and_is_told_which_there
     assert "has no configuration 'mian'; did you mean 'main'" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("recipe", sorted((REPOSITORY / "configs").glob("gdpo_gsm8k*.yaml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "recipe", sorted((REPOSITORY / "configs").glob("gdpo_gsm8k*.yaml")), ids=lambda path: path.stem
+)
 def test_the_gsm8k_recipes_name_the_configuration(recipe):
     config = load_config(recipe)
     validate(config)

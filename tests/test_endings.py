@@ -45,7 +45,9 @@ def test_a_run_whose_terminal_goes_away_ends_its_step_and_says_so_in_its_status(
 
 
 def test_a_hangup_that_nohup_has_ignored_stays_ignored():
-    done = subprocess.run(["nohup", sys.executable, "-c", RUN, "0"], env=ENVIRONMENT, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        ["nohup", sys.executable, "-c", RUN, "0"], env=ENVIRONMENT, capture_output=True, text=True, timeout=300
+    )
     assert (done.returncode, done.stdout) == (0, "training\nthe last step\n")
 
 

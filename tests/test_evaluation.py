@@ -105,7 +105,10 @@ def judged(rows: list[list[float | None]]) -> list[Group]:
     groups = []
     for number, row in enumerate(rows):
         prompt = Prompt(str(number), np.array([1], np.int32), "", "e", {}, None)
-        made = [Trajectory(prompt, j, np.array([1, 2], np.int32), np.zeros(2, np.float32), 0, "", "stop") for j in range(len(row))]
+        made = [
+            Trajectory(prompt, j, np.array([1, 2], np.int32), np.zeros(2, np.float32), 0, "", "stop")
+            for j in range(len(row))
+        ]
         for trajectory, value in zip(made, row):
             trajectory.rewards = {"it": value}
             trajectory.outcome = Outcome.OK

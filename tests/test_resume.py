@@ -15,7 +15,8 @@ from gdpo_nemo.resume import find_start, planned_changes, record_config, total_u
 
 YAML = """
 run: {name: r}
-gdpo: {rewards: {correctness: 1.0, format: 1.0}, num_prompts_per_step: 4, num_generations_per_prompt: 8, max_num_steps: 60}
+gdpo:
+  {rewards: {correctness: 1.0, format: 1.0}, num_prompts_per_step: 4, num_generations_per_prompt: 8, max_num_steps: 60}
 policy: {model_name: m, precision: float32, megatron_cfg: {scheduler: {lr_decay_style: cosine}}}
 data: {train: {environment: digit_sort}}
 env: {digit_sort: {}}
@@ -44,7 +45,14 @@ def run(tmp_path, config_file, inputs):
     def write(*overrides, keep_config=True, **state):
         folder = tmp_path / "run"
         config = load_config(config_file, overrides)
-        found = {"step": 12, "position": 48, "updates": 12, "data": "rows", "model": model_fingerprint(inputs.folder), **state}
+        found = {
+            "step": 12,
+            "position": 48,
+            "updates": 12,
+            "data": "rows",
+            "model": model_fingerprint(inputs.folder),
+            **state,
+        }
         record_config(config, folder, 0)
         checkpoints = Checkpoints(folder / "checkpoints", 2, 0, None)
         checkpoints.save(RunState(**found), lambda path: keep_config and save_config(config, path / "config.yaml"))
@@ -60,16 +68,20 @@ def contents(folder):
 
 ALLOWED = {
     "policy.megatron_cfg.optimizer.lr=5e-5": "policy.megatron_cfg.optimizer.lr: 1e-06 -> 5e-05 from step 13 on",
-    "policy.megatron_cfg.optimizer.weight_decay=0.1": "policy.megatron_cfg.optimizer.weight_decay: 0 -> 0.1 from step 13 on",
-    "policy.megatron_cfg.scheduler.lr_warmup_steps=20": "policy.megatron_cfg.scheduler.lr_warmup_steps: 0 -> 20 from step 13 on",
-    "policy.megatron_cfg.scheduler.lr_decay_style=linear": "policy.megatron_cfg.scheduler.lr_decay_style: cosine -> linear from step 13 on",
+    "policy.megatron_cfg.optimizer.weight_decay=0.1": "policy.megatron_cfg.optimizer.weight_decay: 0 -> 0.1 from step "
+    "13 on",
+    "policy.megatron_cfg.scheduler.lr_warmup_steps=20": "policy.megatron_cfg.scheduler.lr_warmup_steps: 0 -> 20 from "
+    "step 13 on",
+    "policy.megatron_cfg.scheduler.lr_decay_style=linear": "policy.megatron_cfg.scheduler.lr_decay_style: cosine -> "
+    "linear from step 13 on",
     "gdpo.max_num_steps=120": "gdpo.max_num_steps: 60 -> 120 from step 13 on",
     "gdpo.num_prompts_per_step=8": "gdpo.num_prompts_per_step: 4 -> 8 from step 13 on",
     "gdpo.estimator=grpo": "gdpo.estimator: gdpo -> grpo from step 13 on",
     "gdpo.rewards.length=0.5": "gdpo.rewards.length: absent -> 0.5 from step 13 on",
     "gdpo.rewards={correctness: 1.0}": "gdpo.rewards.format: 1 -> absent from step 13 on",
     "loss_fn.reference_policy_kl_penalty=0.01": "loss_fn.reference_policy_kl_penalty: 0 -> 0.01 from step 13 on",
-    "policy.megatron_cfg.tensor_model_parallel_size=2": "policy.megatron_cfg.tensor_model_parallel_size: 1 -> 2 from step 13 on",
+    "policy.megatron_cfg.tensor_model_parallel_size=2": "policy.megatron_cfg.tensor_model_parallel_size: 1 -> 2 from "
+    "step 13 on",
     "checkpointing.async_save=true": "checkpointing.async_save: false -> true from step 13 on",
     "run.seed=7": "run.seed: 42 -> 7 from step 13 on; prompts are drawn in another order from there on",
 }
@@ -95,10 +107,26 @@ REFUSED = {
     "LoRA off": ((LORA,), ("policy.lora={rank: 0, alpha: 16}",), "policy.lora.rank: cannot change from 8 to 0"),
     "LoRA on": ((), (LORA,), "policy.lora.rank: cannot change from 0 to 8"),
     "LoRA's alpha": ((LORA,), ("policy.lora={rank: 8, alpha: 32}",), "policy.lora.alpha: cannot change from 16 to 32"),
-    "LoRA's modules": ((LORA,), (LORA, "policy.lora.target_modules=[q_proj]"), "policy.lora.target_modules: cannot change"),
-    "a shared A": ((LORA,), (LORA, "policy.lora.share_a=true"), "policy.lora.share_a: cannot change from false to true"),
-    "frozen routers": ((), ("policy.megatron_cfg.freeze_moe_router=true",), "freeze_moe_router: cannot change from false to true"),
-    "no checkpoints": ((), ("checkpointing.enabled=false",), "checkpointing.enabled: .* holds checkpoints up to step 12"),
+    "LoRA's modules": (
+        (LORA,),
+        (LORA, "policy.lora.target_modules=[q_proj]"),
+        "policy.lora.target_modules: cannot change",
+    ),
+    "a shared A": (
+        (LORA,),
+        (LORA, "policy.lora.share_a=true"),
+        "policy.lora.share_a: cannot change from false to true",
+    ),
+    "frozen routers": (
+        (),
+        ("policy.megatron_cfg.freeze_moe_router=true",),
+        "freeze_moe_router: cannot change from false to true",
+    ),
+    "no checkpoints": (
+        (),
+        ("checkpointing.enabled=false",),
+        "checkpointing.enabled: .* holds checkpoints up to step 12",
+    ),
 }
 
 
@@ -166,12 +194,15 @@ def test_the_config_of_a_folder_without_a_history_is_its_first_entry(tmp_path, c
     folder = tmp_path / "run"
     save_config(load_config(config_file), folder / "config.yaml")
     record_config(load_config(config_file, ["gdpo.estimator=grpo"]), folder, 6)
-    estimators = [yaml.safe_load(p.read_text())["gdpo"]["estimator"] for p in sorted((folder / "config_history").iterdir())]
+    estimators = [
+        yaml.safe_load(p.read_text())["gdpo"]["estimator"] for p in sorted((folder / "config_history").iterdir())
+    ]
     assert estimators == ["gdpo", "grpo"]
 
 
 @pytest.mark.parametrize(
-    "override, horizon", [("gdpo.max_num_steps=60", 60), ("gdpo.max_num_steps=120", 120), ("policy.train_global_batch_size=8", 204)]
+    "override, horizon",
+    [("gdpo.max_num_steps=60", 60), ("gdpo.max_num_steps=120", 120), ("policy.train_global_batch_size=8", 204)],
 )
 def test_the_horizon_is_the_updates_done_and_those_to_come(config_file, override, horizon):
     """12 steps of one update are done; the batch size makes four updates of each of the other 48 steps."""
@@ -182,7 +213,8 @@ def test_the_horizon_is_the_updates_done_and_those_to_come(config_file, override
 
 
 def test_the_horizon_ends_with_the_epochs_where_they_end_first(config_file):
-    """Each of two epochs of 100 prompts has 6 steps of 16; where 12 steps took 3 batches more, 3 steps fewer are left."""
+    """Each of two epochs of 100 prompts has 6 steps of 16; where 12 steps took 3 batches more, 3 steps fewer are
+    left."""
     config = load_config(config_file, ["gdpo.max_num_epochs=2", "gdpo.num_prompts_per_step=16"])
     assert total_updates(config, RunState(), prompts=100) == 12
     assert total_updates(config, RunState(step=4, updates=4, position=(4 + 3) * 16), prompts=100) == 9

@@ -8,11 +8,14 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1] / "gdpo_nemo"
 ORDER = (
-    "errors", "waits", "endings", "algorithms", "config", "weights", "data", "observe", "planning", "environments", "generation", "megatron",
-    "checkpoints", "cluster", "endpoint", "rollouts", "validation", "inputs", "resume", "setup", "trainer", "interop", "commands", "cli",
+    "errors", "waits", "endings", "algorithms", "config", "weights", "data", "observe", "planning", "environments",
+    "generation", "megatron",
+    "checkpoints", "cluster", "endpoint", "rollouts", "validation", "inputs", "resume", "setup", "trainer", "interop",
+    "commands", "cli",
     "__main__",
 )  # fmt: skip
-"""Packages and top-level modules; each imports from those before it only. docs/design.md has them with what they are."""
+"""Packages and top-level modules; each imports from those before it only. docs/design.md has them with what they
+are."""
 
 FILES = [path for path in ROOT.rglob("*.py") if path != ROOT / "__init__.py"]
 
@@ -23,11 +26,17 @@ def room(path: Path) -> str:
 
 def imported(tree: ast.AST) -> set[str]:
     """Rooms that a module imports from while it runs: at its top or in a function, not for annotations alone."""
-    checks = [node for node in ast.walk(tree) if isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING"]
+    checks = [
+        node for node in ast.walk(tree) if isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING"
+    ]
     guarded = {id(node) for check in checks for node in ast.walk(check)}
     found = set()
     for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "gdpo_nemo" and id(node) not in guarded:
+        if (
+            isinstance(node, ast.ImportFrom)
+            and (node.module or "").split(".")[0] == "gdpo_nemo"
+            and id(node) not in guarded
+        ):
             found |= {node.module.split(".")[1]} if "." in node.module else {alias.name for alias in node.names}
     return found - {"__version__"}
 

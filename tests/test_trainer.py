@@ -1,4 +1,5 @@
-"""The loop by itself: what is called in which order, with parts that record it. The real parts run in tests/end_to_end."""
+"""The loop by itself: what is called in which order, with parts that record it. The real parts run in
+tests/end_to_end."""
 
 from __future__ import annotations
 
@@ -17,11 +18,17 @@ from gdpo_nemo.rollouts.stream import Rollout
 from gdpo_nemo.trainer import Trainer
 
 DEMO = Path(__file__).resolve().parents[1] / "configs" / "gdpo_tiny_cpu.yaml"
-SMALL = ["gdpo.rewards={a: 1, b: 1}", "gdpo.num_prompts_per_step=2", "gdpo.num_generations_per_prompt=2", "gdpo.max_num_steps=4"]
+SMALL = [
+    "gdpo.rewards={a: 1, b: 1}",
+    "gdpo.num_prompts_per_step=2",
+    "gdpo.num_generations_per_prompt=2",
+    "gdpo.max_num_steps=4",
+]
 
 
 class Recorder:
-    """The parts of a run: they note what they are asked, and answer like a policy whose log-probs rise with every update."""
+    """The parts of a run: they note what they are asked, and answer like a policy whose log-probs rise with every
+    update."""
 
     def __init__(self, *overrides: str, stale: int = 0, skipped: bool = False, prompt_limit: int | None = None):
         self.config = load_config(DEMO, [*SMALL, *overrides])
@@ -42,8 +49,17 @@ class Recorder:
                                  evaluate=lambda p: self.groups(0))  # fmt: skip
         sync = SimpleNamespace(publish=self.publish, sleep_engines=lambda: self.calls.append("sleep"))
         self.checkpoints = checkpoints
-        self.parts = SimpleNamespace(policy=policy, stream=stream, sync=sync, log=log, checkpoints=checkpoints,
-                                     stop=SimpleNamespace(requested=False), validation_prompts=[], prompt_limit=prompt_limit)  # fmt: skip
+        self.parts = SimpleNamespace(
+            policy=policy,
+            stream=stream,
+            sync=sync,
+            log=log,
+            checkpoints=checkpoints,
+            # fmt: skip
+            stop=SimpleNamespace(requested=False),
+            validation_prompts=[],
+            prompt_limit=prompt_limit,
+        )
         self.trainer = Trainer(self.config, self.parts, RunState())
 
     def groups(self, version: int) -> list[Group]:
@@ -51,7 +67,8 @@ class Recorder:
         for name, rewards in (("x", [(1.0, 0.0), (0.0, 0.0)]), ("y", [(0.0, 2.0), (0.0, 0.0)])):
             prompt = Prompt(name, np.arange(2, dtype=np.int32), name, "digit_sort")
             made.append(Group(prompt, [
-                Trajectory(prompt, j, np.arange(3, dtype=np.int32), np.full(3, -1, np.float32), version, "", "stop", dict(a=a, b=b))
+                Trajectory(prompt, j, np.arange(3, dtype=np.int32), np.full(3, -1, np.float32), version, "", "stop",
+                dict(a=a, b=b))
                 for j, (a, b) in enumerate(rewards)
             ]))  # fmt: skip
         return made
@@ -66,7 +83,9 @@ class Recorder:
         self.version += 1
         sums = {"tokens": 12.0, "parity_abs": 0.0, "parity_kl": 0.0}
         maxima = {"parity_abs": 0.0, "parity_prob": 0.0}
-        return UpdateResult(loss=0.5, grad_norm=1.0, lr=1e-4, skipped=self.skipped, sums=sums, maxima=maxima, packing={})
+        return UpdateResult(
+            loss=0.5, grad_norm=1.0, lr=1e-4, skipped=self.skipped, sums=sums, maxima=maxima, packing={}
+        )
 
     def logprobs(self, update, reference: bool = False):
         self.calls.append("reference" if reference else "logprobs")
@@ -101,7 +120,9 @@ def test_every_step_takes_its_batch_trains_and_publishes_the_next_version():
 
 
 def test_validation_and_checkpoints_come_at_their_periods_and_at_the_end():
-    recorder = Recorder("gdpo.val_period=3", "gdpo.val_at_start=true", "checkpointing.save_period=2", "checkpointing.metric_name=null")
+    recorder = Recorder(
+        "gdpo.val_period=3", "gdpo.val_at_start=true", "checkpointing.save_period=2", "checkpointing.metric_name=null"
+    )
     recorder.trainer.fit()
     assert of(recorder, "validate", "save") == ["validate 0", "save 2 at 4", "validate 3", "validate 4", "save 4 at 8"]
     assert recorder.trainer.state.metrics["validation/b"] == 0.5 and not recorder.checkpoints.pending
@@ -110,7 +131,9 @@ def test_validation_and_checkpoints_come_at_their_periods_and_at_the_end():
 @pytest.mark.parametrize("limit, steps", [(6, 3), (7, 3), (8, 4), (100, 4)])
 def test_a_run_ends_with_its_prompts_and_validates_and_saves_then(limit, steps):
     """A step takes two prompts, and one too few is no step; the run has four steps at most."""
-    recorder = Recorder("gdpo.val_period=10", "gdpo.val_at_start=false", "checkpointing.save_period=10", prompt_limit=limit)
+    recorder = Recorder(
+        "gdpo.val_period=10", "gdpo.val_at_start=false", "checkpointing.save_period=10", prompt_limit=limit
+    )
     recorder.trainer.fit()
     assert recorder.trainer.complete and recorder.trainer.state.step == steps
     assert of(recorder, "validate", "save") == [f"validate {steps}", f"save {steps} at {2 * steps}"]
@@ -118,7 +141,9 @@ def test_a_run_ends_with_its_prompts_and_validates_and_saves_then(limit, steps):
 
 def test_a_run_that_is_asked_to_stop_saves_after_the_step_and_ends():
     recorder = Recorder("gdpo.val_period=0", "gdpo.val_at_start=false", "checkpointing.save_period=100")
-    recorder.parts.sync.publish = lambda version: setattr(recorder.parts.stop, "requested", version == 2) or {"time/sync": 0.0}
+    recorder.parts.sync.publish = lambda version: (
+        setattr(recorder.parts.stop, "requested", version == 2) or {"time/sync": 0.0}
+    )
     recorder.trainer.sync = recorder.parts.sync
     recorder.trainer.fit()
     assert of(recorder, "save") == ["save 2 at 4"] and recorder.trainer.state.step == 2
@@ -144,7 +169,14 @@ def test_a_steps_row_holds_rewards_times_and_tokens():
     assert all(0 <= row[f"time/{key}"] <= row["time/step"] for key in ("idle", "train", "advantages"))
     assert [g.prompt.id for g in groups] == ["x", "y"] and np.sign(advantages).tolist() == [1, -1, 1, -1]
     lanes = {lane: (start, end) for lane, _, start, end in recorder.spans}
-    assert lanes["idle"][0] <= lanes["idle"][1] == lanes["train"][0] <= lanes["train"][1] == lanes["sync"][0] <= lanes["sync"][1]
+    assert (
+        lanes["idle"][0]
+        <= lanes["idle"][1]
+        == lanes["train"][0]
+        <= lanes["train"][1]
+        == lanes["sync"][0]
+        <= lanes["sync"][1]
+    )
 
 
 def test_several_updates_of_a_step_share_the_log_probs_from_before_the_first():

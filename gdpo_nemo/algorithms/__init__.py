@@ -1,7 +1,8 @@
 """Reward vectors to updates: advantages, losses, off-policy corrections, diagnostics. Tensor code and nothing else.
 
-The names below are imported when first asked for, because those that check a configuration (estimators, settings, reward
-shaping) need no torch and are wanted without its import. The function ``policy_loss`` is in the module of that name.
+The names below are imported when first asked for, because those that check a configuration (estimators, settings,
+reward shaping) need no torch and are wanted without its import. The function ``policy_loss`` is in the module of that
+name.
 """
 
 from __future__ import annotations

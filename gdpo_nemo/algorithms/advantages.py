@@ -29,8 +29,8 @@ class Advantages:
     values: torch.Tensor
     """float64 [sequences]; exactly 0 for rows without signal, without rewards or outside `valid`."""
     components: torch.Tensor
-    """float64 [sequences, components]; each component's weighted term. `values` is their sum, less the KL in the reward, after
-    the batch norm."""
+    """float64 [sequences, components]; each component's weighted term. `values` is their sum, less the KL in the
+    reward, after the batch norm."""
     names: tuple[str, ...]
     """Component names, in column order."""
     live: torch.Tensor
@@ -70,9 +70,10 @@ def compute_advantages(
     that. Same input, same bits; another row order gives the same advantages up to the last digits of float64.
 
     KL in the reward is A <- A - kl_coefficient x (kl - mean of the group's kl), before the batch norm and never
-    normalised itself: normalised, its coefficient would do nothing. It lends a row no signal of its own: batch statistics
-    are taken over the same rows as without it, a row that it alone moves is divided by the same deviation, and a batch
-    without any other signal stays 0 under batch norm. Estimators of the sum have it in the sum instead, as published.
+    normalised itself: normalised, its coefficient would do nothing. It lends a row no signal of its own: batch
+    statistics are taken over the same rows as without it, a row that it alone moves is divided by the same deviation,
+    and a batch without any other signal stays 0 under batch norm. Estimators of the sum have it in the sum instead, as
+    published.
 
     Args:
         rewards: [sequences, components] with NaN for "not applicable", or a mapping of name to [sequences] where None
@@ -141,7 +142,9 @@ def _batch_scale(table: RewardTable, terms: Terms, settings: Settings) -> np.nda
     eps = settings.batch_eps
     divisor = np.sqrt(variance + eps) if settings.batch_epsilon_inside else np.sqrt(variance) + eps
     if not 0 < divisor < np.inf:
-        raise ValueError(f"advantages up to {np.abs(values).max():.3g} with deviation {divisor:.3g} cannot be standardised")
+        raise ValueError(
+            f"advantages up to {np.abs(values).max():.3g} with deviation {divisor:.3g} cannot be standardised"
+        )
     # A row that only the KL moves is divided, not shifted: the mean is that of the rows that carry signal.
     scaled = 0.0 - penalty / divisor
     scaled[rows] = (values - mean) / divisor
@@ -173,8 +176,8 @@ _LESS_EPSILON = 1e-9
 def _cancelled(table: RewardTable, terms: Terms, settings: Settings, again: Callable[..., Terms]) -> bool:
     """Whether a batch has nothing to standardise: no row, no deviation, or rewards that cancel but for epsilon's trace.
 
-    Epsilon adds to unlike deviations, so opposed rewards of unlike scale do not cancel to the last digit. Whether what is
-    left is more than that shows by computing the terms once more with next to no epsilon.
+    Epsilon adds to unlike deviations, so opposed rewards of unlike scale do not cancel to the last digit. Whether what
+    is left is more than that shows by computing the terms once more with next to no epsilon.
     """
     rows, unit = _counted(table, terms, settings)
     if unit.sum() <= settings.ddof:

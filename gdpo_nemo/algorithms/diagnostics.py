@@ -90,8 +90,8 @@ class Diagnostics:
     correlation: np.ndarray
     """[components, components], of the terms, over rows with both non-zero."""
     shrinkage: np.ndarray
-    """[components], epsilon / (std + epsilon) with the median deviation of the groups in which it varies: the share of its
-    z-scores that epsilon takes. NaN where z-scores are not of components."""
+    """[components], epsilon / (std + epsilon) with the median deviation of the groups in which it varies: the share of
+    its z-scores that epsilon takes. NaN where z-scores are not of components."""
     advantage_std: float
     """Standard deviation of the advantages over the rows that carry signal."""
     distinct: int
@@ -147,15 +147,13 @@ class Diagnostics:
             return f"component {name!r} is constant in every group (mean {self.mean[k]:.4g}): it trains nothing"
         if self.shrinkage[k] > SHRUNK_SHARE:
             return (
-                f"component {name!r} varies little more than epsilon (which takes {self.shrinkage[k]:.0%} of its z-scores): "
-                "scale the reward up, or lower epsilon"
+                f"component {name!r} varies little more than epsilon (which takes {self.shrinkage[k]:.0%} of its "
+                "z-scores): scale the reward up, or lower epsilon"
             )
         if share < 0:
             return f"component {name!r} is outvoted: the advantage moves against it (weight {nominal:.0%})"
         if share < IGNORED_SHARE * nominal:
-            return (
-                f"component {name!r} is being ignored: {share:.1%} of the advantage variance at weight {nominal:.0%}"
-            )
+            return f"component {name!r} is being ignored: {share:.1%} of the advantage variance at weight {nominal:.0%}"
         return None
 
 

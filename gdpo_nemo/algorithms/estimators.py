@@ -90,7 +90,8 @@ def _leave_one_out_scale(groups: Groups, stats: Moments, settings: Settings) -> 
 
 
 def weighted_terms(z: np.ndarray, live: np.ndarray, weights: np.ndarray) -> Terms:
-    """Scores and where they are signal (both [components, sequences]) times the weights [components]. Writes into ``z``."""
+    """Scores and where they are signal (both [components, sequences]) times the weights [components]. Writes into
+    ``z``."""
     z *= weights[:, None]
     return Terms(z, live.any(axis=0))
 
@@ -100,7 +101,9 @@ def gdpo(table: RewardTable, settings: Settings) -> Terms:
     weighted = np.flatnonzero(table.weights)
     if len(weighted) == 1 and settings.single_reward == "error":
         only = table.names[weighted[0]]
-        raise ValueError(f"this variant of gdpo needs two components or more with a weight, got only {only!r}; use grpo")
+        raise ValueError(
+            f"this variant of gdpo needs two components or more with a weight, got only {only!r}; use grpo"
+        )
     if len(weighted) == 1 and settings.single_reward == "grpo":
         return grpo(table, settings)
     return weighted_terms(*z_scores(table, settings), table.weights)
@@ -111,8 +114,8 @@ def _summed(table: RewardTable, settings: Settings, scale: Callable[..., np.ndar
 
     ``scale(stats, settings)`` gives it per group; with ``leave_one_out`` it is each row's own instead.
 
-    The terms are the components' centred shares of that sum, so they show what each reward contributed. KL in the reward
-    is part of the sum, as it was published, and of no term.
+    The terms are the components' centred shares of that sum, so they show what each reward contributed. KL in the
+    reward is part of the sum, as it was published, and of no term.
     """
     groups = table.groups
     total, scored = table.total()

@@ -1,7 +1,9 @@
-"""The settings of the loss: the configuration section `loss_fn`, and what the loss is handed on every rank, in one class.
+"""The settings of the loss: the configuration section `loss_fn`, and what the loss is handed on every rank, in one
+class.
 
-The string under a field is what ``gdpo-nemo explain loss_fn.KEY`` prints. No torch here: a configuration is checked with this
-before anything else is imported. The classes are not frozen, because OmegaConf makes sections of frozen ones read-only.
+The string under a field is what ``gdpo-nemo explain loss_fn.KEY`` prints. No torch here: a configuration is checked
+with this before anything else is imported. The classes are not frozen, because OmegaConf makes sections of frozen ones
+read-only.
 """
 
 from __future__ import annotations
@@ -23,8 +25,9 @@ class OffPolicySettings:
     """Correction for the gap between the sampler's and the trainer's log-probs."""
 
     mode: str = "none"
-    """none; truncate (TIS) weighs by the importance ratio of `level`, at most ratio_max; mask (MIS) by that ratio inside
-    both bounds and by 0 outside; icepop by the token's own ratio, with the ratio of `level` only deciding who stays."""
+    """none; truncate (TIS) weighs by the importance ratio of `level`, at most ratio_max; mask (MIS) by that ratio
+    inside both bounds and by 0 outside; icepop by the token's own ratio, with the ratio of `level` only deciding who
+    stays."""
     level: str = "token"
     """Level of the importance ratio: token, sequence or geometric (per-token mean over the sequence)."""
     ratio_max: float = 2.0
@@ -54,8 +57,8 @@ class OffPolicySettings:
 class LossSettings:
     """The policy-gradient loss. Every mean is over the global batch, whatever the layout."""
 
-    # The driver spends `aggregation`, `constant_length`, `old_logprobs`, `mask_truncated` and `target_*`: they are in the
-    # token weights, the old log-probs and the advantages that reach a rank.
+    # The driver spends `aggregation`, `constant_length`, `old_logprobs`, `mask_truncated` and `target_*`: they are in
+    # the token weights, the old log-probs and the advantages that reach a rank.
     type: str = "clipped_pg"
     """clipped_pg, gspo, cispo or target_po. gspo takes importance corrections (off_policy) of whole sequences only."""
     ratio_clip_min: float = 0.2
@@ -70,15 +73,16 @@ class LossSettings:
     """Length by which `aggregation: constant` divides; null: all that the policy may write in one trajectory,
     rollout.turns.max_tokens, or without it policy.generation.max_new_tokens times rollout.turns.max_turns."""
     old_logprobs: Optional[str] = None
-    """Denominator of the ratio: trainer or sampler. Null: trainer when on-policy, sampler when rollout.max_staleness > 0."""
+    """Denominator of the ratio: trainer or sampler. Null: trainer when on-policy, sampler when rollout.max_staleness >
+    0."""
     reference_policy_kl_penalty: float = 0.0
     """Weight of the KL penalty to the starting model; 0 keeps no reference model."""
     reference_policy_kl_type: str = "k3"
     """Estimator of that KL: k1, k2, k3, abs or mse."""
     reference_policy_kl_gradient: str = "estimator"
     """estimator: the gradient of that estimator alone. score: plus that of the probability of having drawn the token
-    (a weight of pi over its own detached value), which for k1 and k3 gives the reverse KL's gradient, as NeMo-RL has it.
-    importance: the weight is pi over the sampler's probability (NeMo-RL's use_on_policy_kl_approximation)."""
+    (a weight of pi over its own detached value), which for k1 and k3 gives the reverse KL's gradient, as NeMo-RL has
+    it. importance: the weight is pi over the sampler's probability (NeMo-RL's use_on_policy_kl_approximation)."""
     kl_input_clamp_value: Optional[float] = 20.0
     """The log-ratio to the starting model is clamped to plus and minus this before the estimator; null: not at all."""
     kl_output_clamp_value: Optional[float] = None
@@ -106,11 +110,14 @@ class LossSettings:
             raise ValueError(f"target_temperature: must be more than 0, got {self.target_temperature}")
         self.off_policy.check()
         if self.old_logprobs == "sampler" and self.off_policy.mode != "none":
-            raise ValueError("off_policy.mode: has no effect with old_logprobs: sampler, whose ratio is that very correction")
+            raise ValueError(
+                "off_policy.mode: has no effect with old_logprobs: sampler, whose ratio is that very correction"
+            )
         if self.type == "gspo" and self.off_policy.by_token:
             raise ValueError(
-                "off_policy: unlike weights for the tokens of a sequence (mode icepop, or level token) take the gradient of type "
-                "gspo away from that of the sequence; use mode truncate or mask with level sequence or geometric, or mode none"
+                "off_policy: unlike weights for the tokens of a sequence (mode icepop, or level token) take the "
+                "gradient of type gspo away from that of the sequence; use mode truncate or mask with level sequence "
+                "or geometric, or mode none"
             )
 
     @classmethod

@@ -132,8 +132,8 @@ def gspo_loss(
 
     Each token carries the value of s and its own gradient, s x grad(logprob_t) (GSPO-token, eq. 14). As the weights of
     a sequence's tokens are equal, the sum over them is the gradient of the sequence form, and no gradient has to cross
-    ranks: `reduce` adds up detached partial sums. Importance corrections by token would make them unequal; `LossSettings`
-    refuses those.
+    ranks: `reduce` adds up detached partial sums. Importance corrections by token would make them unequal;
+    `LossSettings` refuses those.
     """
     log_ratio = logprobs - old_logprobs
     mean = sequence_means(log_ratio, sequence_ids, num_sequences, reduce)[sequence_ids]
@@ -170,7 +170,8 @@ def kl_penalty(
     d is clamped to +-input_clamp; outside the gradient is 0, for all kinds.
 
     Args:
-        weight: factor of every estimate [tokens], with a gradient (see ``score_weight``); it loses it where d is clamped.
+        weight: factor of every estimate [tokens], with a gradient (see ``score_weight``); it loses it where d is
+        clamped.
             Weighted by it, the gradients are those of the sampled estimate of KL(pi || reference): k1's is d + 1 and
             k3's is d, times that of the log-prob.
         output_clamp: bound of the weighted estimate; beyond it the gradient is 0.
@@ -202,7 +203,8 @@ def _kl_estimate(d: Tensor, kind: str) -> Tensor:
 
 
 def score_weight(logprobs: Tensor, drawn_under: Tensor | None = None) -> Tensor:
-    """pi over the probability that the token was drawn with [tokens], with the gradient of pi; 0 where that is not finite.
+    """pi over the probability that the token was drawn with [tokens], with the gradient of pi; 0 where that is not
+    finite.
 
     Args:
         drawn_under: log-probs of the sampler; None: pi itself, so that the weight is 1 and only its gradient counts.

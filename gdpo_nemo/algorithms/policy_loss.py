@@ -188,12 +188,18 @@ def _parity(logprobs: Tensor, fields: TokenFields, settings: LossSettings) -> di
     believed = logprobs.detach() if own else fields.old_logprobs
     gap = torch.nan_to_num(fields.sampler_logprobs - believed, nan=0.0)
     off = believed.exp() * torch.expm1(gap)
-    return {"parity_abs": gap.abs(), "parity_prob": off.abs(), "parity_kl": kl_penalty(gap, torch.zeros_like(gap), "k3")}
+    return {
+        "parity_abs": gap.abs(),
+        "parity_prob": off.abs(),
+        "parity_kl": kl_penalty(gap, torch.zeros_like(gap), "k3"),
+    }
 
 
 def _collect(per_token: dict[str, Tensor], tokens: int, like: Tensor) -> LossMetrics:
     """Sums of every per-token measurement, and the maxima of three of them. float64, so that 1e8 tokens still count."""
     sums = {name: value.double().sum() for name, value in per_token.items()}
     sums["tokens"] = torch.tensor(float(tokens), dtype=torch.float64, device=like.device)
-    maxima = {name: per_token[name].max() for name in ("ratio", "parity_abs", "parity_prob") if name in per_token and tokens}
+    maxima = {
+        name: per_token[name].max() for name in ("ratio", "parity_abs", "parity_prob") if name in per_token and tokens
+    }
     return LossMetrics(sums, maxima)

@@ -12,9 +12,9 @@ Each rule of `gdpo.shaping` names one component and one transformation:
       - {component: correctness, truncated: {value: 0.0}}
 
 The rules of one component act in the order of the list. A condition sees the other component after all rules of that
-one, wherever they stand in the list; components that wait for each other in a circle are refused. `length` and `overlong`
-create their component when no environment gives it; otherwise `overlong` adds to it and `length` replaces it. Missing
-rewards stay missing, also where the condition's reward is missing. KL to the reference is no component: see
+one, wherever they stand in the list; components that wait for each other in a circle are refused. `length` and
+`overlong` create their component when no environment gives it; otherwise `overlong` adds to it and `length` replaces
+it. Missing rewards stay missing, also where the condition's reward is missing. KL to the reference is no component: see
 `compute_advantages`.
 """
 
@@ -219,8 +219,8 @@ def transformation_of(rule: Mapping[str, Any]) -> str:
         raise ValueError(f"shaping rule {dict(rule)}: write `component: name` and exactly one transformation")
     if keys[0] == "kl":
         raise ValueError(
-            f"shaping rule {dict(rule)}: normalised like a reward, KL would lose its coefficient; it is no component but the "
-            "key kl_in_reward (or reference_policy_kl_penalty of the loss)"
+            f"shaping rule {dict(rule)}: normalised like a reward, KL would lose its coefficient; it is no component "
+            "but the key kl_in_reward (or reference_policy_kl_penalty of the loss)"
         )
     if keys[0] not in TRANSFORMATIONS:
         raise ValueError(

@@ -26,8 +26,8 @@ _SUMMING = ("grpo", "dr_grpo", "rloo", "corr_grpo")
 def entry_of(estimator: str | Callable[..., Terms]) -> Estimator:
     """The registry's entry of a name; one made for a function of one's own.
 
-    Such a function takes (RewardTable, Settings) and has its options as further parameters with defaults. The sum of its
-    terms is standardised over the batch, as GDPO's is, unless ``batch_norm`` says otherwise.
+    Such a function takes (RewardTable, Settings) and has its options as further parameters with defaults. The sum of
+    its terms is standardised over the batch, as GDPO's is, unless ``batch_norm`` says otherwise.
 
     Raises:
         ValueError: an unknown name, with the nearest one, or a function that cannot be called so.
@@ -66,13 +66,17 @@ def select(
     if preset is not None and preset not in PRESETS:
         raise ValueError(f"unknown preset {preset!r}; {nearest(preset, tuple(PRESETS))}")
     if preset is not None and estimator != "gdpo":
-        raise ValueError(f"preset {preset!r} is a variant of gdpo and has no meaning for estimator {_name(estimator)!r}")
+        raise ValueError(
+            f"preset {preset!r} is a variant of gdpo and has no meaning for estimator {_name(estimator)!r}"
+        )
     base = PRESETS[preset] if preset else Settings(batch_norm=entry.batch_norm)
     own = {name: value for name, value in options.items() if name in entry.options}
     shared = {name: value for name, value in options.items() if name not in own}
     for name in shared:
         if name not in SETTING_NAMES:
-            raise ValueError(f"unknown option {name!r} of {_name(estimator)}; {nearest(name, entry.options + SETTING_NAMES)}")
+            raise ValueError(
+                f"unknown option {name!r} of {_name(estimator)}; {nearest(name, entry.options + SETTING_NAMES)}"
+            )
     if batch_norm is not None:
         shared["batch_norm"] = batch_norm
     if preset is None or epsilon != DEFAULT_EPSILON:
@@ -106,8 +110,8 @@ def check_selection(
         reason = _idle(name, estimator, entry, settings)
         if reason:
             raise ValueError(f"option {name!r} has no effect {reason}")
-    # The estimator itself judges the rest: it sees a group in which every component takes both ends of its range, one in
-    # which none varies, and one with a single sample.
+    # The estimator itself judges the rest: it sees a group in which every component takes both ends of its range, one
+    # in which none varies, and one with a single sample.
     bounds = own.get("bounds") or {}
     try:
         ends = {name: bounds.get(name, (0.0, 1.0)) for name in weights}
@@ -125,7 +129,8 @@ def run_estimator(
     own: Mapping[str, Any],
     estimator: str | Callable[..., Terms],
 ) -> Terms:
-    """What the estimator makes of the table, checked by `check_terms`. Raises ValueError, and whatever the estimator raises."""
+    """What the estimator makes of the table, checked by `check_terms`. Raises ValueError, and whatever the estimator
+    raises."""
     # What is not finite is reported with its group, which says more than NumPy's warning.
     with np.errstate(all="ignore"):
         terms = entry.function(table, settings, **own)
@@ -157,8 +162,8 @@ def _refuse_not_finite(terms: Terms, table: RewardTable, name: str) -> None:
         k = component[0]
         i = row[0]
         raise ValueError(
-            f"estimator {name} returned {terms.components[k, i]} for component {table.names[k]!r} of group {groups[i]}, whose "
-            f"reward is {table.columns[k, i]:g} ({len(row)} values are not finite)"
+            f"estimator {name} returned {terms.components[k, i]} for component {table.names[k]!r} of group "
+            f"{groups[i]}, whose reward is {table.columns[k, i]:g} ({len(row)} values are not finite)"
         )
     (row,) = np.nonzero(~np.isfinite(terms.values))
     if len(row):

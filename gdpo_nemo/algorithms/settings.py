@@ -31,9 +31,9 @@ class Settings:
     group), or all that have a reward. With "scored", dead groups shrink the batch's standard deviation and so enlarge
     everybody else's advantage."""
     residue: float = 1e-9
-    """A batch in which opposed rewards cancel is set to 0: where its standard deviation, epsilon left out, is below this
-    share of its terms' own size, only rounding and the trace of epsilon are left, and the batch norm would lift those to
-    full size. 0: never."""
+    """A batch in which opposed rewards cancel is set to 0: where its standard deviation, epsilon left out, is below
+    this share of its terms' own size, only rounding and the trace of epsilon are left, and the batch norm would lift
+    those to full size. 0: never."""
     ddof: int = 1
     """1: sample standard deviation; 0: population."""
     missing: Literal["exclude", "zero", "error"] = "exclude"

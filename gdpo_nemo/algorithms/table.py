@@ -33,8 +33,8 @@ class RewardTable:
     lengths: np.ndarray | None = None
     """float64 [sequences], trained tokens; only variants that weight by tokens need it."""
     kl_penalty: np.ndarray | None = None
-    """float64 [sequences], beta x (KL - mean of the group's); subtracted by `compute_advantages`. No component, so that no
-    normalisation erases beta."""
+    """float64 [sequences], beta x (KL - mean of the group's); subtracted by `compute_advantages`. No component, so that
+    no normalisation erases beta."""
 
     @property
     def scored(self) -> np.ndarray:
@@ -55,7 +55,9 @@ class RewardTable:
                 infinite.
         """
         if kl is None or coefficient is None:
-            raise ValueError("kl and kl_coefficient go together: " + ("kl" if kl is None else "kl_coefficient") + " is missing")
+            raise ValueError(
+                "kl and kl_coefficient go together: " + ("kl" if kl is None else "kl_coefficient") + " is missing"
+            )
         if not 0 < coefficient < float("inf"):
             raise ValueError(f"kl_coefficient must be positive and finite, got {coefficient}")
         values = _as_float(kl, "kl")

@@ -1,7 +1,7 @@
 """Environments on nodes of their own: on each an actor that holds the worker pools, fed by the driver.
 
-Inside the actor everything is as it is in the driver otherwise: worker processes, time limits, typed verdicts. What comes
-on top is that the actor itself may be lost; then another takes its place on the same node and is asked again.
+Inside the actor everything is as it is in the driver otherwise: worker processes, time limits, typed verdicts. What
+comes on top is that the actor itself may be lost; then another takes its place on the same node and is asked again.
 Environments that are clients of servers stay with the driver.
 """
 
@@ -38,7 +38,8 @@ _REPLACEMENTS = 3
 class EnvironmentHost:
     """The worker pools of one node inside a Ray actor.
 
-    Args: as for ``EnvironmentPools``; ``folder`` is the driver's working directory, which paths in the config start from.
+    Args: as for ``EnvironmentPools``; ``folder`` is the driver's working directory, which paths in the config start
+    from.
     """
 
     def __init__(self, folder: str, environments: Mapping[str, Any], workers: int, timeout_s: float, seed: int):
@@ -73,7 +74,9 @@ class EnvironmentNodes:
         remote = {name: options for name, options in config.env.items() if is_remote(name, options or {})}
         self._local = {name: dict(options or {}) for name, options in config.env.items() if name not in remote}
         if not self._local:
-            raise ConfigError("cluster.env_nodes: has no effect, every environment here is a client of servers; remove it")
+            raise ConfigError(
+                "cluster.env_nodes: has no effect, every environment here is a client of servers; remove it"
+            )
         self._here = EnvironmentPools(remote, 1, rollout.env_timeout_s, seed)
         self._loads = place_workers(config)
         self._limits = rollout.env_timeout_s, seed
@@ -104,7 +107,8 @@ class EnvironmentNodes:
         return answered(dict(self._locations))
 
     def verify(self, trajectories: Sequence[Trajectory]) -> list[Verdict]:
-        """One verdict per trajectory, in order; raises as ``EnvironmentPool.verify``, and RunError where actors keep dying."""
+        """One verdict per trajectory, in order; raises as ``EnvironmentPool.verify``, and RunError where actors keep
+        dying."""
         return self._spread("verify", trajectories)
 
     def step(self, steps: Sequence[EpisodeStep]) -> list[EpisodeReply]:
@@ -181,7 +185,8 @@ class EnvironmentNodes:
 
 
 def divide(indices: Sequence[int], shares: Sequence[int], group_of) -> list[list[int]]:
-    """``indices`` in as many parts as there are ``shares``, about in their proportion, neighbours of one group together."""
+    """``indices`` in as many parts as there are ``shares``, about in their proportion, neighbours of one group
+    together."""
     bounds = np.cumsum(shares) * len(indices) / sum(shares)
     parts: list[list[int]] = [[] for _ in shares]
     done = 0

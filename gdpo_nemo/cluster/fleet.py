@@ -21,8 +21,8 @@ from gdpo_nemo.weights.buckets import PeerLost
 
 _START_S = 900.0
 _REPLACEMENTS = 3
-"""Times that an engine may be replaced without a completion in between, and that a delivery of weights may fail, before the run
-gives up."""
+"""Times that an engine may be replaced without a completion in between, and that a delivery of weights may fail, before
+the run gives up."""
 
 
 @dataclass
@@ -58,8 +58,8 @@ class InflightRequests:
 class EngineFleet:
     """vLLM engines in Ray actors. Constructing it starts them; ``ready`` waits.
 
-    A call is submitted in one thread and may be collected in another. Actors work in the order of submission, so weights
-    published after a submission cannot reach its samples.
+    A call is submitted in one thread and may be collected in another. Actors work in the order of submission, so
+    weights published after a submission cannot reach its samples.
 
     Args:
         devices: the GPUs of the policy's ranks on their nodes, where engines share them (``Places.shared``).
@@ -134,7 +134,8 @@ class EngineFleet:
                     continue  # it holds nothing any more; ``wake`` replaces it
 
     def wake(self, what: str) -> None:
-        """Let the engines take memory for ``weights`` or ``kv_cache``; one that is gone is replaced, and is wholly awake."""
+        """Let the engines take memory for ``weights`` or ``kv_cache``; one that is gone is replaced, and is wholly
+        awake."""
         with self._lock:
             waiting = [actor.wake.remote(what) for actor in self._actors]
             for index, ref in enumerate(waiting):
@@ -156,9 +157,7 @@ class EngineFleet:
             if engine is not None:
                 bounds = np.array([0] * (engine + 1) + [len(requests)] * (len(self._actors) - engine))
             shares = [
-                self._ask(i, list(requests[a:b]), sampling)
-                for i, (a, b) in enumerate(zip(bounds, bounds[1:]))
-                if b > a
+                self._ask(i, list(requests[a:b]), sampling) for i, (a, b) in enumerate(zip(bounds, bounds[1:])) if b > a
             ]
         return Ticket(shares, sampling)
 
@@ -166,8 +165,11 @@ class EngineFleet:
         actor = self._actors[engine]
         return Share(engine, requests, actor, actor.generate.remote(requests, sampling))
 
-    def advance(self, drawing: InflightRequests, new: Mapping[str, tuple[SampleRequest, Sampling]]) -> list[FinishedRequest]:
-        """Let an engine take requests to those it draws, and work for a moment; what was done is no longer in ``drawing``.
+    def advance(
+        self, drawing: InflightRequests, new: Mapping[str, tuple[SampleRequest, Sampling]]
+    ) -> list[FinishedRequest]:
+        """Let an engine take requests to those it draws, and work for a moment; what was done is no longer in
+        ``drawing``.
 
         An engine that has been started again is given all of them again, with their seeds.
 
@@ -220,7 +222,8 @@ class EngineFleet:
                     share = self._ask(share.engine, share.requests, sampling)
 
     def _replace_dead(self, index: int, dead, error: WorkerDied) -> None:
-        """Start another engine in the place of ``dead``, with the newest weights. Raises RunError while engines sleep."""
+        """Start another engine in the place of ``dead``, with the newest weights. Raises RunError while engines
+        sleep."""
         with self._lock:
             if self._asleep:  # its memory is the policy's now, and the policy may be training
                 raise RunError(f"engine {index} died while it slept; it cannot sample: {error}") from error

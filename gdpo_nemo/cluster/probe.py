@@ -1,9 +1,10 @@
 """A few sequences that tell whether an engine holds the policy's weights, or whether the two only round differently.
 
-Policy and engine compute with different kernels, so their log-probs differ a little where the weights are equal: some 1e-6 in
-float32, a few 1e-2 in bfloat16, where a logit of 16 to 32 is known to an eighth. How much depends on the model and the machine, so
-it is measured: at the start both have loaded the model's folder, each by its own loader, and nothing was published. The same
-tokens are compared after every publication, and a difference several times that large is no rounding.
+Policy and engine compute with different kernels, so their log-probs differ a little where the weights are equal: some
+1e-6 in float32, a few 1e-2 in bfloat16, where a logit of 16 to 32 is known to an eighth. How much depends on the model
+and the machine, so it is measured: at the start both have loaded the model's folder, each by its own loader, and
+nothing was published. The same tokens are compared after every publication, and a difference several times that large
+is no rounding.
 """
 
 from __future__ import annotations
@@ -50,10 +51,11 @@ class Probe:
 
     @classmethod
     def sampled(cls, fleet: EngineFleet, prompts: Sequence[np.ndarray], vocabulary: int, longest: int) -> Probe:
-        """Continuations of prompts (int32 [tokens] each) by the weights that the engines hold now, and what they give to them.
+        """Continuations of prompts (int32 [tokens] each) by the weights that the engines hold now, and what they give
+        to them.
 
-        The model's own words are what training sees, but a model grows sure of them, and knows little of its vocabulary by
-        them; so tokens drawn evenly from all of it follow.
+        The model's own words are what training sees, but a model grows sure of them, and knows little of its vocabulary
+        by them; so tokens drawn evenly from all of it follow.
 
         Args:
             longest: tokens that fit into the engines' context.
@@ -82,7 +84,8 @@ class Probe:
         ]
 
     def by_policy(self, policy: PolicyGroup) -> np.ndarray:
-        """float32 [tokens]: log-probs of all completions. The engines score at temperature 1, so the policy must too."""
+        """float32 [tokens]: log-probs of all completions. The engines score at temperature 1, so the policy must
+        too."""
         return np.concatenate(policy.logprobs(self.sequences, temperature=1.0))
 
     def calibrate(self, policy: PolicyGroup, config: Config) -> None:
@@ -98,8 +101,9 @@ class Probe:
         most = MOST[precision] if given is None else given
         if not self.floor <= most:
             raise RunError(
-                f"policy and engines disagree on the model as both loaded it: their log-probs differ by {self.floor:.3g} on average, "
-                f"{most:g} is allowed in {precision}; `gdpo-nemo parity --engine` shows where (policy.generation.parity_limit)"
+                "policy and engines disagree on the model as both loaded it: their log-probs differ by "
+                f"{self.floor:.3g} on average, {most:g} is allowed in {precision}; `gdpo-nemo parity --engine` shows "
+                "where (policy.generation.parity_limit)"
             )
         self.limit = max(LEAST[precision], MARGIN * self.floor) if given is None else given
 
@@ -114,7 +118,9 @@ class Probe:
         for index, theirs in enumerate(self.by_engines(fleet)):
             found = difference(mine, theirs)
             if not found <= self.limit:  # NaN fails, too
-                raise RunError(f"engine {index} does not hold the weights of version {version}: {self._sentence(found)}")
+                raise RunError(
+                    f"engine {index} does not hold the weights of version {version}: {self._sentence(found)}"
+                )
             worst = max(worst, found)
         return worst
 

@@ -72,7 +72,9 @@ def reserve(config: Config, shared: Sequence[Path]) -> Placement:
     taken = placement_group_table(group)["bundles_to_node_id"]
     driver = ray.get_runtime_context().get_node_id()
     # Without GPUs all bundles are alike, and the driver's node is not one of those for environments.
-    bundles = sorted(taken, key=lambda b: (bool(gpus) and b >= nodes, taken[b] != driver, known.get(taken[b], ""), taken[b]))
+    bundles = sorted(
+        taken, key=lambda b: (bool(gpus) and b >= nodes, taken[b] != driver, known.get(taken[b], ""), taken[b])
+    )
     watch_nodes({taken[b]: known.get(taken[b], taken[b]) for b in bundles})
     placement = Placement(place(config), group, tuple(bundles), tuple(known.get(taken[b], "") for b in bundles))
     _check_shared(placement, [shared] * nodes + [[Path.cwd()]] * config.cluster.env_nodes)
@@ -85,15 +87,18 @@ def _missing(nodes: int, bundle: dict[str, int], env_nodes: int) -> str:
     wanted = " and ".join(f"{count} {what}" for what, count in bundle.items())
     others = f" and {env_nodes} more with 1 CPU for environments (cluster.env_nodes)" if env_nodes else ""
     return (
-        f"cluster.num_nodes: {nodes} nodes with {wanted} each{others} were not free within {_JOIN_S:.0f} s; the Ray cluster has "
-        f"{len(alive)} nodes, {fit} of that size, perhaps in use by another run"
+        f"cluster.num_nodes: {nodes} nodes with {wanted} each{others} were not free within {_JOIN_S:.0f} s; the Ray "
+        f"cluster has {len(alive)} nodes, {fit} of that size, perhaps in use by another run"
     )
 
 
 def _check_shared(placement: Placement, shared: Sequence[Sequence[Path]]) -> None:
-    """Every node must see its folders (``shared``, node by node); a job that finds out at its first checkpoint has wasted a night."""
+    """Every node must see its folders (``shared``, node by node); a job that finds out at its first checkpoint has
+    wasted a night."""
     look = ray.remote(num_cpus=0, max_retries=0)(_absent)
-    refs = [look.options(**placement.on(node)).remote([str(path) for path in paths]) for node, paths in enumerate(shared)]
+    refs = [
+        look.options(**placement.on(node)).remote([str(path) for path in paths]) for node, paths in enumerate(shared)
+    ]
     for address, absent in zip(placement.addresses, gather(refs, "looking at the nodes", _LOOK_S)):
         if absent:
             raise RunError(f"node {address} does not see {absent[0]}: it must be on a file system that all nodes share")

@@ -12,7 +12,8 @@ import time
 from pathlib import Path
 from typing import Any, Iterator, Sequence
 
-# Before ray is imported: it would otherwise build a second environment for its workers when it finds itself under `uv run`.
+# Before ray is imported: it would otherwise build a second environment for its workers when it finds itself under `uv
+# run`.
 os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -21,7 +22,8 @@ os.environ.setdefault("RAY_DEDUP_LOGS", "0")
 os.environ.setdefault("RAY_worker_niceness", "0")
 # Every actor of ours has an environment of its own, so workers that Ray starts ahead, one a core, would never be used.
 os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
-# Ray gives its own processes 30 to 100 s to come up, and its workers 60 s to report. On two cores with a load of 16 that is too short.
+# Ray gives its own processes 30 to 100 s to come up, and its workers 60 s to report. On two cores with a load of 16
+# that is too short.
 for _name, _seconds in (
     ("gcs_server_port_wait_time_s", 300),
     ("raylet_start_wait_time_s", 300),
@@ -90,7 +92,8 @@ def session(config: ClusterConfig) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _scratch() -> Iterator[str]:
-    """A folder for temporary files of the run's processes, which leave some (vLLM its meeting points) even when they end well.
+    """A folder for temporary files of the run's processes, which leave some (vLLM its meeting points) even when they
+    end well.
 
     The reaper removes it. Ray's own files stay where Ray keeps them.
     """
@@ -113,7 +116,9 @@ def _connect(where: dict[str, Any]) -> None:
     try:
         _initialize(where)
     except (ConnectionError, RuntimeError, ValueError) as error:
-        raise RunError(f"cluster.address: no Ray cluster to join at {where['address']} ({_first_line(error)})") from error
+        raise RunError(
+            f"cluster.address: no Ray cluster to join at {where['address']} ({_first_line(error)})"
+        ) from error
 
 
 def _start(where: dict[str, Any]) -> None:
@@ -141,8 +146,8 @@ def _start(where: dict[str, Any]) -> None:
 def _end_after(limit_s: float, before: set[psutil.Process]) -> Iterator[None]:
     """End the GCS of a start that takes longer than ``limit_s``, so that the start fails.
 
-    Ray asks a GCS that is alive and does not answer once more for every second of gcs_server_port_wait_time_s, and waits half a
-    minute each time: for hours.
+    Ray asks a GCS that is alive and does not answer once more for every second of gcs_server_port_wait_time_s, and
+    waits half a minute each time: for hours.
     """
 
     def end() -> None:
@@ -172,7 +177,8 @@ def _initialize(where: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def _signals_kept() -> Iterator[None]:
-    """Ray takes SIGTERM for itself when it starts, and leaves it to the system when it ends; our caller's answer stays."""
+    """Ray takes SIGTERM for itself when it starts, and leaves it to the system when it ends; our caller's answer
+    stays."""
     names = (signal.SIGTERM, signal.SIGINT) if threading.current_thread() is threading.main_thread() else ()
     before = [signal.getsignal(name) for name in names]
     try:
@@ -198,7 +204,10 @@ def _check_nodes(what: str, patience_s: float = 0.0) -> None:
         lost = _watched.keys() - {node["NodeID"] for node in ray.nodes() if node["Alive"]}
         if lost:
             names = ", ".join(sorted(_watched[node] for node in lost))
-            raise RunError(f"{what}: node {names} is no longer in the cluster; start the run again to resume from its last checkpoint")
+            raise RunError(
+                f"{what}: node {names} is no longer in the cluster; start the run again to resume from its last "
+                "checkpoint"
+            )
         if time.monotonic() >= deadline:
             return
         time.sleep(_POLL_S)
@@ -283,7 +292,8 @@ def log_folder() -> Path | None:
 
 
 def keep_logs(run_dir: Path) -> Path | None:
-    """Copy the worker logs of this session into ``logs/`` of the run; returns that folder, or None if there are none."""
+    """Copy the worker logs of this session into ``logs/`` of the run; returns that folder, or None if there are
+    none."""
     source = log_folder()
     if source is None or not source.is_dir():
         return None

@@ -11,7 +11,8 @@ class StreamingRank:
     """What a policy rank that has its ``rank`` and a built ``policy`` can stream, inside a Ray actor."""
 
     def outline_weights(self):
-        """The manifest of the weights without checksums, on rank 0; the values may change after that, but not the form."""
+        """The manifest of the weights without checksums, on rank 0; the values may change after that, but not the
+        form."""
         from gdpo_nemo.weights.manifest import outline
 
         with self._gathered() as tensors:
@@ -19,8 +20,8 @@ class StreamingRank:
 
     @contextlib.contextmanager
     def _gathered(self):
-        """An iterator over what an update consists of (``Policy.update``). What is not taken from it passes by: the other ranks
-        gather along."""
+        """An iterator over what an update consists of (``Policy.update``). What is not taken from it passes by: the
+        other ranks gather along."""
         tensors = self.policy.update()
         try:
             yield tensors
@@ -37,7 +38,8 @@ class StreamingRank:
         return host, self._sender.port
 
     def broadcast_weights(self, manifest, receivers: int, bucket_bytes: int, backend: str, keep: bool) -> None:
-        """Broadcast the current weights from rank 0 to receivers that were told of ``open_sender``, as they are gathered.
+        """Broadcast the current weights from rank 0 to receivers that were told of ``open_sender``, as they are
+        gathered.
 
         ``keep``: rank 0 keeps them in host memory for ``broadcast_kept``.
         """
@@ -77,7 +79,8 @@ class StreamingRank:
         return self._lender.door
 
     def lend_weights(self, manifest, bucket_bytes: int, visited: bool) -> None:
-        """Pass the current weights to the process that was told of ``open_door``; without a visitor only gather along."""
+        """Pass the current weights to the process that was told of ``open_door``; without a visitor only gather
+        along."""
         with self._gathered() as tensors:
             if visited:
                 lender = self._lender

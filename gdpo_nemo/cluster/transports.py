@@ -1,7 +1,8 @@
-"""The ways of new weights from the policy to the engines, as the driver steers them; one is chosen by ``weights.transport``.
+"""The ways of new weights from the policy to the engines, as the driver steers them; one is chosen by
+``weights.transport``.
 
-On all of them the engine gets a manifest, checks names before and a checksum of every tensor when its bytes come, and loads
-through vLLM's layer-wise reload. What was loaded last stays at hand, for an engine that has to start again.
+On all of them the engine gets a manifest, checks names before and a checksum of every tensor when its bytes come, and
+loads through vLLM's layer-wise reload. What was loaded last stays at hand, for an engine that has to start again.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ class Transport(Protocol):
         """Take the current weights of the policy as ``version``."""
 
     def ship(self, engines: Mapping[int, Any]) -> tuple[list[Any], list[Any]]:
-        """Give engines (by number) what was loaded: references to their updates, in order, and to the policy's part in it."""
+        """Give engines (by number) what was loaded: references to their updates, in order, and to the policy's part in
+        it."""
 
     def close(self) -> None:
         """Leave nothing behind."""
@@ -74,7 +76,8 @@ class Broadcasting:
         self._sent = False
 
     def ship(self, engines):
-        """One group of rank 0 and these engines for this delivery; a second one of the same version sends what was kept."""
+        """One group of rank 0 and these engines for this delivery; a second one of the same version sends what was
+        kept."""
         ranks = self._policy.ranks
         timeout = self._policy.timeout_s
         each = self._policy.config.generation.vllm_cfg.tensor_parallel_size
@@ -115,7 +118,8 @@ class Lending:
         doors = dict(zip(beside, opened))
         updates = [
             engine.receive.remote(
-                self.manifest, Handles(tuple(doors[rank] for rank in self._policy.shared[number]), self._bucket, timeout)
+                self.manifest,
+                Handles(tuple(doors[rank] for rank in self._policy.shared[number]), self._bucket, timeout),
             )
             for number, engine in engines.items()
         ]

@@ -39,7 +39,8 @@ class WeightSync:
     def publish(self, version: int) -> dict[str, float]:
         """Send the current weights as ``version``; returns ``time/sync`` and ``parity/probe``.
 
-        Where devices are shared also ``time/sleep`` (what ``rest`` took before) and ``time/wake`` (part of ``time/sync``).
+        Where devices are shared also ``time/sleep`` (what ``rest`` took before) and ``time/wake`` (part of
+        ``time/sync``).
 
         Raises:
             RunError: an engine does not hold what the policy holds.

@@ -17,11 +17,16 @@ def add(commands) -> None:
     command = configs.add_parser(
         "from-nemo-rl",
         help="a NeMo-RL GRPO or GDPO recipe as a config of ours, key by key",
-        epilog="Exit status: 0 same, or runs but differs (3 with --strict); 1 cannot run; 2 no recipe that can be read.",
+        epilog="Exit status: 0 same, or runs but differs (3 with --strict); 1 cannot run; 2 no recipe that can be "
+        "read.",
     )
     command.add_argument("recipe", metavar="RECIPE", help="its YAML; parents named under defaults: must be there too")
-    command.add_argument("--out", metavar="FILE", help="write the config and what became of every key there, and print the summary only")
-    command.add_argument("--strict", action="store_true", help="end with status 3 where the run differs in ways that matter")
+    command.add_argument(
+        "--out", metavar="FILE", help="write the config and what became of every key there, and print the summary only"
+    )
+    command.add_argument(
+        "--strict", action="store_true", help="end with status 3 where the run differs in ways that matter"
+    )
     command.set_defaults(command=run)
 
 

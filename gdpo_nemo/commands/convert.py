@@ -1,7 +1,7 @@
 """``gdpo-nemo convert``: Hugging Face folders to checkpoints and back, by real ranks in any layout.
 
-No rank holds the model in the other format: each writes or reads its shards, and the Hugging Face side passes tensor by tensor
-(the writing rank holds one shard file of at most 4 GB).
+No rank holds the model in the other format: each writes or reads its shards, and the Hugging Face side passes tensor by
+tensor (the writing rank holds one shard file of at most 4 GB).
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ def add(commands) -> None:
     command.add_argument("--to", required=True, choices=("hf", "checkpoint"), help="what to write")
     command.add_argument("source", metavar="SOURCE", help="checkpoints/step_N of a run, or a Hugging Face folder")
     command.add_argument("out", metavar="OUT", help="folder to write; must be new")
-    command.add_argument("--model", metavar="DIR", help="with --to hf: the model the run started from; default: the run's")
+    command.add_argument(
+        "--model", metavar="DIR", help="with --to hf: the model the run started from; default: the run's"
+    )
     add_layout(command)
     command.set_defaults(command=run)
 
@@ -47,7 +49,8 @@ def to_huggingface(checkpoint: str | Path, out: str | Path, model: str | Path | 
     """Write the weights of ``checkpoint`` (``.../checkpoints/step_N``) as a Hugging Face folder.
 
     Args:
-        model: the Hugging Face folder the run started from, for architecture and tokenizer (and the frozen weights under
+        model: the Hugging Face folder the run started from, for architecture and tokenizer (and the frozen weights
+        under
             LoRA); None takes it from ``config.yaml`` of the run that the checkpoint lies in.
 
     Raises:
@@ -80,7 +83,8 @@ def export_config(model: str | Path, layout: str = "", run: Config | None = None
 
 
 def export(checkpoint: Path, out: Path, config: Config, model: str | Path) -> None:
-    """Write the weights of ``checkpoint`` as a Hugging Face folder, by ranks in the Ray session that stands. Raises RunError."""
+    """Write the weights of ``checkpoint`` as a Hugging Face folder, by ranks in the Ray session that stands. Raises
+    RunError."""
     with _policy(config, model) as policy:
         policy.load(checkpoint, weights_only=True)
         policy.export(out)

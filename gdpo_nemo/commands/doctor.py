@@ -9,7 +9,9 @@ from gdpo_nemo.errors import ConfigError
 
 def add(commands) -> None:
     """Register the command."""
-    command = commands.add_parser("doctor", help="who blocks a live run: stacks, waits and logs of all its processes in one folder")
+    command = commands.add_parser(
+        "doctor", help="who blocks a live run: stacks, waits and logs of all its processes in one folder"
+    )
     command.add_argument("run_dir", nargs="?", metavar="RUN_DIR", help="the folder of the run, or where runs will be")
     command.add_argument("--environment", action="store_true", help="check this machine and installation instead")
     command.set_defaults(command=run)

@@ -1,8 +1,8 @@
 """What ``train --dry-run`` reads besides the config: the data that lies on this machine, as the run will read it.
 
-Rows are loaded and checked, prompts are rendered and tokenised where the tokenizer lies here, too, and each environment verifies the
-completions that ``gdpo-nemo env check`` would try, on the first of its rows. Datasets on the hub and rows that an environment makes
-are left to the run.
+Rows are loaded and checked, prompts are rendered and tokenised where the tokenizer lies here, too, and each environment
+verifies the completions that ``gdpo-nemo env check`` would try, on the first of its rows. Datasets on the hub and rows
+that an environment makes are left to the run.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ def check_data(config: Config) -> list[tuple[str, str]]:
     """Read the local data of the splits that the run reads, and return what was found, a (subject, sentence) each.
 
     Raises:
-        ConfigError: what the run would refuse: a row, a prompt, an environment's options. RunError: an environment's code fails.
+        ConfigError: what the run would refuse: a row, a prompt, an environment's options. RunError: an environment's
+        code fails.
     """
     splits = {split: getattr(config.data, split) for split in wanted_splits(config)}
     remote = [(split, data.path) for split, data in splits.items() if data.path is not None and not is_local(data.path)]
@@ -45,10 +46,19 @@ def _check_local(config: Config, splits: Mapping[str, DatasetConfig]) -> list[tu
     first = {}
     for split, data in splits.items():
         rows = load_rows(data, environments, split, config.run.seed, _limit(data))
-        found.append(("data", f"data.{split}: {_amount(rows, data)} of {data.path}; {_prompts(config, split, rows, environments, tokenizer)}"))
+        found.append(
+            (
+                "data",
+                f"data.{split}: {_amount(rows, data)} of {data.path}; "
+                f"{_prompts(config, split, rows, environments, tokenizer)}",
+            )
+        )
         for index, row in enumerate(rows):
             first.setdefault(environment_of_row(row, data, environments, split, index), (row, data.prompt_key))
-    return [*found, *(("env", _verdicts(config, name, environments[name], row, key)) for name, (row, key) in first.items())]
+    return [
+        *found,
+        *(("env", _verdicts(config, name, environments[name], row, key)) for name, (row, key) in first.items()),
+    ]
 
 
 def _limit(data: DatasetConfig) -> int | None:
@@ -72,7 +82,8 @@ def _local_tokenizer(config: Config) -> Any:
 
 
 def _prompts(config: Config, split: str, rows: list[Row], environments: Mapping[str, Any], tokenizer: Any) -> str:
-    """What is to be said of the prompts: tokens where there is a tokenizer, else that there is a prompt in every row."""
+    """What is to be said of the prompts: tokens where there is a tokenizer, else that there is a prompt in every
+    row."""
     from gdpo_nemo.data.prompts import PromptSource, check_prompts
 
     data = getattr(config.data, split)
@@ -98,7 +109,9 @@ def _verdicts(config: Config, name: str, environment: Any, row: Row, key: str | 
     options = config.env[name] or {}
     rollout = config.rollout
     try:
-        check = check_environment(name, options, environment, [row], workers=1, timeout_s=rollout.env_timeout_s, key=key)
+        check = check_environment(
+            name, options, environment, [row], workers=1, timeout_s=rollout.env_timeout_s, key=key
+        )
     except ConfigError as error:
         raise ConfigError(f"env.{name}: {error}") from None
     details = "; ".join(dict.fromkeys(verdict.detail for verdict in check.verdicts if verdict.detail))

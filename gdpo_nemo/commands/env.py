@@ -24,7 +24,11 @@ def add(commands) -> None:
     action.add_argument("--config", metavar="FILE", help="config that holds the environment's options and data")
     action.add_argument("--rows", type=int, default=4, metavar="N", help="rows to try (%(default)s)")
     action.add_argument(
-        "--completion", action="append", default=[], metavar="TEXT", help="a completion to try on each row; may be repeated"
+        "--completion",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="a completion to try on each row; may be repeated",
     )
     add_overrides(action)
     action.set_defaults(command=check)
@@ -64,7 +68,14 @@ def check(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--rows: must be at least 1, got {arguments.rows}")
     options, environment, rows, key, rollout = _subject(arguments)
     found = check_environment(
-        arguments.name, options, environment, rows, arguments.completion, rollout.env_workers, rollout.env_timeout_s, key
+        arguments.name,
+        options,
+        environment,
+        rows,
+        arguments.completion,
+        rollout.env_workers,
+        rollout.env_timeout_s,
+        key,
     )
     _print(_table(arguments.name, found), *_findings(found, rollout.max_env_failure_share))
     return 1 if found.failed else 0
@@ -109,7 +120,9 @@ def _subject(arguments: argparse.Namespace):
             return options, environment, rows, dataset.prompt_key, config.rollout
     if not hasattr(environment, "rows"):
         raise ConfigError(f"{name} makes no prompts of its own, and no row of data.train or data.validation is for it")
-    rows = load_rows(DatasetConfig(environment=name, size=arguments.rows), {name: environment}, "train", config.run.seed)
+    rows = load_rows(
+        DatasetConfig(environment=name, size=arguments.rows), {name: environment}, "train", config.run.seed
+    )
     return options, environment, rows, None, config.rollout
 
 
@@ -162,7 +175,9 @@ def _findings(found, failure_share: float) -> list[str]:
     """What a run would make of these verdicts, one sentence each."""
     total = len(found.samples)
     failed = found.failed
-    lines = [f"first verdict after {found.start_s:.1f} s (workers start), then {max(found.latencies_s):.3f} s a row at most"]
+    lines = [
+        f"first verdict after {found.start_s:.1f} s (workers start), then {max(found.latencies_s):.3f} s a row at most"
+    ]
     if failed:
         reasons = dict.fromkeys(verdict.detail for verdict in found.verdicts if verdict.detail)
         lines.append(f"masked: {failed} of {total} samples, never a reward of 0: {'; '.join(reasons)}")
@@ -171,7 +186,9 @@ def _findings(found, failure_share: float) -> list[str]:
     for component in found.components:
         missing = sum(verdict.rewards.get(component) is None for verdict in rewarded)
         if missing:
-            lines.append(f"{component}: does not apply to {missing} of {len(rewarded)} samples, which it then does not touch")
+            lines.append(
+                f"{component}: does not apply to {missing} of {len(rewarded)} samples, which it then does not touch"
+            )
     if not found.repeated:
         lines.append("the first row was verified twice and got two verdicts: a resumed run would not repeat this one")
     return lines if failed else [*lines, f"nothing would be masked: {total} samples verified"]

@@ -42,7 +42,9 @@ class Check:
     @property
     def components(self) -> list[str]:
         """The announced components, then any others that came."""
-        return list(dict.fromkeys([*self.reward_names, *(name for verdict in self.verdicts for name in verdict.rewards)]))
+        return list(
+            dict.fromkeys([*self.reward_names, *(name for verdict in self.verdicts for name in verdict.rewards)])
+        )
 
     @property
     def failed(self) -> int:
@@ -50,7 +52,9 @@ class Check:
         return sum(verdict.outcome is Outcome.ENV_FAILED for verdict in self.verdicts)
 
 
-def sample_of(row: Mapping[str, Any], text: str, environment: str = "env", index: int = 0, key: str | None = None) -> Trajectory:
+def sample_of(
+    row: Mapping[str, Any], text: str, environment: str = "env", index: int = 0, key: str | None = None
+) -> Trajectory:
     """A completion ``text`` to a dataset row as ``verify`` receives it, with the UTF-8 bytes of the text for tokens.
 
     Args:
@@ -102,7 +106,10 @@ def check_environment(
     if getattr(environment, "plays_with_endpoint", False):
         raise ConfigError(f"{name}: its episodes need the model of a run, which this check has not")
     groups = [
-        [sample_of(row, text, name, index, key) for index, text in enumerate(_completions(environment, row, completions))]
+        [
+            sample_of(row, text, name, index, key)
+            for index, text in enumerate(_completions(environment, row, completions))
+        ]
         for row in rows
     ]
     if hasattr(environment, "preflight"):

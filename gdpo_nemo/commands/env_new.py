@@ -13,7 +13,7 @@ from gdpo_nemo.errors import ConfigError
 
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
 
-_PYPROJECT = '''\
+_PYPROJECT = """\
 [project]
 name = "gdpo-nemo-@DASHED@"
 version = "0.1.0"
@@ -35,7 +35,7 @@ py-modules = ["gdpo_nemo_@NAME@"]
 addopts = "--import-mode=importlib"
 testpaths = ["tests"]
 pythonpath = ["."]
-'''
+"""
 
 _MODULE = '''\
 """The environment @NAME@: name the largest digit of the prompt, in few tokens."""
@@ -65,7 +65,7 @@ class @CLASS@:
         """Prompts such as ``31524=``. Leave this method out where the prompts come from a file."""
         draw = random.Random(f"{split}/{seed}")
         numbers = [f"{draw.randrange(100_000):05d}" for _ in range(size or 1000)]
-        return [{"id": f"{split}/{place}", "prompt": f"{number}=", "digits": number} for place, number in enumerate(numbers)]
+        return [{"id": f"{split}/{i}", "prompt": f"{number}=", "digits": number} for i, number in enumerate(numbers)]
 
     def examples(self, row: Mapping[str, Any]) -> list[str]:
         """Completions for `gdpo-nemo env check`: a right one and a wrong one."""
@@ -84,7 +84,7 @@ class @CLASS@:
         }
 '''
 
-_TEST = '''\
+_TEST = """\
 from gdpo_nemo.commands.env_check import check_environment, sample_of
 from gdpo_nemo.environments.registry import load_environment
 
@@ -111,11 +111,13 @@ def test_every_prompt_can_be_answered_in_the_worker_processes():
     environment = load_environment("@NAME@", options)
     rows = environment.rows("train", 3, 0)
     found = check_environment("@NAME@", options, environment, rows)
-    best = [max(v.rewards["correctness"] for s, v in zip(found.samples, found.verdicts) if s.prompt.id == r["id"]) for r in rows]
-    assert best == [1.0, 1.0, 1.0] and found.failed == 0 and found.repeated
-'''
+    best = dict.fromkeys((row["id"] for row in rows), 0.0)
+    for sample, verdict in zip(found.samples, found.verdicts):
+        best[sample.prompt.id] = max(best[sample.prompt.id], verdict.rewards["correctness"])
+    assert list(best.values()) == [1.0, 1.0, 1.0] and found.failed == 0 and found.repeated
+"""
 
-_CONFIG = '''\
+_CONFIG = """\
 # Trains the small model of the demo on the environment @NAME@.
 defaults: configs/gdpo_tiny_cpu.yaml
 run: {name: @NAME@}
@@ -124,9 +126,9 @@ data: {train: {environment: @NAME@}, validation: null}
 env:
   @NAME@: {longest: 40}
 checkpointing: {metric_name: null}
-'''
+"""
 
-_README = '''\
+_README = """\
 # @NAME@
 
 An environment for gdpo_nemo. From gdpo_nemo's folder, with PATH for the place of this one:
@@ -141,7 +143,7 @@ uv run examples/run_gdpo.py --config PATH/@NAME@.yaml
 ```
 
 `gdpo_nemo_@NAME@.py` is the environment; gdpo_nemo's `docs/environments.md` says what it may do.
-'''
+"""
 
 _FILES = {
     "pyproject.toml": _PYPROJECT,

@@ -1,6 +1,8 @@
-"""``gdpo-nemo eval``: a run's weights, or any Hugging Face folder, on the held-out prompts, by the engines that training uses.
+"""``gdpo-nemo eval``: a run's weights, or any Hugging Face folder, on the held-out prompts, by the engines that
+training uses.
 
-The prompts, samples, seeds and verdicts are those of a run's own validation, so equal weights and an equal config give equal scores.
+The prompts, samples, seeds and verdicts are those of a run's own validation, so equal weights and an equal config give
+equal scores.
 """
 
 from __future__ import annotations
@@ -31,7 +33,9 @@ from gdpo_nemo.validation import validate
 def add(commands) -> None:
     """Register the command."""
     command = commands.add_parser("eval", help="score a run's weights, or any model, on the held-out prompts")
-    command.add_argument("source", metavar="SOURCE", help="the folder of a run, one of its checkpoints, or a Hugging Face folder")
+    command.add_argument(
+        "source", metavar="SOURCE", help="the folder of a run, one of its checkpoints, or a Hugging Face folder"
+    )
     command.add_argument("--config", metavar="FILE", help="default: config.yaml of the run that SOURCE lies in")
     command.add_argument("--step", type=int, metavar="N", help="the run's checkpoint of that step; default: its newest")
     command.add_argument("--out", metavar="DIR", help="new folder for eval.json and samples.jsonl")
@@ -111,13 +115,17 @@ def evaluate(
         out: a new folder for ``eval.json`` and ``samples.jsonl``.
 
     Raises:
-        ConfigError: something named does not exist, or the config has no held-out prompts. RunError: the checkpoint is damaged,
-            engines, ranks or environments failed; too many failed verdicts (``rollout.max_env_failure_share``) are a failure, too.
+        ConfigError: something named does not exist, or the config has no held-out prompts. RunError: the checkpoint is
+        damaged,
+            engines, ranks or environments failed; too many failed verdicts (``rollout.max_env_failure_share``) are a
+            failure, too.
     """
     subject = find_subject(Path(source), config_file, step)
     config = load_config(subject.config, overrides)
     if config.data.validation is None:
-        raise ConfigError("data.validation: eval needs held-out prompts; name them, for instance data.validation.path=FILE")
+        raise ConfigError(
+            "data.validation: eval needs held-out prompts; name them, for instance data.validation.path=FILE"
+        )
     if out is not None and Path(out).exists():
         raise ConfigError(f"--out: {out} exists")
     if out is not None:
@@ -137,7 +145,8 @@ def evaluate(
 
 
 def without_policy(config: Config) -> None:
-    """Make it a config whose engines have all devices: the policy's layout, and how weights reach the engines, count no more.
+    """Make it a config whose engines have all devices: the policy's layout, and how weights reach the engines, count no
+    more.
 
     Raises:
         ConfigError: there are fewer devices than the engines need.
@@ -165,12 +174,16 @@ def find_subject(source: Path, config_file: str | Path | None = None, step: int 
             raise ConfigError(f"--config: must say on what to evaluate {source}, which lies in no run folder")
         return Subject(config, model=source)
     if (source / "files.json").is_file():
-        return Subject(_of_run(source.resolve().parent.parent, config_file), checkpoint=source, step=read_state(source).step)
+        return Subject(
+            _of_run(source.resolve().parent.parent, config_file), checkpoint=source, step=read_state(source).step
+        )
     config = _of_run(source, config_file)
     checkpoints = Checkpoints(source / "checkpoints", 0, 0, None)
     known = checkpoints.steps()
     if step is not None and step not in known:
-        raise ConfigError(f"--step: {source} has no checkpoint of step {step}; there are {', '.join(map(str, known)) or 'none'}")
+        raise ConfigError(
+            f"--step: {source} has no checkpoint of step {step}; there are {', '.join(map(str, known)) or 'none'}"
+        )
     if known:
         path = checkpoints.path(known[-1] if step is None else step)
         return Subject(config, checkpoint=path, step=read_state(path).step)

@@ -21,7 +21,9 @@ from gdpo_nemo.errors import ConfigError
 def add(commands) -> None:
     """Register the command."""
     command = commands.add_parser("explain", help="what a config key does")
-    command.add_argument("key", nargs="?", default="", metavar="KEY", help="a section or a dotted key; none: all sections")
+    command.add_argument(
+        "key", nargs="?", default="", metavar="KEY", help="a section or a dotted key; none: all sections"
+    )
     command.set_defaults(command=run)
 
 

@@ -27,7 +27,9 @@ def add(commands) -> None:
     """Register the command."""
     command = commands.add_parser("parity", help="the same tokens through one rank, a layout, and vLLM")
     command.add_argument("--model", required=True, metavar="DIR", help="Hugging Face folder")
-    command.add_argument("--record", metavar="FILE", help="rollouts/step_N.jsonl to replay; default: fixed random sequences")
+    command.add_argument(
+        "--record", metavar="FILE", help="rollouts/step_N.jsonl to replay; default: fixed random sequences"
+    )
     command.add_argument("--engine", action="store_true", help="compare with vLLM, too")
     command.add_argument("--threshold", type=float, default=1e-4, help="largest difference that passes (%(default)s)")
     command.add_argument("--json", action="store_true", help="print JSON")
@@ -48,7 +50,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 @dataclass
 class ParityReport:
-    """What ``measure_parity`` found. ``updates`` are relative differences of loss, gradient norm, and of the next loss."""
+    """What ``measure_parity`` found. ``updates`` are relative differences of loss, gradient norm, and of the next
+    loss."""
 
     model: str
     layout: str
@@ -81,7 +84,8 @@ def measure_parity(
 
     Args:
         layout: as ``standalone.parse_layout`` reads it.
-        record: ``rollouts/step_N.jsonl``, whose sampled tokens are replayed and whose log-probs are compared, too; None takes
+        record: ``rollouts/step_N.jsonl``, whose sampled tokens are replayed and whose log-probs are compared, too; None
+        takes
             fixed random sequences.
 
     Raises:
@@ -96,6 +100,7 @@ def measure_parity(
         require_libraries(one)
         check_engines(one)
     sequences = sequences or _fixed(_vocabulary(model), one.policy.max_total_sequence_length)
+
     def written(values):
         return [s.where_written(v) for s, v in zip(sequences, values)]
 
@@ -154,7 +159,11 @@ def _standing(one, many, folder: str, engine: bool):
 
     with session(one.cluster):
         single = PolicyGroup(one, folder, total_updates=2)
-        group = single if many.policy.megatron_cfg == one.policy.megatron_cfg else PolicyGroup(many, folder, total_updates=2)
+        group = (
+            single
+            if many.policy.megatron_cfg == one.policy.megatron_cfg
+            else PolicyGroup(many, folder, total_updates=2)
+        )
         fleet = EngineFleet(one, folder) if engine else None
         for part in (single, group, fleet):
             if part is not None:
@@ -179,7 +188,9 @@ def _fixed(vocabulary: int, longest: int, count: int = 12) -> list[TrainSequence
     longest = min(longest, 256) - 1
     lengths = np.linspace(max(4, longest // 8), longest, count).astype(int)
     drawn = [rng.integers(0, vocabulary, n).astype(np.int32) for n in lengths]
-    return _weighted([(ids[: max(1, len(ids) // 4)], ids[max(1, len(ids) // 4) :]) for ids in drawn], rng.normal(size=count))
+    return _weighted(
+        [(ids[: max(1, len(ids) // 4)], ids[max(1, len(ids) // 4) :]) for ids in drawn], rng.normal(size=count)
+    )
 
 
 def _recorded(path: str | Path) -> tuple[list[TrainSequence], list[np.ndarray]]:
@@ -220,7 +231,8 @@ def describe(report: ParityReport) -> str:
         lines += [f"    cause: {cause}" for cause in c.causes]
         if c.causes:
             lines += [
-                f"    sequence {w['sequence']} token {w['offset']} (id {w['token']}): {w['reference']:.6f} -> {w['measured']:.6f}"
+                f"    sequence {w['sequence']} token {w['offset']} (id {w['token']}): {w['reference']:.6f} -> "
+                f"{w['measured']:.6f}"
                 for w in c.worst
             ]
     if report.updates:

@@ -16,12 +16,20 @@ from gdpo_nemo.validation import validate
 
 def add(commands) -> None:
     """Register the command."""
-    command = commands.add_parser("plan", help="memory, batches, time and the best layout of a config, before it is run")
+    command = commands.add_parser(
+        "plan", help="memory, batches, time and the best layout of a config, before it is run"
+    )
     add_config(command)
-    command.add_argument("--gpu", default="h100", metavar="NAME", help="a100, h100, h200 or b200 (default: %(default)s)")
+    command.add_argument(
+        "--gpu", default="h100", metavar="NAME", help="a100, h100, h200 or b200 (default: %(default)s)"
+    )
     command.add_argument("--link", type=float, metavar="GB/S", help="network of one GPU to other nodes, one direction")
-    command.add_argument("--calibration", metavar="FILE", help="speeds that --calibrate measured, in place of assumed ones")
-    command.add_argument("--calibrate", nargs="+", metavar="RUN", help="measure speeds on finished runs and write them to --out")
+    command.add_argument(
+        "--calibration", metavar="FILE", help="speeds that --calibrate measured, in place of assumed ones"
+    )
+    command.add_argument(
+        "--calibrate", nargs="+", metavar="RUN", help="measure speeds on finished runs and write them to --out"
+    )
     command.add_argument("--sweep", type=int, metavar="N", help="rank layouts for up to N GPUs and draw them to --out")
     command.add_argument("--out", metavar="FILE", help="default: plan.png, calibration.json")
     command.set_defaults(command=run)
@@ -41,8 +49,8 @@ def run(arguments: argparse.Namespace) -> int:
     shape = model_shape(config)
     if shape is None:
         raise ConfigError(
-            f"policy.model_name: the shape of {config.policy.model_name} is not known here; give a folder that holds its "
-            "config.json, or make or download the model first"
+            f"policy.model_name: the shape of {config.policy.model_name} is not known here; give a folder that holds "
+            "its config.json, or make or download the model first"
         )
     on = _device(arguments, bool(config.cluster.gpus_per_node or arguments.sweep))
     rates = load_rates(arguments.calibration) if arguments.calibration else _assumed(on)
@@ -57,7 +65,8 @@ def run(arguments: argparse.Namespace) -> int:
         print(table(found, config.gdpo.max_num_steps))
         print(f"assumes    {rates.describe()}")
         print(
-            f"figure     {draw(found, config.gdpo.max_num_steps, f'{config.run.name} on {on.name}', arguments.out or 'plan.png')}"
+            f"figure     "
+            f"{draw(found, config.gdpo.max_num_steps, f'{config.run.name} on {on.name}', arguments.out or 'plan.png')}"
         )
         return 0
     print(describe(config, notes))

@@ -16,7 +16,9 @@ def add(commands) -> None:
     """Register the command."""
     command = commands.add_parser("train", help="train, or resume the run of the same folder")
     add_config(command)
-    command.add_argument("--dry-run", action="store_true", help="validate, print the resolved config and the plan, exit")
+    command.add_argument(
+        "--dry-run", action="store_true", help="validate, print the resolved config and the plan, exit"
+    )
     command.set_defaults(command=run)
 
 

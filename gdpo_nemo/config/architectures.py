@@ -1,4 +1,5 @@
-"""Which Hugging Face models can be trained: the families, and the traits of a config.json that neither trainer nor sampler may ignore.
+"""Which Hugging Face models can be trained: the families, and the traits of a config.json that neither trainer nor
+sampler may ignore.
 
 One declaration for both sides of a run: the checks before it read a ``config.json`` against it, without torch, and
 ``megatron.families`` builds the model from it.
@@ -15,7 +16,8 @@ from gdpo_nemo.errors import ConfigError
 
 @dataclass(frozen=True)
 class Experts:
-    """A mixture layer: names of its tensors inside a layer as files hold them (``{}`` is an expert), and of its sizes."""
+    """A mixture layer: names of its tensors inside a layer as files hold them (``{}`` is an expert), and of its
+    sizes."""
 
     router: str
     gate: str
@@ -72,14 +74,15 @@ ROPE_TYPES: dict[str, tuple[str, ...]] = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": ("factor", "original_max_position_embeddings"),
 }
-"""Rotary embeddings whose frequencies are fixed, with the numbers each needs. Those of dynamic and longrope change with the length
-of a sequence."""
+"""Rotary embeddings whose frequencies are fixed, with the numbers each needs. Those of dynamic and longrope change with
+the length of a sequence."""
 
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Sizes of an attention head that vLLM's attention on CPUs has kernels for."""
 
 SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "vocab_size")
-"""Fields that every config.json of these families has; transformers would fill in sizes of its own for a missing one."""
+"""Fields that every config.json of these families has; transformers would fill in sizes of its own for a missing
+one."""
 
 TRAITS = (
     "model_type", "architectures", "sliding_window", "use_sliding_window", "hidden_act", "attention_bias", "mlp_bias",
@@ -112,7 +115,9 @@ def check_family(content: Mapping[str, Any]) -> Family:
         if content.get(key):
             raise _refusal(f"{key} (biases of projections) is not supported for {content['model_type']}")
     if content.get("quantization_config"):
-        raise _refusal("quantised weights (quantization_config) are not supported; give the folder of the unquantised model")
+        raise _refusal(
+            "quantised weights (quantization_config) are not supported; give the folder of the unquantised model"
+        )
     rope = rope_of(content)
     if rope["rope_type"] not in ROPE_TYPES:
         raise _refusal(f"rope scaling {rope['rope_type']!r} is not supported; supported: {', '.join(ROPE_TYPES)}")
@@ -168,7 +173,8 @@ def head_size(content: Mapping[str, Any]) -> int:
 
 
 def rope_of(content: Mapping[str, Any]) -> dict[str, Any]:
-    """The rotary embedding's parameters with their ``rope_type``, under either of the names transformers has had for them."""
+    """The rotary embedding's parameters with their ``rope_type``, under either of the names transformers has had for
+    them."""
     given = content.get("rope_parameters") or content.get("rope_scaling") or {}
     if not isinstance(given, Mapping):
         raise _refusal(f"the rotary parameters in the model's config.json must be an object, got {given!r}")
@@ -193,23 +199,26 @@ def _mscale(factor: float, slope: float = 1.0) -> float:
 
 
 def check_scaled_rope(scaling: float, transformer_engine: bool) -> None:
-    """Refuse TransformerEngine's layers, which take the rotary frequencies alone, where there is a factor, too. Raises ConfigError."""
+    """Refuse TransformerEngine's layers, which take the rotary frequencies alone, where there is a factor, too. Raises
+    ConfigError."""
     if transformer_engine and scaling != 1.0:
         raise ConfigError(
-            f"policy.megatron_cfg.transformer_engine: its layers do not honour the attention factor {scaling:.4g} of the model's "
-            "YaRN scaling; set it to false"
+            f"policy.megatron_cfg.transformer_engine: its layers do not honour the attention factor {scaling:.4g} of "
+            "the model's YaRN scaling; set it to false"
         )
 
 
 def check_adapted_layers(targets: Sequence[str], experts: int, tied: bool) -> None:
-    """Refuse adapters on layers that a model with so many ``experts`` and a ``tied`` output layer lacks. Raises ConfigError."""
+    """Refuse adapters on layers that a model with so many ``experts`` and a ``tied`` output layer lacks. Raises
+    ConfigError."""
     if experts and {"gate_proj", "up_proj", "down_proj"} & set(targets):
         raise ConfigError(
             "policy.lora.target_modules: the model's experts cannot be adapted; leave out gate_proj, up_proj, down_proj"
         )
     if tied and "lm_head" in targets:
         raise ConfigError(
-            "policy.lora.target_modules: the model's lm_head is its embedding (tie_word_embeddings), which has no adapter; leave it out"
+            "policy.lora.target_modules: the model's lm_head is its embedding (tie_word_embeddings), which has no "
+            "adapter; leave it out"
         )
 
 

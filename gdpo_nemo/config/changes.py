@@ -16,13 +16,15 @@ _FIXED = {
     "policy.lora.alpha": "the adapters would count otherwise, and the policy would be another one",
     "policy.lora.target_modules": "the checkpoint holds the adapters of those modules",
     "policy.lora.share_a": "the checkpoint holds one A or several for the layers that are fused",
-    "policy.megatron_cfg.freeze_moe_router": "the checkpoint's optimizer state is that of the parameters trained so far",
+    "policy.megatron_cfg.freeze_moe_router": "the checkpoint's optimizer state is that of the parameters trained so "
+    "far",
 }
 """Keys that a run keeps, with the reason. Model and data are compared by their contents instead."""
 
 _CONSEQUENCES = {
     "run.seed": "prompts are drawn in another order from there on: of this epoch some come again and some do not come",
-    "data.train.shuffle": "prompts are drawn in another order from there on: of this epoch some come again and some do not come",
+    "data.train.shuffle": "prompts are drawn in another order from there on: of this epoch some come again and some do "
+    "not come",
 }
 
 
@@ -37,7 +39,9 @@ class Change:
     def sentence(self, step: int) -> str:
         """The change, the first step it applies to, and what follows from it where that is not plain."""
         consequence = _CONSEQUENCES.get(self.key)
-        return f"{self.key}: {self.before} -> {self.now} from step {step} on" + (f"; {consequence}" if consequence else "")
+        return f"{self.key}: {self.before} -> {self.now} from step {step} on" + (
+            f"; {consequence}" if consequence else ""
+        )
 
 
 def find_changes(before: Mapping[str, Any], config: Config) -> list[Change]:
@@ -62,8 +66,8 @@ def check_changes(changes: list[Change], what: str) -> None:
     for change in changes:
         if change.key in _FIXED:
             raise ConfigError(
-                f"{change.key}: cannot change from {change.before} to {change.now} on resuming {what}: {_FIXED[change.key]}; "
-                f"keep it, or use another run.name"
+                f"{change.key}: cannot change from {change.before} to {change.now} on resuming {what}: "
+                f"{_FIXED[change.key]}; keep it, or use another run.name"
             )
 
 
@@ -71,7 +75,11 @@ def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
     """A tree of sections as dotted keys; an empty section has none."""
     if not isinstance(tree, Mapping):
         return {prefix: tree}
-    return {key: value for name, branch in tree.items() for key, value in _flat(branch, f"{prefix}.{name}".strip(".")).items()}
+    return {
+        key: value
+        for name, branch in tree.items()
+        for key, value in _flat(branch, f"{prefix}.{name}".strip(".")).items()
+    }
 
 
 def _text(value: Any) -> str:

@@ -1,9 +1,18 @@
-"""The names that free-text keys accept: those of the registries behind them, which import no torch, and the fixed ones."""
+"""The names that free-text keys accept: those of the registries behind them, which import no torch, and the fixed
+ones."""
 
 from __future__ import annotations
 
 from gdpo_nemo.algorithms.estimators import ESTIMATORS
-from gdpo_nemo.algorithms.loss_settings import AGGREGATIONS, KL_GRADIENTS, KL_KINDS, LEVELS, LOSS_TYPES, MODES, OLD_LOGPROBS
+from gdpo_nemo.algorithms.loss_settings import (
+    AGGREGATIONS,
+    KL_GRADIENTS,
+    KL_KINDS,
+    LEVELS,
+    LOSS_TYPES,
+    MODES,
+    OLD_LOGPROBS,
+)
 from gdpo_nemo.algorithms.settings import PRESETS
 
 LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head")

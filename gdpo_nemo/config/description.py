@@ -41,7 +41,10 @@ def _model(config: Config) -> str:
         source = "a folder here"
     else:
         source = f"made by {policy.model_factory}" if policy.model_factory else "from the Hugging Face hub"
-    return f"{policy.model_name} ({source}), {policy.precision}, sequences of at most {policy.max_total_sequence_length} tokens"
+    return (
+        f"{policy.model_name} ({source}), {policy.precision}, sequences of at most "
+        f"{policy.max_total_sequence_length} tokens"
+    )
 
 
 def _policy(config: Config, layout: Layout) -> str:
@@ -67,8 +70,8 @@ def _batch(config: Config) -> str:
     samples = samples_per_step(config)
     updates = updates_per_step(config)
     return (
-        f"{config.gdpo.num_prompts_per_step} prompts x {config.gdpo.num_generations_per_prompt} samples = {samples} samples "
-        f"= {_count(updates, 'optimizer update')} of {samples // updates}"
+        f"{config.gdpo.num_prompts_per_step} prompts x {config.gdpo.num_generations_per_prompt} samples = {samples} "
+        f"samples = {_count(updates, 'optimizer update')} of {samples // updates}"
     )
 
 
@@ -82,7 +85,10 @@ def _length(config: Config) -> str:
     gdpo = config.gdpo
     saving = config.checkpointing
     steps = gdpo.max_num_steps
-    parts = [f"{_count(steps, 'step')} = {steps * samples_per_step(config)} samples, {steps * updates_per_step(config)} updates"]
+    parts = [
+        f"{_count(steps, 'step')} = {steps * samples_per_step(config)} samples, {steps * updates_per_step(config)} "
+        "updates"
+    ]
     if gdpo.max_num_epochs is not None:
         parts[0] = f"at most {parts[0]}, and {_count(gdpo.max_num_epochs, 'epoch')} of the training prompts"
     prompts = "all" if gdpo.val_prompts is None else gdpo.val_prompts
@@ -100,7 +106,11 @@ def _rewards(config: Config) -> str:
 
 def _staleness(config: Config) -> str:
     bound = config.rollout.max_staleness
-    return "0, exactly on-policy" if bound == 0 else f"at most {_count(bound, 'update')}, generation runs ahead of training"
+    return (
+        "0, exactly on-policy"
+        if bound == 0
+        else f"at most {_count(bound, 'update')}, generation runs ahead of training"
+    )
 
 
 def _count(number: int, noun: str) -> str:

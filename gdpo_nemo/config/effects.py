@@ -72,7 +72,10 @@ EFFECTS = (
         tuple(
             f"loss_fn.{key}"
             for key in (
-                "reference_policy_kl_type", "reference_policy_kl_gradient", "kl_input_clamp_value", "kl_output_clamp_value",
+                "reference_policy_kl_type",
+                "reference_policy_kl_gradient",
+                "kl_input_clamp_value",
+                "kl_output_clamp_value",
             )
         ),
         lambda c: c.loss_fn.reference_policy_kl_penalty != 0,
@@ -114,8 +117,12 @@ EFFECTS = (
         f"without {_MEGATRON}.use_distributed_optimizer",
     ),
     Effect(
-        ("gdpo.dynamic_sampling.batch_multiplier", "gdpo.dynamic_sampling.max_rounds", "gdpo.dynamic_sampling.before_shaping",
-         "gdpo.dynamic_sampling.leave_one_out"),
+        (
+            "gdpo.dynamic_sampling.batch_multiplier",
+            "gdpo.dynamic_sampling.max_rounds",
+            "gdpo.dynamic_sampling.before_shaping",
+            "gdpo.dynamic_sampling.leave_one_out",
+        ),
         lambda c: c.gdpo.dynamic_sampling.enabled,
         "while gdpo.dynamic_sampling.enabled is false",
     ),

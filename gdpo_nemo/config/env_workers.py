@@ -35,5 +35,8 @@ def place_workers(config: Config) -> list[dict[str | None, int]]:
     if not all(loads):
         parts = [f"{number} of {name}" if name else f"rollout.env_workers {number}" for name, number in pools.items()]
         total = sum(pools.values())
-        raise ConfigError(f"cluster.env_nodes: {nodes} nodes for {total} environment workers ({' + '.join(parts)}); a node takes at least one")
+        raise ConfigError(
+            f"cluster.env_nodes: {nodes} nodes for {total} environment workers ({' + '.join(parts)}); a node takes at "
+            "least one"
+        )
     return loads

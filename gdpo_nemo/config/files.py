@@ -27,7 +27,8 @@ from gdpo_nemo.errors import ConfigError
 REPOSITORY = Path(__file__).resolve().parents[2]
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 FACTORY_CONFIGS = "MODEL_CONFIGS"
-"""Name in a factory's module of what its functions will make: {function: fields of config.json}, a literal, read without running it."""
+"""Name in a factory's module of what its functions will make: {function: fields of config.json}, a literal, read
+without running it."""
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 DATA_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 """Files that rows are read from."""
@@ -57,7 +58,8 @@ def check_folder_can_be(key: str, folder: str | Path) -> None:
 
 
 def find_function(key: str, reference: str) -> tuple[Path, str]:
-    """Split ``file.py:function``; the file is looked up from the working directory, then from the repository, and not run.
+    """Split ``file.py:function``; the file is looked up from the working directory, then from the repository, and not
+    run.
 
     Args:
         key: where the config has it.
@@ -114,10 +116,11 @@ def read_model_config(path: Path) -> dict[str, Any]:
 
 
 def known_model_config(config: Config) -> dict[str, Any] | None:
-    """The fields of the model's configuration as far as this machine knows them, without a download and without running anything.
+    """The fields of the model's configuration as far as this machine knows them, without a download and without running
+    anything.
 
-    They come from the model's folder, from what ``policy.model_factory`` says of a model it has yet to make, or from the hub's
-    cache; None where none of them has it. Raises ConfigError.
+    They come from the model's folder, from what ``policy.model_factory`` says of a model it has yet to make, or from
+    the hub's cache; None where none of them has it. Raises ConfigError.
     """
     folder = Path(config.policy.model_name)
     if folder.is_dir():
@@ -133,13 +136,17 @@ def _promised_config(reference: str) -> dict[str, Any] | None:
     key = "policy.model_factory"
     path, function = find_function(key, reference)
     for node in _parsed(key, path).body:
-        targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+        targets = (
+            node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+        )
         if not any(isinstance(target, ast.Name) and target.id == FACTORY_CONFIGS for target in targets):
             continue
         try:
             content = ast.literal_eval(node.value).get(function)
         except (ValueError, TypeError, AttributeError):
-            raise ConfigError(f"{key}: {FACTORY_CONFIGS} in {path} must be a literal {{function: fields of config.json}}") from None
+            raise ConfigError(
+                f"{key}: {FACTORY_CONFIGS} in {path} must be a literal {{function: fields of config.json}}"
+            ) from None
         if content is not None and not isinstance(content, dict):
             raise ConfigError(f"{key}: {FACTORY_CONFIGS} in {path} must hold the fields of config.json for {function}")
         return content
@@ -182,7 +189,8 @@ def check_engines(config: Config) -> None:
     size = head_size(content)
     if size not in CPU_HEAD_SIZES:
         raise ConfigError(
-            f"policy.model_name: vLLM on CPUs has no attention for heads of size {size}; sizes: {', '.join(map(str, CPU_HEAD_SIZES))}"
+            f"policy.model_name: vLLM on CPUs has no attention for heads of size {size}; sizes: "
+            f"{', '.join(map(str, CPU_HEAD_SIZES))}"
         )
 
 
@@ -200,16 +208,22 @@ def _check_shape(content: dict[str, Any], config: Config, layout: Layout) -> Non
     experts = num_experts(content)
     groups = content.get("num_key_value_heads") or heads
     megatron = "policy.megatron_cfg"
-    _check_divides(f"{megatron}.tensor_model_parallel_size", layout.tensor, [(heads, "heads"), (groups, "key-value heads")])
+    _check_divides(
+        f"{megatron}.tensor_model_parallel_size", layout.tensor, [(heads, "heads"), (groups, "key-value heads")]
+    )
     check_stages(layers, config.policy.megatron_cfg)
     _check_divides("policy.generation.vllm_cfg.tensor_parallel_size", layout.engine_tensor, [(heads, "heads")])
     if layout.expert > 1 and not experts:
-        raise ConfigError(f"{megatron}.expert_model_parallel_size: the model in {config.policy.model_name} has no experts")
+        raise ConfigError(
+            f"{megatron}.expert_model_parallel_size: the model in {config.policy.model_name} has no experts"
+        )
     if experts:
         _check_divides(f"{megatron}.expert_model_parallel_size", layout.expert, [(experts, "experts")])
     for name in ("freeze_moe_router", "moe_router_dtype"):
         if getattr(config.policy.megatron_cfg, name) and not experts:
-            raise ConfigError(f"{megatron}.{name}: has no effect, the model in {config.policy.model_name} has no experts; remove it")
+            raise ConfigError(
+                f"{megatron}.{name}: has no effect, the model in {config.policy.model_name} has no experts; remove it"
+            )
     if config.policy.lora.rank:
         check_adapted_layers(config.policy.lora.target_modules, experts, bool(content.get("tie_word_embeddings")))
     if experts and layout.tensor > 1 and not config.policy.megatron_cfg.sequence_parallel:
@@ -224,11 +238,14 @@ def _check_divides(key: str, size: int, counts: list[tuple[int, str]]) -> None:
     for count, what in counts:
         if count % size:
             works = [n for n in range(1, count + 1) if all(c % n == 0 for c, _ in counts)]
-            raise ConfigError(f"{key}: {size} does not divide the model's {count} {what}; possible: {', '.join(map(str, works))}")
+            raise ConfigError(
+                f"{key}: {size} does not divide the model's {count} {what}; possible: {', '.join(map(str, works))}"
+            )
 
 
 def _check_tokenizer(config: Config) -> None:
-    """A folder that is to have the tokenizer has one: without files transformers makes an empty one. Raises ConfigError."""
+    """A folder that is to have the tokenizer has one: without files transformers makes an empty one. Raises
+    ConfigError."""
     name = config.policy.tokenizer_name
     folder = Path(name or config.policy.model_name)
     if folder.is_dir():
@@ -239,7 +256,8 @@ def _check_tokenizer(config: Config) -> None:
 
 
 def check_data_file(key: str, data: DatasetConfig) -> None:
-    """The path of a split is a file that rows can be read from, a folder, or may be a dataset on the hub. Raises ConfigError."""
+    """The path of a split is a file that rows can be read from, a folder, or may be a dataset on the hub. Raises
+    ConfigError."""
     if data.path is None:
         return
     path = Path(data.path).expanduser()

@@ -14,8 +14,8 @@ class Check:
 
     metric: str
     at: int | str
-    """A step (the trailing mean that ends there), ``start`` (the first row alone), ``end`` (the last trailing mean) or ``every``
-    (the trailing mean at every step, once the window is full)."""
+    """A step (the trailing mean that ends there), ``start`` (the first row alone), ``end`` (the last trailing mean) or
+    ``every`` (the trailing mean at every step, once the window is full)."""
     min: float | None = None
     max: float | None = None
     window: int = 5
@@ -44,7 +44,8 @@ class Check:
 
 
 def read_checks(items: Sequence[Any], window: int, where: str) -> list[Check]:
-    """Checks from their YAML; ``where`` names the list in messages. Raises ConfigError for one that is not written as in ``Check``."""
+    """Checks from their YAML; ``where`` names the list in messages. Raises ConfigError for one that is not written as
+    in ``Check``."""
     if isinstance(window, bool) or not isinstance(window, int) or window < 1:
         raise ConfigError(f"{where}: window must be at least 1")
     return [_read_check(item, window, f"{where}: check {number}") for number, item in enumerate(items, 1)]

@@ -125,9 +125,9 @@ def _data_parallel_on_gpus(config: Config, gpus: int, model: int) -> int:
 def _check_shared(layout: Layout) -> None:
     if layout.colocated and layout.engine_ranks > layout.policy_ranks:
         raise ConfigError(
-            f"policy.generation.engines: {layout.engines} x {layout.engine_tensor} = {layout.engine_ranks} engine ranks cannot "
-            f"share the devices of {layout.policy_ranks} policy ranks (cluster.placement colocated); at most "
-            f"{layout.policy_ranks // layout.engine_tensor} engines"
+            f"policy.generation.engines: {layout.engines} x {layout.engine_tensor} = {layout.engine_ranks} engine "
+            f"ranks cannot share the devices of {layout.policy_ranks} policy ranks (cluster.placement colocated); at "
+            f"most {layout.policy_ranks // layout.engine_tensor} engines"
         )
 
 
@@ -166,7 +166,8 @@ def prompt_limit(config: Config, prompts: int) -> int | None:
 
 
 def last_step(config: Config, limit: int | None) -> int:
-    """Number of the run's last step if every step takes one round of ``limit`` prompts; with dynamic sampling some take more."""
+    """Number of the run's last step if every step takes one round of ``limit`` prompts; with dynamic sampling some take
+    more."""
     steps = config.gdpo.max_num_steps
     return steps if limit is None else min(steps, limit // prompts_per_round(config))
 

@@ -51,8 +51,8 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 def _replace_listed(merged: DictConfig, content: Mapping[str, Any]) -> None:
     """Take out of ``merged`` what a mapping in ``content`` stands for as a whole.
 
-    Rewards and environments given as a mapping are all there are; an environment of the same name keeps the options it had.
-    ``gdpo.rewards.format=2`` and ``env.mine.strict=true`` change one of them.
+    Rewards and environments given as a mapping are all there are; an environment of the same name keeps the options it
+    had. ``gdpo.rewards.format=2`` and ``env.mine.strict=true`` change one of them.
     """
     if (content.get("gdpo") or {}).get("rewards") is not None:
         merged.gdpo.rewards = {}

@@ -45,7 +45,9 @@ def check_components(config: Config, known: Iterable[str]) -> None:
         raise ConfigError(f"gdpo.shaping: {error}") from None
     for name in config.gdpo.rewards:
         if name not in names:
-            raise ConfigError(f"gdpo.rewards.{name}: no environment gives this component; available: {', '.join(names)}")
+            raise ConfigError(
+                f"gdpo.rewards.{name}: no environment gives this component; available: {', '.join(names)}"
+            )
 
 
 def kl_in_reward(config: Config) -> bool:
@@ -79,9 +81,7 @@ def check_estimator(config: Config, own: Callable | None = None) -> None:
             find_function("gdpo.estimator", gdpo.estimator)
         return
     try:
-        check_selection(
-            own or gdpo.estimator, gdpo.preset, gdpo.batch_norm, gdpo.epsilon, gdpo.options, gdpo.rewards
-        )
+        check_selection(own or gdpo.estimator, gdpo.preset, gdpo.batch_norm, gdpo.epsilon, gdpo.options, gdpo.rewards)
     except ValueError as error:
         key = "gdpo.options" if gdpo.options else "gdpo.preset" if gdpo.preset else "gdpo.estimator"
         raise ConfigError(f"{key}: {error}") from None
@@ -98,8 +98,8 @@ def _check_loss(config: Config) -> None:
     if sampled and loss.off_policy.mode != "none":
         because = "loss_fn.old_logprobs is sampler" if loss.old_logprobs else "rollout.max_staleness is above 0"
         raise ConfigError(
-            f"loss_fn.off_policy.mode: has no effect where the ratio starts from the sampler's log-probs, as it does when "
-            f"{because}; set loss_fn.old_logprobs: trainer, or mode: none"
+            "loss_fn.off_policy.mode: has no effect where the ratio starts from the sampler's log-probs, as it does "
+            f"when {because}; set loss_fn.old_logprobs: trainer, or mode: none"
         )
     try:
         loss.check()
@@ -108,8 +108,8 @@ def _check_loss(config: Config) -> None:
     group = config.gdpo.num_generations_per_prompt
     if loss.type == "target_po" and updates_per_step(config) > 1 and size % group:
         raise ConfigError(
-            f"policy.train_global_batch_size: {size} splits groups of {group} samples between updates, which loss_fn.type "
-            f"target_po cannot have; use a multiple of gdpo.num_generations_per_prompt"
+            f"policy.train_global_batch_size: {size} splits groups of {group} samples between updates, which "
+            "loss_fn.type target_po cannot have; use a multiple of gdpo.num_generations_per_prompt"
         )
 
 
@@ -117,9 +117,11 @@ def _check_dynamic_sampling(config: Config) -> None:
     if config.gdpo.dynamic_sampling.batch_multiplier == math.inf:
         raise ConfigError("gdpo.dynamic_sampling.batch_multiplier: must be finite")
     if config.gdpo.dynamic_sampling.leave_one_out and config.loss_fn.type == "target_po":
-        raise ConfigError("gdpo.dynamic_sampling.leave_one_out: leaves parts of groups, which loss_fn.type target_po cannot train")
+        raise ConfigError(
+            "gdpo.dynamic_sampling.leave_one_out: leaves parts of groups, which loss_fn.type target_po cannot train"
+        )
     if config.gdpo.dynamic_sampling.enabled and config.rollout.max_staleness:
         raise ConfigError(
-            f"gdpo.dynamic_sampling.enabled: needs rollout.max_staleness 0, not {config.rollout.max_staleness}; prompts "
-            "that replace dead groups would come between batches already in flight"
+            f"gdpo.dynamic_sampling.enabled: needs rollout.max_staleness 0, not {config.rollout.max_staleness}; "
+            "prompts that replace dead groups would come between batches already in flight"
         )

@@ -23,7 +23,8 @@ class Places:
     policy: tuple[int, ...]
     engines: tuple[int, ...]
     shared: tuple[tuple[int, ...], ...] = ()
-    """Colocated: for every engine the policy ranks on whose devices its ranks sit, in its ranks' order. Separate: empty."""
+    """Colocated: for every engine the policy ranks on whose devices its ranks sit, in its ranks' order. Separate:
+    empty."""
 
     def policy_on(self, node: int) -> int:
         """Policy ranks on a node."""
@@ -39,9 +40,9 @@ def place(config: Config) -> Places:
 
     Colocated engines go to the policy's ranks, from the first on, each device to one engine rank.
 
-    Neighbouring ranks share a node, so that what talks most (Megatron counts tensor parallelism fastest, then context and
-    data, the pipeline slowest) talks inside it. The ranks of a tensor-parallel group, and those of an engine, never part.
-    On CPU a node takes as few processes as it can when all nodes are used.
+    Neighbouring ranks share a node, so that what talks most (Megatron counts tensor parallelism fastest, then context
+    and data, the pipeline slowest) talks inside it. The ranks of a tensor-parallel group, and those of an engine, never
+    part. On CPU a node takes as few processes as it can when all nodes are used.
 
     Raises:
         ConfigError: it does not fit, with the arithmetic.
@@ -65,8 +66,8 @@ def place(config: Config) -> Places:
 def _check_tensor(layout: Layout, gpus: int) -> None:
     if layout.tensor > gpus:
         raise ConfigError(
-            f"policy.megatron_cfg.tensor_model_parallel_size: {layout.tensor} ranks of a tensor-parallel group do not fit "
-            f"a node of {gpus} GPUs (cluster.gpus_per_node)"
+            f"policy.megatron_cfg.tensor_model_parallel_size: {layout.tensor} ranks of a tensor-parallel group do not "
+            f"fit a node of {gpus} GPUs (cluster.gpus_per_node)"
         )
 
 
@@ -81,7 +82,8 @@ def _policy_places(layout: Layout, nodes: int, gpus: int) -> tuple[int, ...]:
     places = _fill(alone, nodes, gpus)
     if places is None:
         raise ConfigError(
-            f"policy.megatron_cfg.tensor_model_parallel_size: {layout.policy_ranks // layout.tensor} groups of {layout.tensor} "
+            f"policy.megatron_cfg.tensor_model_parallel_size: {layout.policy_ranks // layout.tensor} groups of "
+            f"{layout.tensor} "
             f"do not fit {nodes} nodes of {gpus} GPUs without crossing nodes; choose a size that divides {gpus}"
         )
     return places.policy
@@ -133,8 +135,8 @@ def _does_not_fit(layout: Layout, nodes: int, gpus: int) -> str:
     groups = layout.policy_ranks // layout.tensor
     return (
         f"cluster: {groups} tensor-parallel groups of {layout.tensor} and {layout.engines} engines of "
-        f"{layout.engine_tensor} need {layout.policy_ranks + layout.engine_ranks} of {nodes} x {gpus} GPUs, but neither a "
-        f"group nor an engine may cross nodes: a node of {gpus} holds {gpus // layout.tensor} groups or "
+        f"{layout.engine_tensor} need {layout.policy_ranks + layout.engine_ranks} of {nodes} x {gpus} GPUs, but "
+        f"neither a group nor an engine may cross nodes: a node of {gpus} holds {gpus // layout.tensor} groups or "
         f"{gpus // layout.engine_tensor} engines; choose sizes that divide {gpus}"
     )
 

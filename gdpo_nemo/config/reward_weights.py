@@ -15,13 +15,16 @@ _PLUGINS = ("nemo_gym", "nemo_gym_agent")
 
 
 def weights_beside_rewards(env: Mapping[str, Any]) -> dict[str, Any]:
-    """Weight by component (1 where an entry has none), over all environments. Raises ConfigError for two weights of one."""
+    """Weight by component (1 where an entry has none), over all environments. Raises ConfigError for two weights of
+    one."""
     weights: dict[str, Any] = {}
     for key, entry in _entries(env):
         name = entry["name"]
         weight = entry.get("weight", 1.0)
         if weights.setdefault(name, weight) != weight:
-            raise ConfigError(f"{key}: weight {weight} of {name!r} differs from the {weights[name]} in another environment")
+            raise ConfigError(
+                f"{key}: weight {weight} of {name!r} differs from the {weights[name]} in another environment"
+            )
     return weights
 
 

@@ -1,8 +1,8 @@
 """The typed configuration: one dataclass per YAML section, one docstring per field.
 
 The string under a field is what ``gdpo-nemo explain KEY`` prints, so it says what the key does, its unit and what the
-default means. Section and key names follow NeMo-RL where they mean the same. The section `loss_fn` is the class that the loss
-itself takes, so that no key can be in one and not in the other. This module imports no torch.
+default means. Section and key names follow NeMo-RL where they mean the same. The section `loss_fn` is the class that
+the loss itself takes, so that no key can be in one and not in the other. This module imports no torch.
 """
 
 from __future__ import annotations
@@ -35,15 +35,16 @@ class DynamicSamplingConfig:
     """Drop groups in which every weighted component, as shaped, is constant and sample further prompts instead. Needs
     rollout.max_staleness 0."""
     batch_multiplier: Optional[float] = None
-    """Prompts of every round, as a multiple of num_prompts_per_step; groups beyond those needed are discarded (DAPO, NeMo-RL).
-    Null: a first round of num_prompts_per_step, then as many as are missing."""
+    """Prompts of every round, as a multiple of num_prompts_per_step; groups beyond those needed are discarded (DAPO,
+    NeMo-RL). Null: a first round of num_prompts_per_step, then as many as are missing."""
     max_rounds: int = 4
     """Generation rounds after which the step goes on with the groups it has."""
     before_shaping: bool = False
     """Judge the components as the environments give them, so that a group whose lengths alone differ is replaced."""
     leave_one_out: bool = False
-    """Judge each sample by the others of its group: one that differs from all others, which are alike, is dropped, and the step
-    is filled to its number of samples, if need be with a part of a group (NeMo-RL, with its leave-one-out baseline)."""
+    """Judge each sample by the others of its group: one that differs from all others, which are alike, is dropped, and
+    the step is filled to its number of samples, if need be with a part of a group (NeMo-RL, with its leave-one-out
+    baseline)."""
 
 
 @dataclass
@@ -64,12 +65,12 @@ class GdpoConfig:
     """Ordered per-component transformations applied before the advantages: clip, scale, linear, condition, length,
     overlong, truncated. For instance `{component: length, condition: {on: correctness, ge: 1.0}}`."""
     batch_norm: Optional[bool] = None
-    """Standardise the advantages over the sequences of the batch that carry signal (the GDPO paper: over all of them, which
-    `preset: paper` does). Null: as published, on for gdpo, gd2po, sa_mrpo and dara, off for the others."""
+    """Standardise the advantages over the sequences of the batch that carry signal (the GDPO paper: over all of them,
+    which `preset: paper` does). Null: as published, on for gdpo, gd2po, sa_mrpo and dara, off for the others."""
     kl_in_reward: Optional[float] = None
-    """Coefficient beta of the KL to the starting model in the reward: A - beta (KL - mean of its group), KL being the summed
-    log-ratio of a trajectory, before the batch norm and never normalised itself; estimators of the summed reward have it in
-    the sum. Null: off. loss_fn.reference_policy_kl_penalty is the KL in the loss."""
+    """Coefficient beta of the KL to the starting model in the reward: A - beta (KL - mean of its group), KL being the
+    summed log-ratio of a trajectory, before the batch norm and never normalised itself; estimators of the summed reward
+    have it in the sum. Null: off. loss_fn.reference_policy_kl_penalty is the KL in the loss."""
     epsilon: float = 1.0e-6
     """Added to every standard deviation. A preset brings its own, which only a value unlike 1e-6 replaces."""
     num_prompts_per_step: int = 16
@@ -77,11 +78,13 @@ class GdpoConfig:
     num_generations_per_prompt: int = 8
     """Samples per prompt (the group size G), at least 2."""
     group_by: str = "row"
-    """What samples are compared with: those of their row, or prompt: of all rows of the step with the same prompt tokens."""
+    """What samples are compared with: those of their row, or prompt: of all rows of the step with the same prompt
+    tokens."""
     max_num_steps: int = 100
     """Steps after which the run is complete."""
     max_num_epochs: Optional[int] = None
-    """Passes over the training prompts, in whole steps, after which the run is complete if it has not been before. Null: no limit."""
+    """Passes over the training prompts, in whole steps, after which the run is complete if it has not been before.
+    Null: no limit."""
     dynamic_sampling: DynamicSamplingConfig = field(default_factory=DynamicSamplingConfig)
     val_period: int = 0
     """Steps between validations; 0 switches validation off."""
@@ -116,7 +119,8 @@ class OptimizerConfig:
     clip_grad: float = 1.0
     """Largest global gradient norm; 0 switches clipping off."""
     offload: bool = False
-    """Between updates keep main weights and moments in host memory (bfloat16 on GPUs; on a CPU they are there anyway)."""
+    """Between updates keep main weights and moments in host memory (bfloat16 on GPUs; on a CPU they are there
+    anyway)."""
 
 
 @dataclass
@@ -145,9 +149,11 @@ class MegatronConfig:
     virtual_pipeline_model_parallel_size: Optional[int] = None
     """Model chunks per pipeline stage (interleaved schedule); null: one."""
     num_layers_in_first_pipeline_stage: Optional[int] = None
-    """Layers of the first pipeline stage, which also has the embedding; the stages between share evenly what is left."""
+    """Layers of the first pipeline stage, which also has the embedding; the stages between share evenly what is
+    left."""
     num_layers_in_last_pipeline_stage: Optional[int] = None
-    """Layers of the last pipeline stage, which also has the output layer; the stages between share evenly what is left."""
+    """Layers of the last pipeline stage, which also has the output layer; the stages between share evenly what is
+    left."""
     context_parallel_size: int = 1
     """Ranks that share each sequence."""
     expert_model_parallel_size: int = 1
@@ -167,15 +173,18 @@ class MegatronConfig:
     recompute: str = "none"
     """Activation recomputation: none, selective (attention) or full (whole layers)."""
     recompute_layers: Optional[int] = None
-    """With `recompute: full`, only this many layers of each pipeline stage (or virtual stage), the first ones; null: all."""
+    """With `recompute: full`, only this many layers of each pipeline stage (or virtual stage), the first ones; null:
+    all."""
     attention_backend: str = "auto"
     """auto, sdpa (torch's, in layers without TransformerEngine), or TransformerEngine's flash, fused, unfused."""
     transformer_engine: Optional[bool] = None
     """Layers of TransformerEngine. Null: when it imports and CUDA is there."""
     moe_router_dtype: Optional[str] = None
-    """Precision in which a mixture's router scores its experts: float32 or float64 (or fp32, fp64); null: policy.precision."""
+    """Precision in which a mixture's router scores its experts: float32 or float64 (or fp32, fp64); null:
+    policy.precision."""
     freeze_moe_router: bool = False
-    """Leave the routers of a mixture model as they are: they choose experts and pass gradients on, but are not trained."""
+    """Leave the routers of a mixture model as they are: they choose experts and pass gradients on, but are not
+    trained."""
     fp8: Optional[str] = None
     """Matrix products of TransformerEngine in 8 bits: e4m3 or hybrid (e5m2 for gradients); null: off."""
     fp8_recipe: str = "delayed"
@@ -221,8 +230,9 @@ class GenerationConfig:
     verify_weights: bool = True
     """After each weight update compare the log-probs of a few sequences between trainer and engines."""
     parity_limit: Optional[float] = None
-    """Largest mean difference that verify_weights allows, in nats a token; the run stops above it. null: four times what trainer
-    and engines differ by at the start, on the model that both have loaded, and at least 1e-4 in float32, 0.01 in bfloat16."""
+    """Largest mean difference that verify_weights allows, in nats a token; the run stops above it. null: four times
+    what trainer and engines differ by at the start, on the model that both have loaded, and at least 1e-4 in float32,
+    0.01 in bfloat16."""
     vllm_cfg: VllmConfig = field(default_factory=VllmConfig)
 
 
@@ -241,9 +251,11 @@ class LoraConfig:
     target_modules: List[str] = field(
         default_factory=lambda: ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
     )
-    """Hugging Face names of the linear layers that get an adapter: those of the default, and lm_head where it is not the embedding."""
+    """Hugging Face names of the linear layers that get an adapter: those of the default, and lm_head where it is not
+    the embedding."""
     share_a: bool = False
-    """Whether the layers that Megatron fuses (q, k, v; gate, up) share one A, as in NeMo's adapters; false: an A each, as in PEFT."""
+    """Whether the layers that Megatron fuses (q, k, v; gate, up) share one A, as in NeMo's adapters; false: an A each,
+    as in PEFT."""
 
 
 @dataclass
@@ -253,8 +265,8 @@ class PolicyConfig:
     model_name: str = MISSING
     """Folder with a Hugging Face checkpoint, or a name on the hub."""
     model_factory: Optional[str] = None
-    """`file.py:function` called as function(folder, seed) when the folder model_name does not exist. A dictionary MODEL_CONFIGS in
-    that file, {function: fields of config.json}, tells --dry-run and `plan` what it will make."""
+    """`file.py:function` called as function(folder, seed) when the folder model_name does not exist. A dictionary
+    MODEL_CONFIGS in that file, {function: fields of config.json}, tells --dry-run and `plan` what it will make."""
     tokenizer_name: Optional[str] = None
     """Tokenizer folder or name; null: that of the model."""
     precision: str = "bfloat16"
@@ -313,7 +325,8 @@ class RolloutConfig:
     save_samples: bool = True
     """Write rollouts/step_*.jsonl."""
     function: Optional[str] = None
-    """`file.py:function` or `package.module.function` that makes trajectories of prompts in place of the built-in loop."""
+    """`file.py:function` or `package.module.function` that makes trajectories of prompts in place of the built-in
+    loop."""
     turns: TurnsConfig = field(default_factory=TurnsConfig)
     endpoint: EndpointConfig = field(default_factory=EndpointConfig)
 
@@ -330,8 +343,8 @@ class DatasetConfig:
     environment: Optional[str] = None
     """Environment of `env` that makes the prompts (no path), or that verifies those of the file. Null: the only one."""
     environment_key: Optional[str] = None
-    """Column that names the environment of `env` which verifies the row, so that several meet in one batch; rows without
-    a value go to `environment`."""
+    """Column that names the environment of `env` which verifies the row, so that several meet in one batch; rows
+    without a value go to `environment`."""
     size: Optional[int] = None
     """Rows: the first so many of a file, or how many the environment makes."""
     prompt_key: Optional[str] = None
@@ -341,7 +354,8 @@ class DatasetConfig:
     system_prompt: Optional[str] = None
     """System message put before each prompt. Null: the one the environment brings, if any; "": none."""
     prompt_template: Optional[str] = None
-    """Text around each prompt, which stands in place of `{prompt}`. In a conversation the last message is the prompt."""
+    """Text around each prompt, which stands in place of `{prompt}`. In a conversation the last message is the
+    prompt."""
     chat: Optional[bool] = None
     """Render with the tokenizer's chat template. Null: when the tokenizer has one."""
     shuffle: bool = True
@@ -361,9 +375,9 @@ class WeightsConfig:
     """How new weights get from the policy to the engines."""
 
     transport: str = "auto"
-    """memory (Ray's object store), gloo (broadcast between hosts), nccl (broadcast between GPUs), ipc (handles of the memory
-    that colocated processes share), folder (safetensors on a shared disk). auto: ipc where colocated, nccl on GPUs, on CPU
-    memory on one node and gloo on several."""
+    """memory (Ray's object store), gloo (broadcast between hosts), nccl (broadcast between GPUs), ipc (handles of the
+    memory that colocated processes share), folder (safetensors on a shared disk). auto: ipc where colocated, nccl on
+    GPUs, on CPU memory on one node and gloo on several."""
     bucket_mib: int = 256
     """MiB of one broadcast, handle or file, unless a single tensor is larger. Sender and receiver hold two of them."""
 
@@ -402,8 +416,8 @@ class CheckpointingConfig:
     metric_name: Optional[str] = None
     """Metric that ranks checkpoints, larger is better, for instance validation/correctness."""
     async_save: bool = False
-    """Write files beside training, from a copy of the state in host memory. A run that dies before they are whole resumes
-    from the checkpoint before."""
+    """Write files beside training, from a copy of the state in host memory. A run that dies before they are whole
+    resumes from the checkpoint before."""
     export_hf: bool = True
     """Write the final weights as a Hugging Face folder (`model/` in the run folder)."""
 
@@ -469,8 +483,8 @@ class HealthConfig:
     window: int = 5
     """Steps in a trailing mean, where a check does not say otherwise."""
     checks: List[Dict[str, Any]] = field(default_factory=list)
-    """Thresholds: `metric`, `at` (a step, start, end or every), `min` and/or `max`, and if wanted `window`, `optional` (the metric
-    may be absent), `advisory` (a miss is a warning). None: what holds for every run."""
+    """Thresholds: `metric`, `at` (a step, start, end or every), `min` and/or `max`, and if wanted `window`, `optional`
+    (the metric may be absent), `advisory` (a miss is a warning). None: what holds for every run."""
 
 
 @dataclass
@@ -484,8 +498,8 @@ class Config:
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     data: DataConfig = field(default_factory=DataConfig)
     env: Dict[str, Any] = field(default_factory=dict)
-    """Environments by name; the value holds the options of the plugin. Those of a file under `defaults:` stay where they are named
-    again, with their options."""
+    """Environments by name; the value holds the options of the plugin. Those of a file under `defaults:` stay where
+    they are named again, with their options."""
     weights: WeightsConfig = field(default_factory=WeightsConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     checkpointing: CheckpointingConfig = field(default_factory=CheckpointingConfig)

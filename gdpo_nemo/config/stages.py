@@ -65,12 +65,12 @@ def _check_even(layers: int, pipeline: int, virtual: int | None) -> None:
     if layers % pipeline:
         works = ", ".join(str(n) for n in range(1, layers + 1) if layers % n == 0)
         raise ConfigError(
-            f"{_PREFIX}.pipeline_model_parallel_size: {pipeline} does not divide the model's {layers} layers; possible: "
-            f"{works}, or set num_layers_in_first_pipeline_stage or num_layers_in_last_pipeline_stage"
+            f"{_PREFIX}.pipeline_model_parallel_size: {pipeline} does not divide the model's {layers} layers; "
+            f"possible: {works}, or set num_layers_in_first_pipeline_stage or num_layers_in_last_pipeline_stage"
         )
     if virtual and layers // pipeline % virtual:
         works = ", ".join(str(n) for n in range(1, layers // pipeline + 1) if layers // pipeline % n == 0)
         raise ConfigError(
-            f"{_PREFIX}.virtual_pipeline_model_parallel_size: {virtual} does not divide the model's {layers // pipeline} "
-            f"layers in each of {pipeline} stages; possible: {works}"
+            f"{_PREFIX}.virtual_pipeline_model_parallel_size: {virtual} does not divide the model's "
+            f"{layers // pipeline} layers in each of {pipeline} stages; possible: {works}"
         )

@@ -42,7 +42,9 @@ def parse_layout(text: str) -> MegatronConfig:
     return MegatronConfig(**fields)
 
 
-def standalone_config(model: str | Path, layout: str = "", precision: str = "float32", longest: int | None = None) -> Config:
+def standalone_config(
+    model: str | Path, layout: str = "", precision: str = "float32", longest: int | None = None
+) -> Config:
     """A config whose policy section is ``model`` in ``layout`` on this machine's CPU or, with CUDA, its GPUs.
 
     Raises:

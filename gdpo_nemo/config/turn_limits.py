@@ -38,7 +38,7 @@ def _check(what: str, prompts: tuple[str, int], samples: tuple[str, int], turns:
     most = prompts[1] * samples[1] * turns
     if most > TURNS_KEPT:
         raise ConfigError(
-            f"rollout.turns.max_turns: {what} of {prompts[1]:,} prompts x {samples[1]:,} samples x {turns:,} turns has up to "
-            f"{most:,} turns, and the endpoint keeps {TURNS_KEPT:,} of agents until a batch is complete; lower it, "
-            f"{prompts[0]} or {samples[0]}"
+            f"rollout.turns.max_turns: {what} of {prompts[1]:,} prompts x {samples[1]:,} samples x {turns:,} turns "
+            f"has up to {most:,} turns, and the endpoint keeps {TURNS_KEPT:,} of agents until a batch is complete; "
+            f"lower it, {prompts[0]} or {samples[0]}"
         )

@@ -22,8 +22,10 @@ from gdpo_nemo.config.turn_limits import check_turns_kept
 from gdpo_nemo.errors import ConfigError
 
 _AT_LEAST_ONE = (
-    "gdpo.num_prompts_per_step", "gdpo.max_num_steps", "gdpo.max_num_epochs", "gdpo.val_prompts", "gdpo.val_generations_per_prompt",
-    "gdpo.max_skipped_steps", "gdpo.dynamic_sampling.max_rounds", "gdpo.dynamic_sampling.batch_multiplier", "loss_fn.constant_length",
+    "gdpo.num_prompts_per_step", "gdpo.max_num_steps", "gdpo.max_num_epochs", "gdpo.val_prompts",
+    "gdpo.val_generations_per_prompt",
+    "gdpo.max_skipped_steps", "gdpo.dynamic_sampling.max_rounds", "gdpo.dynamic_sampling.batch_multiplier",
+    "loss_fn.constant_length",
     "policy.max_total_sequence_length", "policy.train_global_batch_size", "policy.micro_batch_tokens",
     "policy.num_threads", "policy.megatron_cfg.tensor_model_parallel_size",
     "policy.megatron_cfg.pipeline_model_parallel_size", "policy.megatron_cfg.virtual_pipeline_model_parallel_size",
@@ -32,19 +34,24 @@ _AT_LEAST_ONE = (
     "policy.megatron_cfg.expert_tensor_parallel_size", "policy.megatron_cfg.data_parallel_size",
     "policy.megatron_cfg.scheduler.lr_decay_steps", "policy.generation.engines", "policy.generation.max_new_tokens",
     "policy.generation.vllm_cfg.tensor_parallel_size", "policy.generation.vllm_cfg.kv_cache_memory_bytes",
-    "policy.generation.vllm_cfg.max_num_seqs", "rollout.env_workers", "rollout.turns.max_turns", "rollout.turns.max_tokens",
+    "policy.generation.vllm_cfg.max_num_seqs", "rollout.env_workers", "rollout.turns.max_turns",
+    "rollout.turns.max_tokens",
     "data.train.size", "data.validation.size", "weights.bucket_mib", "cluster.num_nodes", "cluster.cpus_per_node",
     "checkpointing.save_period", "checkpointing.keep_last",
 )  # fmt: skip
 _NOT_NEGATIVE = (
-    "run.seed", "policy.lora.rank", "gdpo.val_period", "gdpo.val_temperature", "loss_fn.ratio_clip_min", "loss_fn.ratio_clip_max",
+    "run.seed", "policy.lora.rank", "gdpo.val_period", "gdpo.val_temperature", "loss_fn.ratio_clip_min",
+    "loss_fn.ratio_clip_max",
     "loss_fn.reference_policy_kl_penalty", "loss_fn.off_policy.ratio_min", "policy.megatron_cfg.optimizer.lr",
     "policy.megatron_cfg.optimizer.min_lr", "policy.megatron_cfg.optimizer.weight_decay",
-    "policy.megatron_cfg.optimizer.clip_grad", "policy.megatron_cfg.scheduler.lr_warmup_init", "policy.megatron_cfg.scheduler.lr_warmup_steps",
-    "rollout.max_staleness", "rollout.max_env_failure_share", "cluster.gpus_per_node", "cluster.env_nodes", "checkpointing.keep_best",
+    "policy.megatron_cfg.optimizer.clip_grad", "policy.megatron_cfg.scheduler.lr_warmup_init",
+    "policy.megatron_cfg.scheduler.lr_warmup_steps",
+    "rollout.max_staleness", "rollout.max_env_failure_share", "cluster.gpus_per_node", "cluster.env_nodes",
+    "checkpointing.keep_best",
 )  # fmt: skip
 _POSITIVE = (
-    "gdpo.epsilon", "gdpo.kl_in_reward", "policy.lora.alpha", "loss_fn.kl_input_clamp_value", "loss_fn.kl_output_clamp_value",
+    "gdpo.epsilon", "gdpo.kl_in_reward", "policy.lora.alpha", "loss_fn.kl_input_clamp_value",
+    "loss_fn.kl_output_clamp_value",
     "loss_fn.target_temperature", "loss_fn.off_policy.ratio_max", "policy.generation.temperature",
     "policy.generation.parity_limit", "policy.megatron_cfg.optimizer.adam_eps", "rollout.env_timeout_s",
     "rollout.generation_timeout_s", "rollout.train_timeout_s",
@@ -87,7 +94,8 @@ def _check_names(config: Config) -> None:
     for name in config.gdpo.rewards:
         if not name or "/" in name or name == "total":
             raise ConfigError(
-                f"gdpo.rewards: {name!r} cannot name a component; metrics are called reward/NAME/mean and reward/total/mean"
+                f"gdpo.rewards: {name!r} cannot name a component; metrics are called reward/NAME/mean and "
+                "reward/total/mean"
             )
 
 
@@ -157,7 +165,8 @@ def _check_environments(config: Config) -> None:
         group = config.gdpo.num_generations_per_prompt
         if isinstance(enough, int) and enough > group:
             raise ConfigError(
-                f"env.{name}.min_valid: {enough} verdicts never come, a group has {group} samples (gdpo.num_generations_per_prompt)"
+                f"env.{name}.min_valid: {enough} verdicts never come, a group has {group} samples "
+                "(gdpo.num_generations_per_prompt)"
             )
     _check_environment("data.train", config.data.train, config)
     if config.data.validation:
@@ -184,11 +193,14 @@ def _check_schedule(config: Config) -> None:
     prefix = "policy.megatron_cfg.scheduler"
     if schedule.lr_decay_steps is not None and schedule.lr_decay_steps <= schedule.lr_warmup_steps:
         raise ConfigError(
-            f"{prefix}.lr_decay_steps: {schedule.lr_decay_steps} must be more than lr_warmup_steps {schedule.lr_warmup_steps}"
+            f"{prefix}.lr_decay_steps: {schedule.lr_decay_steps} must be more than lr_warmup_steps "
+            f"{schedule.lr_warmup_steps}"
         )
     lr = config.policy.megatron_cfg.optimizer.lr
     if schedule.lr_warmup_init is not None and schedule.lr_warmup_init > lr:
-        raise ConfigError(f"{prefix}.lr_warmup_init: {schedule.lr_warmup_init} is above the {lr} of optimizer.lr that it rises to")
+        raise ConfigError(
+            f"{prefix}.lr_warmup_init: {schedule.lr_warmup_init} is above the {lr} of optimizer.lr that it rises to"
+        )
 
 
 def _check_lora(config: Config) -> None:
@@ -216,11 +228,13 @@ def _check_placement(config: Config) -> None:
         )
     if config.weights.transport == "ipc" and config.cluster.placement == "separate":
         raise ConfigError(
-            "weights.transport: ipc hands memory to the process on the same device, and with cluster.placement separate there "
-            "is none; use nccl, gloo, memory or folder"
+            "weights.transport: ipc hands memory to the process on the same device, and with cluster.placement "
+            "separate there is none; use nccl, gloo, memory or folder"
         )
     if config.weights.transport == "nccl" and not config.cluster.gpus_per_node:
-        raise ConfigError("weights.transport: nccl needs GPUs (cluster.gpus_per_node); gloo is the same broadcast between hosts")
+        raise ConfigError(
+            "weights.transport: nccl needs GPUs (cluster.gpus_per_node); gloo is the same broadcast between hosts"
+        )
     if config.weights.transport == "nccl" and config.cluster.placement == "colocated":
         raise ConfigError("weights.transport: nccl cannot join two processes on one GPU (cluster.placement colocated)")
 
@@ -233,16 +247,16 @@ def check_parallelism(config: Config) -> None:
     if megatron.sequence_parallel and megatron.tensor_model_parallel_size == 1:
         raise ConfigError(f"{prefix}.sequence_parallel: needs tensor_model_parallel_size above 1")
     if megatron.virtual_pipeline_model_parallel_size and megatron.pipeline_model_parallel_size == 1:
-        raise ConfigError(
-            f"{prefix}.virtual_pipeline_model_parallel_size: needs pipeline_model_parallel_size above 1"
-        )
+        raise ConfigError(f"{prefix}.virtual_pipeline_model_parallel_size: needs pipeline_model_parallel_size above 1")
     check_stages(None, megatron)
     if megatron.overlap_param_gather and megatron.use_distributed_optimizer and not megatron.overlap_grad_reduce:
         raise ConfigError(f"{prefix}.overlap_param_gather: needs overlap_grad_reduce")
     if megatron.recompute_layers is not None and (megatron.recompute != "full" or megatron.recompute_layers < 1):
         raise ConfigError(f"{prefix}.recompute_layers: needs recompute: full, and at least 1 layer")
     if megatron.optimizer.offload and config.policy.precision == "float32":
-        raise ConfigError(f"{prefix}.optimizer.offload: needs policy.precision bfloat16; in float32 the model is the main weights")
+        raise ConfigError(
+            f"{prefix}.optimizer.offload: needs policy.precision bfloat16; in float32 the model is the main weights"
+        )
     if megatron.transformer_engine and not gpus:
         raise ConfigError(f"{prefix}.transformer_engine: needs GPUs (cluster.gpus_per_node is 0)")
     if megatron.attention_backend == "sdpa" and megatron.transformer_engine:
@@ -250,10 +264,15 @@ def check_parallelism(config: Config) -> None:
     if megatron.fp8 and (not gpus or megatron.transformer_engine is False or megatron.attention_backend == "sdpa"):
         raise ConfigError(f"{prefix}.fp8: needs GPUs and the layers of TransformerEngine")
     if megatron.fp8 and config.policy.precision != "bfloat16":
-        raise ConfigError(f"{prefix}.fp8: needs policy.precision bfloat16, which everything but the matrix products stays in")
-    if megatron.attention_backend in ("flash", "fused", "unfused") and (not gpus or megatron.transformer_engine is False):
         raise ConfigError(
-            f"{prefix}.attention_backend: {megatron.attention_backend} needs GPUs and transformer_engine; use auto or sdpa"
+            f"{prefix}.fp8: needs policy.precision bfloat16, which everything but the matrix products stays in"
+        )
+    if megatron.attention_backend in ("flash", "fused", "unfused") and (
+        not gpus or megatron.transformer_engine is False
+    ):
+        raise ConfigError(
+            f"{prefix}.attention_backend: {megatron.attention_backend} needs GPUs and transformer_engine; use auto or "
+            "sdpa"
         )
 
 
@@ -262,15 +281,17 @@ def _notes(config: Config, layout: Layout) -> list[str]:
     notes = []
     if generation.top_p < 1 or generation.top_k != -1:
         notes.append(
-            "policy.generation: with top_p or top_k the sampler's log-probs are of a truncated distribution; the trainer's "
-            "are not, so parity/* grows and loss_fn.old_logprobs: sampler would bias the ratio"
+            "policy.generation: with top_p or top_k the sampler's log-probs are of a truncated distribution; the "
+            "trainer's are not, so parity/* grows and loss_fn.old_logprobs: sampler would bias the ratio"
         )
     if layout.idle_gpus:
         notes.append(f"cluster: {layout.idle_gpus} of {layout.gpus} GPUs stay idle")
     warmup = config.policy.megatron_cfg.scheduler.lr_warmup_steps
     updates = config.gdpo.max_num_steps * updates_per_step(config)
     if warmup >= updates:
-        notes.append(f"policy.megatron_cfg.scheduler.lr_warmup_steps: {warmup} outlast the {updates} updates of the run")
+        notes.append(
+            f"policy.megatron_cfg.scheduler.lr_warmup_steps: {warmup} outlast the {updates} updates of the run"
+        )
     notes += _learning_rate_notes(config, updates)
     metric = config.checkpointing.metric_name or ""
     if metric.startswith("validation/") and not config.gdpo.val_period:
@@ -278,10 +299,13 @@ def _notes(config: Config, layout: Layout) -> list[str]:
     if config.gdpo.val_temperature == 0 and config.gdpo.val_generations_per_prompt > 1:
         notes.append("gdpo.val_generations_per_prompt: greedy samples (val_temperature 0) are all alike")
     loss = config.loss_fn
-    if loss.reference_policy_kl_penalty and (loss.reference_policy_kl_type, loss.reference_policy_kl_gradient) == ("k1", "estimator"):
+    if loss.reference_policy_kl_penalty and (loss.reference_policy_kl_type, loss.reference_policy_kl_gradient) == (
+        "k1",
+        "estimator",
+    ):
         notes.append(
-            "loss_fn.reference_policy_kl_type: k1 in the loss has an expected gradient of 0 and does not hold the policy; "
-            "k2 and k3 do, and so does gdpo.kl_in_reward"
+            "loss_fn.reference_policy_kl_type: k1 in the loss has an expected gradient of 0 and does not hold the "
+            "policy; k2 and k3 do, and so does gdpo.kl_in_reward"
         )
     unset = [name for name, weight in config.gdpo.rewards.items() if weight == 0]
     if unset:
@@ -296,8 +320,8 @@ def _learning_rate_notes(config: Config, updates: int) -> list[str]:
     if scheduler.lr_decay_style == "constant" or decay is None or decay >= updates or optimizer.min_lr:
         return []
     return [
-        f"policy.megatron_cfg.scheduler.lr_decay_steps: the learning rate is 0 (min_lr) from update {decay + 1} of {updates} on; "
-        f"null decays over the whole run"
+        f"policy.megatron_cfg.scheduler.lr_decay_steps: the learning rate is 0 (min_lr) from update {decay + 1} of "
+        f"{updates} on; null decays over the whole run"
     ]
 
 
@@ -309,5 +333,7 @@ def _cluster_notes(config: Config, places: Places) -> list[str]:
         notes.append(f"cluster.num_nodes: {empty} of {nodes} nodes get no process")
     total = nodes + config.cluster.env_nodes
     if total > 1 and not joined(config.cluster):
-        notes.append(f"cluster.address: a run on {total} nodes joins a Ray cluster; set it or RAY_ADDRESS where the run starts")
+        notes.append(
+            f"cluster.address: a run on {total} nodes joins a Ray cluster; set it or RAY_ADDRESS where the run starts"
+        )
     return notes

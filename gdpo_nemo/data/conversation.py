@@ -1,9 +1,9 @@
 """The tokens between two turns of the policy: what the environment said, in the words of the chat template.
 
-A trajectory of several turns is one sequence that only grows. What the policy wrote stays as it was sampled; it is never
-decoded and tokenised again, because another tokenisation of the same text has other log-probs. So the template is asked
-for one thing only: what follows an assistant message. That is found behind a placeholder, which also makes templates
-harmless that write earlier messages differently once others follow (that drop old reasoning, say).
+A trajectory of several turns is one sequence that only grows. What the policy wrote stays as it was sampled; it is
+never decoded and tokenised again, because another tokenisation of the same text has other log-probs. So the template is
+asked for one thing only: what follows an assistant message. That is found behind a placeholder, which also makes
+templates harmless that write earlier messages differently once others follow (that drop old reasoning, say).
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ class Conversation:
         self._tokenizer = tokenizer
         self.chat = chat
 
-    def prompt(self, messages: str | Sequence[Message], tools: Sequence[Mapping] | None = None) -> tuple[str, np.ndarray]:
+    def prompt(
+        self, messages: str | Sequence[Message], tools: Sequence[Mapping] | None = None
+    ) -> tuple[str, np.ndarray]:
         """(text, int32 [tokens]) of the first prompt. Raises RunError where the template refuses the messages."""
         if isinstance(messages, str) and not self.chat:
             return messages, self._tokens(messages, special=True)
@@ -83,7 +85,9 @@ class Conversation:
     def _rendered(self, messages: Sequence[Message], tools: Sequence[Mapping] | None) -> str:
         extra = {"tools": list(tools)} if tools else {}
         try:
-            return self._tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True, **extra)
+            return self._tokenizer.apply_chat_template(
+                list(messages), tokenize=False, add_generation_prompt=True, **extra
+            )
         except Exception as error:  # a template may raise anything
             raise RunError(f"the chat template refuses a conversation: {first_line(error)}") from error
 

@@ -25,9 +25,7 @@ class FailureKind(StrEnum):
     STRAGGLER = "straggler"
 
 
-RETRIED = frozenset(
-    {FailureKind.TIMEOUT, FailureKind.CONNECTION, FailureKind.SERVER_ERROR, FailureKind.RATE_LIMITED}
-)
+RETRIED = frozenset({FailureKind.TIMEOUT, FailureKind.CONNECTION, FailureKind.SERVER_ERROR, FailureKind.RATE_LIMITED})
 """Failures of the infrastructure. The others would only be repeated."""
 
 

@@ -1,7 +1,7 @@
 """From trajectories to packed micro-batches, balanced over the data-parallel ranks.
 
-The driver decides which sequence goes where (``assign``); each rank lays its own tokens out, so what travels is small and
-every peer of a tensor-, pipeline- or context-parallel group sees the same assignment.
+The driver decides which sequence goes where (``assign``); each rank lays its own tokens out, so what travels is small
+and every peer of a tensor-, pipeline- or context-parallel group sees the same assignment.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ import numpy as np
 class TrainSequence:
     """One trajectory as the policy trains on it.
 
-    ``weight`` is what each of its completion tokens counts in the loss; the weights of a whole update add up to the mean
-    that ``loss_fn.aggregation`` names, so no layout can change the gradient. 0 leaves the sequence out of the loss.
+    ``weight`` is what each of its completion tokens counts in the loss; the weights of a whole update add up to the
+    mean that ``loss_fn.aggregation`` names, so no layout can change the gradient. 0 leaves the sequence out of the
+    loss.
     """
 
     prompt_ids: np.ndarray
@@ -35,8 +36,8 @@ class TrainSequence:
     reference_logprobs: np.ndarray | None = None
     """float32 [completion tokens], of the reference model."""
     loss_mask: np.ndarray | None = None
-    """bool [completion tokens]: the tokens that the policy wrote. The others are context: no log-prob, no loss, no metric.
-    None: all."""
+    """bool [completion tokens]: the tokens that the policy wrote. The others are context: no log-prob, no loss, no
+    metric. None: all."""
 
     def __len__(self) -> int:
         return len(self.prompt_ids) + len(self.completion_ids)
@@ -58,12 +59,13 @@ Assignment = list[list[list[int]]]
 def assign(
     lengths: Sequence[int], ranks: int, token_budget: int, multiple_of: int = 1, quadratic: float = 0.0
 ) -> Assignment:
-    """Spread sequences over ``ranks``, in as few micro-batches of at most ``token_budget`` tokens as a greedy fit finds.
+    """Spread sequences over ``ranks``, in as few micro-batches of at most ``token_budget`` tokens as a greedy fit
+    finds.
 
     Every rank gets the same number of micro-batches (a multiple of ``multiple_of``, which interleaved pipelines need);
-    a micro-batch may be empty when there are fewer sequences than micro-batches. The dearest sequences are placed first,
-    each into the cheapest micro-batch with room for it, and micro-batches are dealt to the ranks to and fro, so that
-    micro-batches and ranks cost about the same. Deterministic.
+    a micro-batch may be empty when there are fewer sequences than micro-batches. The dearest sequences are placed
+    first, each into the cheapest micro-batch with room for it, and micro-batches are dealt to the ranks to and fro, so
+    that micro-batches and ranks cost about the same. Deterministic.
 
     Args:
         quadratic: what a sequence of n tokens costs is n + quadratic * n^2 (see ``attention_cost``).
@@ -125,8 +127,8 @@ def cost_of(tokens: int, quadratic: float) -> float:
 def attention_cost(model: Mapping[str, Any]) -> float:
     """The ``quadratic`` of a model, from its Hugging Face configuration.
 
-    Multiplications: a token meets every active weight once (and the head); causal attention multiplies queries with keys
-    and weights with values, heads * head size * n^2 / 2 each. The ratio is 1e-5 to 1e-4 for models of billions.
+    Multiplications: a token meets every active weight once (and the head); causal attention multiplies queries with
+    keys and weights with values, heads * head size * n^2 / 2 each. The ratio is 1e-5 to 1e-4 for models of billions.
     """
     hidden = model["hidden_size"]
     heads = model["num_attention_heads"]
@@ -142,7 +144,9 @@ def attention_cost(model: Mapping[str, Any]) -> float:
     return layers * heads * size / (layers * layer + hidden * model["vocab_size"])
 
 
-def measure(assignment: Assignment, lengths: Sequence[int], multiple: int, total_multiple: int, quadratic: float) -> dict[str, float]:
+def measure(
+    assignment: Assignment, lengths: Sequence[int], multiple: int, total_multiple: int, quadratic: float
+) -> dict[str, float]:
     """How well an update is packed.
 
     Returns:
@@ -168,7 +172,8 @@ def measure(assignment: Assignment, lengths: Sequence[int], multiple: int, total
 class PackedRows:
     """One micro-batch laid out for one rank of a context-parallel group.
 
-    ``rows`` are the local tokens whose successor is a completion token that the policy wrote; every other per-row array is aligned with it.
+    ``rows`` are the local tokens whose successor is a completion token that the policy wrote; every other per-row array
+    is aligned with it.
     """
 
     tokens: np.ndarray
@@ -202,7 +207,8 @@ def pack_rows(
     total_multiple: int = 1,
     positions=None,
 ) -> PackedRows:
-    """Lay out the sequences at ``members`` of the batch, in that order; an empty micro-batch becomes one padded token row.
+    """Lay out the sequences at ``members`` of the batch, in that order; an empty micro-batch becomes one padded token
+    row.
 
     Args:
         positions: function (length, rank, size) -> places of a sequence held by a context rank; None for one rank.

@@ -160,7 +160,9 @@ class _PromptColumn:
             known = ", ".join(row)
             raise ConfigError(f"data.{self._split}.prompt_key: none of {', '.join(PROMPT_KEYS)} in the columns {known}")
         if self.key not in row:
-            raise ConfigError(f"data.{self._split}.prompt_key: row {index}: no column {self.key!r}{nearest(self.key, row)}")
+            raise ConfigError(
+                f"data.{self._split}.prompt_key: row {index}: no column {self.key!r}{nearest(self.key, row)}"
+            )
         if not row[self.key]:
             raise self.error(index, f"the column {self.key!r} is empty")
         return row[self.key]

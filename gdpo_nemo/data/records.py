@@ -48,8 +48,8 @@ class Trajectory:
     prompt: Prompt
     sample_index: int
     completion_ids: np.ndarray
-    """int32 [completion tokens], exactly as sampled, never re-tokenised. With several turns: all that follows the prompt,
-    what the environment said between the turns included."""
+    """int32 [completion tokens], exactly as sampled, never re-tokenised. With several turns: all that follows the
+    prompt, what the environment said between the turns included."""
     logprobs: np.ndarray
     """float32 [completion tokens], the sampler's log-probs of those tokens; NaN where the environment spoke."""
     policy_version: int

@@ -31,7 +31,8 @@ def parse_json(body: bytes, max_depth: int) -> Any:
 
 
 def depth_exceeds(body: bytes, limit: int) -> bool:
-    """Whether brackets outside of strings are nested deeper than ``limit``. Linear; nearly free for ordinary replies."""
+    """Whether brackets outside of strings are nested deeper than ``limit``. Linear; nearly free for ordinary
+    replies."""
     if body.count(b"[") + body.count(b"{") <= limit:
         return False
     depth = 0

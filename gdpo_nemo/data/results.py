@@ -27,7 +27,8 @@ class UpdateResult:
 
 @dataclass
 class TokenValues:
-    """Values of the completion tokens that the policy wrote: ``values[i]`` belongs to token ``offset[i]`` of the completion at ``sequence[i]``."""
+    """Values of the completion tokens that the policy wrote: ``values[i]`` belongs to token ``offset[i]`` of the
+    completion at ``sequence[i]``."""
 
     sequence: np.ndarray
     offset: np.ndarray

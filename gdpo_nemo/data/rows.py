@@ -205,8 +205,12 @@ def _check_configuration(key: str, name: str, configuration: str, error: Excepti
     if configuration in known or known == ["default"]:
         return
     if configuration:
-        raise ConfigError(f"{key}: {name} has no configuration {configuration!r}{nearest(configuration, known)}") from error
-    raise ConfigError(f"{key}: {name} has several configurations, {', '.join(known)}; write {name}:{known[0]}") from error
+        raise ConfigError(
+            f"{key}: {name} has no configuration {configuration!r}{nearest(configuration, known)}"
+        ) from error
+    raise ConfigError(
+        f"{key}: {name} has several configurations, {', '.join(known)}; write {name}:{known[0]}"
+    ) from error
 
 
 def _renamed(row: Row, columns: Mapping[str, str], split: str, index: int) -> Row:

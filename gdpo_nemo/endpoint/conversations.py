@@ -65,7 +65,8 @@ class History:
         self._by_words: OrderedDict[tuple[str, str], Turn | None] = OrderedDict()
 
     def keep(self, session: str, turn: Turn) -> None:
-        """Remember a turn. Two turns of other tokens but the same words in one session cannot be told apart by words."""
+        """Remember a turn. Two turns of other tokens but the same words in one session cannot be told apart by
+        words."""
         with self._lock:
             self._by_ids[_digest(turn.token_ids)] = turn
             key = (session, turn.said)
@@ -83,7 +84,8 @@ class History:
             return self._by_ids.get(_digest(token_ids))
 
     def last_turn(self, messages: Messages, session: str) -> tuple[Turn, int] | None:
-        """The newest turn of ``messages`` that was sampled here, and the place of its message; None where there is none.
+        """The newest turn of ``messages`` that was sampled here, and the place of its message; None where there is
+        none.
 
         Raises:
             EditedHistory: the message carries the token ids of a turn in which other words were said.

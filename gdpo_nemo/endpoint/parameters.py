@@ -101,7 +101,11 @@ def _check_sampling(request: Mapping[str, Any], sampling: Sampling) -> None:
         used = getattr(sampling, key)
         if value is None:
             continue
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isclose(value, used, rel_tol=1e-6):
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, (int, float))
+            or not math.isclose(value, used, rel_tol=1e-6)
+        ):
             raise Refused(400, f"{key} {value!r} is not what the policy is sampled with ({used}); leave it out")
     for key, neutral in _NEUTRAL.items():
         if request.get(key) is not None and request[key] not in neutral:

@@ -1,8 +1,8 @@
 """The Responses API in terms of chat: a request's items become messages, an answer's message becomes items.
 
-Sampling, histories and budgets know chat requests only, so both routes refuse, splice and count alike. One thing differs:
-a conversation without room is not refused here but answered with an empty, incomplete response. That is what NeMo Gym's
-model server makes of the refusal; it lets an agent end its episode and keep the turns before.
+Sampling, histories and budgets know chat requests only, so both routes refuse, splice and count alike. One thing
+differs: a conversation without room is not refused here but answered with an empty, incomplete response. That is what
+NeMo Gym's model server makes of the refusal; it lets an agent end its episode and keep the turns before.
 """
 
 from __future__ import annotations
@@ -32,9 +32,13 @@ def read_responses(body: bytes, sampling: Sampling, session: str) -> tuple[ChatR
     request = read_object(body)
     for key, neutral in _NEUTRAL.items():
         if request.get(key) is not None and request[key] not in neutral:
-            raise Refused(400, f"{key} {str(request[key])[:40]} is not supported: input must hold the whole conversation")
+            raise Refused(
+                400, f"{key} {str(request[key])[:40]} is not supported: input must hold the whole conversation"
+            )
     _check_metadata(request.get("metadata"))
-    chat = {key: value for key, value in request.items() if key not in ("messages", "input", "instructions", "logprobs")}
+    chat = {
+        key: value for key, value in request.items() if key not in ("messages", "input", "instructions", "logprobs")
+    }
     chat["messages"] = [*_instructions(request.get("instructions")), *_messages(request.get("input"))]
     chat["max_tokens"] = request.get("max_output_tokens")
     chat["tools"] = [_chat_tool(place, tool) for place, tool in enumerate(_list("tools", request.get("tools") or []))]
@@ -42,10 +46,13 @@ def read_responses(body: bytes, sampling: Sampling, session: str) -> tuple[ChatR
 
 
 def _check_metadata(metadata: Any) -> None:
-    """NeMo Gym's agents hide settings of the chat template in it, as JSON, which the engines' prompts would not follow."""
+    """NeMo Gym's agents hide settings of the chat template in it, as JSON, which the engines' prompts would not
+    follow."""
     if isinstance(metadata, Mapping) and metadata.get("chat_template_kwargs") not in (None, "", "{}", {}):
         what = str(metadata["chat_template_kwargs"])[:40]
-        raise Refused(400, f"metadata.chat_template_kwargs {what} is not supported: every prompt is rendered as in training")
+        raise Refused(
+            400, f"metadata.chat_template_kwargs {what} is not supported: every prompt is rendered as in training"
+        )
 
 
 def response_of(turn: Turn, message: Mapping[str, Any], request: Mapping[str, Any], number: str) -> dict[str, Any]:
@@ -91,7 +98,9 @@ def _messages(items: Any) -> list[dict[str, Any]]:
         kind = item.get("type") or "message"
         if kind == "function_call_output":
             turn = None
-            messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": _text(where, item.get("output"))})
+            messages.append(
+                {"role": "tool", "tool_call_id": item.get("call_id"), "content": _text(where, item.get("output"))}
+            )
         elif kind == "message" and item.get("role") != "assistant":
             turn = None
             messages.append({"role": item.get("role"), "content": _text(where, item.get("content"))})
@@ -126,7 +135,11 @@ def _text(where: str, content: Any) -> str:
     if not isinstance(content, list):
         raise Refused(400, f"{where} holds no text")
     for part in content:
-        if not isinstance(part, Mapping) or part.get("type") not in _TEXT_PARTS or not isinstance(part.get("text"), str):
+        if (
+            not isinstance(part, Mapping)
+            or part.get("type") not in _TEXT_PARTS
+            or not isinstance(part.get("text"), str)
+        ):
             raise Refused(400, f"{where} holds a part that is no text")
     return "".join(part["text"] for part in content)
 
@@ -134,7 +147,10 @@ def _text(where: str, content: Any) -> str:
 def _chat_tool(place: int, tool: Any) -> dict[str, Any]:
     if not isinstance(tool, Mapping) or tool.get("type") != "function":
         raise Refused(400, f"tools[{place}] is no function")
-    return {"type": "function", "function": {key: tool[key] for key in ("name", "description", "parameters") if key in tool}}
+    return {
+        "type": "function",
+        "function": {key: tool[key] for key in ("name", "description", "parameters") if key in tool},
+    }
 
 
 def _list(what: str, value: Any) -> list[Any]:

@@ -23,8 +23,8 @@ class Endpoint:
     """Serves ``service`` at ``url`` until ``close``.
 
     Args:
-        host: to listen at; whoever reaches it can sample, so leave it at a loopback address unless the network is yours.
-        port: 0 takes any free one.
+        host: to listen at; whoever reaches it can sample, so leave it at a loopback address unless the network is
+        yours. port: 0 takes any free one.
 
     Raises:
         RunError: the port is taken.

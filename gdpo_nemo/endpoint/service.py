@@ -14,7 +14,15 @@ import numpy as np
 
 from gdpo_nemo.data.completions import output_items
 from gdpo_nemo.data.conversation import Conversation
-from gdpo_nemo.endpoint.conversations import EditedHistory, History, Turn, UnknownTurn, arguments_of, fingerprint, text_of
+from gdpo_nemo.endpoint.conversations import (
+    EditedHistory,
+    History,
+    Turn,
+    UnknownTurn,
+    arguments_of,
+    fingerprint,
+    text_of,
+)
 from gdpo_nemo.endpoint.parameters import ChatRequest, NoRoom, Refused, read_chat
 from gdpo_nemo.endpoint.responses import read_responses, response_of, response_without_room
 from gdpo_nemo.endpoint.router import EngineRouter
@@ -52,8 +60,8 @@ class Service:
         self.budgets = budgets
         self.history = History()
         self.counts: Counter[str] = Counter()
-        """Events of this phase: turns, spliced (turns that went on from sampled tokens), edited (turns whose history was
-        changed by the client, so that the prompt was rendered anew), refused."""
+        """Events of this phase: turns, spliced (turns that went on from sampled tokens), edited (turns whose history
+        was changed by the client, so that the prompt was rendered anew), refused."""
         self._sampling: Sampling | None = None
         self._entropy = 0
         self._drawn = Counter()
@@ -93,7 +101,8 @@ class Service:
         return response_of(turn, message, given, f"{_number(turn):x}_{turn.turns}")
 
     async def _turn(self, request: ChatRequest, sampling: Sampling) -> tuple[Turn, dict[str, Any]]:
-        """Sample the next turn of a conversation and remember it: the turn and the assistant's message. Raises Refused."""
+        """Sample the next turn of a conversation and remember it: the turn and the assistant's message. Raises
+        Refused."""
         following = self._next(request)
         allowed = self._allowed(request, following, sampling)
         before = following.before
@@ -130,7 +139,8 @@ class Service:
         return self._sampling
 
     def _next(self, request: ChatRequest, count: bool = True) -> _Next:
-        """The exact tokens of the turns before and those of what was said since; a prompt of its own where there are none."""
+        """The exact tokens of the turns before and those of what was said since; a prompt of its own where there are
+        none."""
         try:
             found = self.history.last_turn(request.messages, request.session)
         except EditedHistory:
@@ -153,7 +163,8 @@ class Service:
         return _Next(np.concatenate([turn.token_ids, new]).astype(np.int32), turn)
 
     def _allowed(self, request: ChatRequest, following: _Next, sampling: Sampling) -> int:
-        """Tokens that the next turn may have. Raises NoRoom, worded as agents expect it when a conversation is too long."""
+        """Tokens that the next turn may have. Raises NoRoom, worded as agents expect it when a conversation is too
+        long."""
         budgets = self.budgets
         before = following.before
         length = len(following.token_ids)
@@ -196,7 +207,8 @@ class Service:
 
 
 def _for_template(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message as chat templates want it: content as text, arguments as objects, roles they know, nothing that is ours."""
+    """A message as chat templates want it: content as text, arguments as objects, roles they know, nothing that is
+    ours."""
     plain = {key: message[key] for key in ("role", "name", "tool_call_id", "reasoning_content") if key in message}
     if plain["role"] == "developer":
         plain["role"] = "system"

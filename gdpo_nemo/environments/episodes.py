@@ -2,16 +2,17 @@
 
 An environment with turns has ``reward_names`` and ``episode()``, which makes an object for one trajectory with
 
-* ``reset(row) -> prompt | None``: the row's columns in; the first prompt as text or chat messages out, None for the row's own;
+* ``reset(row) -> prompt | None``: the row's columns in; the first prompt as text or chat messages out, None for the
+  row's own;
 * ``step(message) -> (observation, rewards, done)``: the policy's message in, ``{"role": "assistant", "content": text,
-  "finish_reason": "stop" | "length"}``; out what it is told next (text or chat messages; None when done), the rewards of
-  this step by name (or None), and whether the episode is over. A component that comes at several steps is summed up;
+  "finish_reason": "stop" | "length"}``; out what it is told next (text or chat messages; None when done), the rewards
+  of this step by name (or None), and whether the episode is over. A component that comes at several steps is summed up;
 * ``cut() -> rewards | None``, optional: called in place of the next step when a budget ends the episode.
 
-Steps run in the environment pool's worker processes, each in whichever is free, under ``rollout.env_timeout_s``. Between
-steps the episode is pickled, so a worker that is killed loses nothing: the step is tried once more from the state before
-it. An exception is a mistake of the author and stops the run; ``EpisodeFailed`` says that nobody is to blame (a server is
-down) and masks the trajectory.
+Steps run in the environment pool's worker processes, each in whichever is free, under ``rollout.env_timeout_s``.
+Between steps the episode is pickled, so a worker that is killed loses nothing: the step is tried once more from the
+state before it. An exception is a mistake of the author and stops the run; ``EpisodeFailed`` says that nobody is to
+blame (a server is down) and masks the trajectory.
 """
 
 from __future__ import annotations
@@ -107,7 +108,11 @@ def _answer(answer: Any) -> tuple[Any, Any, bool]:
 def _observation(value: Any) -> Observation:
     if isinstance(value, str) and value:
         text = value
-    elif isinstance(value, Sequence) and value and all(isinstance(m, Mapping) and isinstance(m.get("role"), str) for m in value):
+    elif (
+        isinstance(value, Sequence)
+        and value
+        and all(isinstance(m, Mapping) and isinstance(m.get("role"), str) for m in value)
+    ):
         if any(m["role"] == "assistant" for m in value):
             raise RunError("an observation holds a message of the assistant, which only the policy may write")
         value = [dict(message) for message in value]

@@ -1,4 +1,5 @@
-"""What the section ``env`` says before any author's code runs: for ``--dry-run``, which must be instant and harmless."""
+"""What the section ``env`` says before any author's code runs: for ``--dry-run``, which must be instant and
+harmless."""
 
 from __future__ import annotations
 
@@ -9,7 +10,13 @@ from typing import Any, Mapping
 
 from gdpo_nemo.config.messages import nearest
 from gdpo_nemo.config.objects import find_file, is_reference
-from gdpo_nemo.environments.registry import BUILT_IN, ENTRY_POINT_GROUP, environment_names, load_environment, own_workers
+from gdpo_nemo.environments.registry import (
+    BUILT_IN,
+    ENTRY_POINT_GROUP,
+    environment_names,
+    load_environment,
+    own_workers,
+)
 from gdpo_nemo.environments.tasks.reward_functions import BUILT_IN as FUNCTIONS
 from gdpo_nemo.errors import ConfigError
 
@@ -18,7 +25,8 @@ _INSTANT = ("digit_sort", "digit_turns", "gsm8k", "math", "nemo_gym", "nemo_gym_
 
 
 def announced_components(name: str, options: Mapping[str, Any] | None) -> tuple[str, ...] | None:
-    """The components that an environment's entry promises, or None where only its author's code or its servers could tell.
+    """The components that an environment's entry promises, or None where only its author's code or its servers could
+    tell.
 
     Raises:
         ConfigError: no environment or function of the name; the file, the name in it, or the package is not there.

@@ -45,7 +45,8 @@ def load_environment(name: str, options: Mapping[str, Any] | None = None) -> Env
 
     The option ``plugin`` says what it is: a known name, ``file.py:Class`` or ``package.module.Class``; without it the
     environment's own name does. ``num_workers`` is the pool's business. Raises ConfigError for an unknown name, a class
-    that cannot be imported or built, an object that is no environment, and ``num_workers`` where no worker would be used.
+    that cannot be imported or built, an object that is no environment, and ``num_workers`` where no worker would be
+    used.
     """
     make = environment_class(name, options)
     options = dict(options or {})
@@ -87,7 +88,8 @@ def load_environments(section: Mapping[str, Mapping[str, Any] | None]) -> dict[s
 
 
 def check_rewards(config: Config, environments: Mapping[str, Environment]) -> None:
-    """Refuse weights of components that no environment gives, unless one cannot say yet which it does. Raises ConfigError."""
+    """Refuse weights of components that no environment gives, unless one cannot say yet which it does. Raises
+    ConfigError."""
     if not any(getattr(environment, "open_rewards", False) for environment in environments.values()):
         check_components(config, [name for environment in environments.values() for name in environment.reward_names])
 
@@ -133,7 +135,9 @@ def _check(name: str, plugin: str, environment: Any) -> None:
     names = getattr(environment, "reward_names", None)
     plays = has_turns(environment) or getattr(environment, "plays_with_endpoint", False)
     if not plays and not callable(getattr(environment, "verify", None)):
-        raise ConfigError(f"env.{name}: {plugin} is no environment: it has no method verify(trajectories) and no episode()")
+        raise ConfigError(
+            f"env.{name}: {plugin} is no environment: it has no method verify(trajectories) and no episode()"
+        )
     if isinstance(names, str) or not names or not all(isinstance(component, str) for component in names):
         raise ConfigError(f"env.{name}: {plugin} is no environment: reward_names must be a tuple of names")
     if len(set(names)) != len(names):

@@ -138,7 +138,9 @@ class Engine:
         engine = self._llm.llm_engine
         end = time.monotonic() + SLICE_S
         for name, (request, sampling) in new.items():
-            engine.add_request(name, {"prompt_token_ids": request.prompt_ids.tolist()}, self._parameters(request, sampling))
+            engine.add_request(
+                name, {"prompt_token_ids": request.prompt_ids.tolist()}, self._parameters(request, sampling)
+            )
         while not self._drawn and engine.has_unfinished_requests() and time.monotonic() < end:
             self._step()
         drawn = self._drawn
@@ -147,7 +149,9 @@ class Engine:
 
     def _step(self) -> None:
         outputs = (output for output in self._llm.llm_engine.step() if output.finished)
-        self._drawn += [FinishedRequest(output.request_id, _completion(output.outputs[0]), self.version) for output in outputs]
+        self._drawn += [
+            FinishedRequest(output.request_id, _completion(output.outputs[0]), self.version) for output in outputs
+        ]
 
     def _finish_drawing(self) -> None:
         while self._llm.llm_engine.has_unfinished_requests():
@@ -198,13 +202,15 @@ class Engine:
         ]
 
     def sleep(self) -> None:
-        """Give weights and KV cache back (vLLM's level 2: the next update brings the weights); cached prefixes are forgotten."""
+        """Give weights and KV cache back (vLLM's level 2: the next update brings the weights); cached prefixes are
+        forgotten."""
         self._finish_drawing()
         self._llm.sleep(level=2)
         self._asleep = True
 
     def wake(self, what: str) -> None:
-        """Take memory again: first ``weights``, whose content an update has to bring, then ``kv_cache``; then it can sample."""
+        """Take memory again: first ``weights``, whose content an update has to bring, then ``kv_cache``; then it can
+        sample."""
         self._asleep = not self._llm.wake_up(tags=[what])
 
     def expect(self, manifest: Manifest) -> None:
@@ -220,7 +226,8 @@ class Engine:
         manifest.check_names(names)
 
     def fetch(self, manifest: Manifest, source) -> int:
-        """Get the bytes of an update from ``source.fetch(manifest)``, then ``update``. A failed fetch changes nothing."""
+        """Get the bytes of an update from ``source.fetch(manifest)``, then ``update``. A failed fetch changes
+        nothing."""
         return self.update(manifest, source.fetch(manifest))
 
     def update(self, manifest: Manifest, buffer: np.ndarray) -> int:
@@ -245,7 +252,8 @@ class Engine:
         Cached prefixes are forgotten. Returns the version now held.
 
         Raises:
-            RunError: names or checksums do not match, or the source broke off. The engine then holds parts of two versions
+            RunError: names or checksums do not match, or the source broke off. The engine then holds parts of two
+            versions
                 and does not sample before the next update.
         """
         return self._load(manifest, source=source)

@@ -1,8 +1,8 @@
 """Adam with its step count in the parameter group.
 
-torch's own Adam keeps a step tensor per parameter, which Megatron's distributed optimizer can neither shard nor restore.
-TransformerEngine's and apex's FusedAdam keep it in the group; with the same layout here, checkpoints written on a CPU and
-on a GPU are alike. The arithmetic is torch's fused kernel.
+torch's own Adam keeps a step tensor per parameter, which Megatron's distributed optimizer can neither shard nor
+restore. TransformerEngine's and apex's FusedAdam keep it in the group; with the same layout here, checkpoints written
+on a CPU and on a GPU are alike. The arithmetic is torch's fused kernel.
 """
 
 from __future__ import annotations

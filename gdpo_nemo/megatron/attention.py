@@ -1,12 +1,12 @@
 """Core attention without TransformerEngine: rotary embedding and torch SDPA over packed sequences.
 
 A micro-batch is a pack of sequences laid end to end. SDPA wants a rectangle, so the pack is unrolled into rectangles of
-sequences of similar length (right-padded: under a causal mask no real token sees the padding) and rolled up again. Under
-context parallelism a rank holds two chunks of every sequence (zigzag: chunk r and chunk 2n-1-r, which balances causal
-work); keys and values are gathered, and an explicit mask compares positions.
+sequences of similar length (right-padded: under a causal mask no real token sees the padding) and rolled up again.
+Under context parallelism a rank holds two chunks of every sequence (zigzag: chunk r and chunk 2n-1-r, which balances
+causal work); keys and values are gathered, and an explicit mask compares positions.
 
-The rotary embedding is applied here and not by Megatron's model code because the positions of a pack are known here once
-for all layers; the frequencies come from transformers, so every published scaling rule is the original.
+The rotary embedding is applied here and not by Megatron's model code because the positions of a pack are known here
+once for all layers; the frequencies come from transformers, so every published scaling rule is the original.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ class Rectangle:
 
 
 def make_packing(lengths: list[int], rank: int, size: int, device: torch.device) -> Packing:
-    """Packing for sequences of ``lengths`` (padded tokens each, divisible by 2*size when size > 1) on context rank ``rank``."""
+    """Packing for sequences of ``lengths`` (padded tokens each, divisible by 2*size when size > 1) on context rank
+    ``rank``."""
     bounds = [0]
     for length in lengths:
         bounds.append(bounds[-1] + length)
@@ -233,7 +234,8 @@ class PackedAttention(MegatronModule):
         packed_seq_params: Packing | None = None,
         **unused,
     ):
-        """query [local tokens, heads, size], key and value [local tokens, groups, size] -> [local tokens, heads * size]."""
+        """query [local tokens, heads, size], key and value [local tokens, groups, size] -> [local tokens, heads *
+        size]."""
         packing = packed_seq_params
         query = self._rotate(query, packing)
         key = self._rotate(key, packing)
@@ -273,9 +275,7 @@ class PackedAttention(MegatronModule):
 
     def _attend(self, query, key, value, rectangle: Rectangle, drop: float):
         q = _Unroll.apply(query, rectangle.queries, rectangle.queries_back, rectangle.rows)
-        k, v = (
-            _Unroll.apply(x, rectangle.keys, rectangle.keys_back, rectangle.key_rows) for x in (key, value)
-        )
+        k, v = (_Unroll.apply(x, rectangle.keys, rectangle.keys_back, rectangle.key_rows) for x in (key, value))
         out = F.scaled_dot_product_attention(
             *(x.transpose(1, 2) for x in (q, k, v)),
             attn_mask=rectangle.mask,

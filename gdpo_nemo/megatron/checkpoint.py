@@ -221,8 +221,8 @@ def _load(policy, folder: str | Path) -> None:
 
 
 _MAIN_WEIGHTS = ("optimizer.state.param.", "optimizer.state.fp32_param.", "")
-"""What precedes a weight's name in the main weights of a distributed optimizer, of a plain one in bfloat16, and of a plain one
-in float32, whose main weights are the model."""
+"""What precedes a weight's name in the main weights of a distributed optimizer, of a plain one in bfloat16, and of a
+plain one in float32, whose main weights are the model."""
 
 
 def _rename_main_weights(wanted: dict, there) -> dict:
@@ -313,8 +313,9 @@ def _fit(state: dict, saved: dict, parts: list) -> dict:
 def _keep_own_settings(state: dict, parts: list) -> None:
     """Give the parameter groups in ``state`` the settings of the optimizer that loads it; in place.
 
-    A run may be resumed with another learning rate, weight decay or Adam decay. Megatron tells groups apart by some of these
-    and takes the others from the checkpoint without a word; here the config's value wins, and the checkpoint has the step count.
+    A run may be resumed with another learning rate, weight decay or Adam decay. Megatron tells groups apart by some of
+    these and takes the others from the checkpoint without a word; here the config's value wins, and the checkpoint has
+    the step count.
     """
     for index, part in enumerate(parts):
         piece = state[index] if len(parts) > 1 else state
@@ -342,8 +343,9 @@ def _fit_part(piece: dict, part, found: dict[tuple, dict]) -> dict:
 
 
 _STRUCTURE = ("wd_mult", "lr_mult", "is_decoupled_lr")
-"""What says which parameters a group holds. Megatron's own identity of a group also has the settings of its schedule (``max_lr``,
-``min_lr``, ...), which may change between starts, and whether it holds experts, whose numbers are those of the others."""
+"""What says which parameters a group holds. Megatron's own identity of a group also has the settings of its schedule
+(``max_lr``, ``min_lr``, ...), which may change between starts, and whether it holds experts, whose numbers are those of
+the others."""
 
 
 def _identity(group: dict) -> tuple:

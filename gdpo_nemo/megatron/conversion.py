@@ -55,7 +55,8 @@ def _split_group(weight: Weight) -> dist.ProcessGroup:
 
 
 def _experts(weight: Weight, config: PretrainedConfig) -> range:
-    """Global numbers of the experts that stand at this place of each expert-parallel rank, in the order of the ranks."""
+    """Global numbers of the experts that stand at this place of each expert-parallel rank, in the order of the
+    ranks."""
     count = num_experts(config)
     ranks = parallel_state.get_expert_model_parallel_group().size()
     return range(weight.expert, count, count // ranks)
@@ -132,7 +133,8 @@ def _assemble(parts: list[torch.Tensor], split: str) -> torch.Tensor:
 
 @torch.no_grad()
 def load_hf(chunks: list[torch.nn.Module], read: Callable[[str], torch.Tensor], config: PretrainedConfig) -> None:
-    """Fill this rank's parameters; ``read(name)`` returns one Hugging Face tensor, and is asked for what is needed only.
+    """Fill this rank's parameters; ``read(name)`` returns one Hugging Face tensor, and is asked for what is needed
+    only.
 
     Raises:
         KeyError: a tensor is missing. ValueError: a tensor has another shape than the configuration says.

@@ -173,9 +173,9 @@ def _settle_token_counts_on_cpu() -> None:
 def _pair_shapes_of_two_stages() -> None:
     """Exchange tensor shapes rightly where the previous and the next pipeline stage are the same rank.
 
-    Megatron posts (send prev, receive prev, send next, receive next), and messages between two ranks are matched in order:
-    what one sends to its previous stage would arrive as the other's receive from *its* previous stage. Interleaved
-    pipelines of two stages meet this, and gloo aborts on the sizes that follow.
+    Megatron posts (send prev, receive prev, send next, receive next), and messages between two ranks are matched in
+    order: what one sends to its previous stage would arrive as the other's receive from *its* previous stage.
+    Interleaved pipelines of two stages meet this, and gloo aborts on the sizes that follow.
     """
     from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 

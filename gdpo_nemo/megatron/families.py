@@ -1,7 +1,7 @@
 """How a Hugging Face configuration and its weight names map onto Megatron's.
 
-Which families there are, and what sets each apart, is declared in ``config.architectures``; building, conversion and checkpoints
-follow from that.
+Which families there are, and what sets each apart, is declared in ``config.architectures``; building, conversion and
+checkpoints follow from that.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ class Weight:
 _ATTENTION_NORM = Weight(REPLICATED, ("input_layernorm.weight",))
 _MLP_NORM = Weight(REPLICATED, ("post_attention_layernorm.weight",))
 
-# Megatron name inside a Hybrid layer -> Hugging Face names inside a layer. Norms have a second name under TransformerEngine.
+# Megatron name inside a Hybrid layer -> Hugging Face names inside a layer. Norms have a second name under
+# TransformerEngine.
 LAYER_WEIGHTS: dict[str, Weight] = {
     "input_layernorm.weight": _ATTENTION_NORM,
     "self_attention.linear_qkv.layer_norm_weight": _ATTENTION_NORM,
@@ -114,9 +115,7 @@ def layer_symbols(config: PretrainedConfig) -> list[str]:
         return ["*-"] * config.num_hidden_layers
     dense = set(getattr(config, "mlp_only_layers", None) or ())
     every = getattr(config, "decoder_sparse_step", 1)
-    return [
-        "*-" if layer in dense or (layer + 1) % every else "*E" for layer in range(config.num_hidden_layers)
-    ]
+    return ["*-" if layer in dense or (layer + 1) % every else "*E" for layer in range(config.num_hidden_layers)]
 
 
 def _expert_fields(config: PretrainedConfig) -> dict[str, Any]:

@@ -34,7 +34,11 @@ def resolve(model: str) -> Path:
 
 
 def write_model(
-    folder: str | Path, tensors: Iterable[tuple[str, torch.Tensor]], config, source: str | Path, shard_bytes: int = 4 << 30
+    folder: str | Path,
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    config,
+    source: str | Path,
+    shard_bytes: int = 4 << 30,
 ) -> None:
     """Write a folder that transformers and vLLM load: safetensors (sharded), configuration, tokenizer of ``source``."""
     folder = Path(folder)

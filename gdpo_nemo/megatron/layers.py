@@ -1,7 +1,7 @@
 """The layer specification: TransformerEngine where it is, local Megatron layers with torch SDPA elsewhere.
 
-Both build a ``HybridModel`` whose pattern alternates attention (``*``) and MLP (``-``, or ``E`` for a mixture of experts) layers, so
-Hugging Face layer i is Hybrid layers 2i and 2i+1 on every path.
+Both build a ``HybridModel`` whose pattern alternates attention (``*``) and MLP (``-``, or ``E`` for a mixture of
+experts) layers, so Hugging Face layer i is Hybrid layers 2i and 2i+1 on every path.
 """
 
 from __future__ import annotations

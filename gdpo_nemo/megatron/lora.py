@@ -1,9 +1,9 @@
 """LoRA (arXiv 2106.09685) on Megatron's linear layers, one pair of matrices per Hugging Face module.
 
-Megatron fuses q, k, v and gate, up; the pairs stay apart, so that what is trained is exactly a PEFT adapter of the Hugging
-Face model, at every layout. With ``share_a`` the pairs of a fused layer have one A, which NeMo's adapters of such a layer
-come to. For a matrix split by rows (q, k, v, gate, up, lm_head) A is whole on every tensor-parallel rank and B is split;
-for one split by columns (o, down) A is split and B is whole.
+Megatron fuses q, k, v and gate, up; the pairs stay apart, so that what is trained is exactly a PEFT adapter of the
+Hugging Face model, at every layout. With ``share_a`` the pairs of a fused layer have one A, which NeMo's adapters of
+such a layer come to. For a matrix split by rows (q, k, v, gate, up, lm_head) A is whole on every tensor-parallel rank
+and B is split; for one split by columns (o, down) A is split and B is whole.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ from gdpo_nemo.config.schema import LoraConfig
 from gdpo_nemo.megatron.families import HEAD, head_size, num_experts
 from gdpo_nemo.weights.adapters import peft_name
 
-_SITE = re.compile(r"decoder\.layers\.(\d+)\.(self_attention\.linear_qkv|self_attention\.linear_proj|mlp\.linear_fc1|mlp\.linear_fc2)")
+_SITE = re.compile(
+    r"decoder\.layers\.(\d+)\.(self_attention\.linear_qkv|self_attention\.linear_proj|mlp\.linear_fc1|mlp\.linear_fc2)"
+)
 _HEAD = "output_layer"
 _MODULES = {
     "self_attention.linear_qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
@@ -51,7 +53,8 @@ def initial_a(module: str, rank: int, width: int, seed: int, init: str = "unifor
 
 
 class Pair(torch.nn.Module):
-    """A and B of one Hugging Face module, this rank's shards; B starts at 0. ``shared``: the A of another pair, to be used here too."""
+    """A and B of one Hugging Face module, this rank's shards; B starts at 0. ``shared``: the A of another pair, to be
+    used here too."""
 
     def __init__(
         self, module: str, width: int, height: int, by_columns: bool, settings: LoraConfig, seed: int, like, shared=None
@@ -73,7 +76,9 @@ class Pair(torch.nn.Module):
 class Adapters(torch.nn.Module):
     """What is added to one Megatron linear layer: scale * B A x of each of its Hugging Face modules, in its layout."""
 
-    def __init__(self, site: str, modules: tuple[str, ...], linear, hf: PretrainedConfig, settings: LoraConfig, seed: int):
+    def __init__(
+        self, site: str, modules: tuple[str, ...], linear, hf: PretrainedConfig, settings: LoraConfig, seed: int
+    ):
         super().__init__()
         self.by_columns = site in _SPLIT_BY_COLUMNS
         self.sequence_parallel = linear.config.sequence_parallel and site != _HEAD
@@ -89,9 +94,13 @@ class Adapters(torch.nn.Module):
         for module, height in self.heights.items():
             if module.rpartition(".")[2] in wanted:
                 shared = self.pairs[0].a if settings.share_a and len(self.pairs) else None
-                self.pairs.append(Pair(module, width, height, self.by_columns, settings, seed, linear.weight.detach(), shared))
+                self.pairs.append(
+                    Pair(module, width, height, self.by_columns, settings, seed, linear.weight.detach(), shared)
+                )
         self.one_a = settings.share_a
-        if self.sequence_parallel:  # each tensor-parallel rank sees a share of the tokens: gradients of whole matrices add up
+        if (
+            self.sequence_parallel
+        ):  # each tensor-parallel rank sees a share of the tokens: gradients of whole matrices add up
             for pair in self.pairs:
                 (pair.b if self.by_columns else pair.a).sequence_parallel = True
 
@@ -140,7 +149,8 @@ class Adapters(torch.nn.Module):
 
 
 class HeadAdapter(Adapters):
-    """The pair of the output layer, whose input is whole on every tensor-parallel rank, with or without sequence parallelism."""
+    """The pair of the output layer, whose input is whole on every tensor-parallel rank, with or without sequence
+    parallelism."""
 
     def __init__(self, linear, hf: PretrainedConfig, settings: LoraConfig, seed: int):
         super().__init__(_HEAD, (_module(HEAD),), linear, hf, settings, seed)
@@ -149,8 +159,9 @@ class HeadAdapter(Adapters):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """What to add to this rank's columns of the logits."""
         (pair,) = self.pairs
-        # A rank's share of the vocabulary gives a share of A's gradient; the backward of copy_to adds the shares up. Around the
-        # product, as in the other layers, it would also add up the input's gradient, which the model does itself.
+        # A rank's share of the vocabulary gives a share of A's gradient; the backward of copy_to adds the shares up.
+        # Around the product, as in the other layers, it would also add up the input's gradient, which the model does
+        # itself.
         a = tensor_parallel.copy_to_tensor_model_parallel_region(pair.a, group=self.group)
         return F.linear(F.linear(self._drop(x), a), pair.b) * self.scale
 
@@ -224,7 +235,8 @@ def switched_off(chunks: list[torch.nn.Module]):
 
 @torch.no_grad()
 def whole_pairs(chunks: list[torch.nn.Module]) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """Hugging Face module -> (A [rank, in], B [out, rank]) of the whole model, on every rank, in host memory; collective."""
+    """Hugging Face module -> (A [rank, in], B [out, rank]) of the whole model, on every rank, in host memory;
+    collective."""
     group = parallel_state.get_tensor_model_parallel_group()
 
     def gathered(tensor, dim):
@@ -237,7 +249,9 @@ def whole_pairs(chunks: list[torch.nn.Module]) -> dict[str, tuple[torch.Tensor, 
         for pair in adapters.pairs:
             a = pair.a.detach()
             b = pair.b.detach()
-            mine[pair.module] = (gathered(a, 1), b.cpu().clone()) if pair.by_columns else (a.cpu().clone(), gathered(b, 0))
+            mine[pair.module] = (
+                (gathered(a, 1), b.cpu().clone()) if pair.by_columns else (a.cpu().clone(), gathered(b, 0))
+            )
         if isinstance(adapters, HeadAdapter):  # the rows that pad the vocabulary are Megatron's own
             a, b = mine[pair.module]
             mine[pair.module] = a, b[: adapters.vocab_size].clone()
@@ -255,12 +269,15 @@ def sharded_adapters(chunk: torch.nn.Module) -> dict:
             state[key] = make_sharded_tensor_for_checkpoint(parameter, key)
         else:  # the vocabulary's padding depends on the number of ranks
             padded = isinstance(adapters, HeadAdapter)
-            state[key] = make_tp_sharded_tensor_for_checkpoint(parameter, key, tp_axis=axis, allow_shape_mismatch=padded)
+            state[key] = make_tp_sharded_tensor_for_checkpoint(
+                parameter, key, tp_axis=axis, allow_shape_mismatch=padded
+            )
     return state
 
 
 def _matrices(chunk: torch.nn.Module) -> Iterator[tuple[Adapters, str, torch.nn.Parameter, int | None]]:
-    """(adapters, PEFT's name, shard, the dimension that is split) of a chunk's matrices; an A that is shared once, by its first pair."""
+    """(adapters, PEFT's name, shard, the dimension that is split) of a chunk's matrices; an A that is shared once, by
+    its first pair."""
     for adapters in adapters_of([chunk]):
         for place, pair in enumerate(adapters.pairs):
             if place == 0 or not adapters.one_a:

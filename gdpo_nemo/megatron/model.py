@@ -108,7 +108,8 @@ class PolicyModel(HybridModel):
 
 @dataclasses.dataclass
 class BuiltModel:
-    """Everything one rank trains with. ``chunks`` are bare models, ``wrapped`` the same inside precision and DDP wrappers."""
+    """Everything one rank trains with. ``chunks`` are bare models, ``wrapped`` the same inside precision and DDP
+    wrappers."""
 
     hf_config: PretrainedConfig
     config: TransformerConfig
@@ -267,7 +268,8 @@ def build_optimizer(layout: MegatronConfig, dtype: torch.dtype, wrapped: list, t
     decay_steps = s.lr_decay_steps or max(total_updates, s.lr_warmup_steps + 1)
     init = 0.0
     if warmup and s.lr_warmup_init is not None:
-        # The first update is tick 1. One tick more on the same line puts the wanted rate there, and lr after `warmup` updates.
+        # The first update is tick 1. One tick more on the same line puts the wanted rate there, and lr after `warmup`
+        # updates.
         init = s.lr_warmup_init - (o.lr - s.lr_warmup_init) / warmup
         warmup = warmup + 1
         decay_steps = decay_steps + 1
@@ -318,7 +320,7 @@ def build(
     elif layout.freeze_moe_router:
         freeze_routers(chunks)
     wrapped = wrap(config, chunks, layout)
-    # ``config.grad_scale_func`` stays empty: float32 and bfloat16 losses are not scaled, and with it model and optimizer would hold
-    # each other, groups and all, through autograd nodes that Python's collector cannot see.
+    # ``config.grad_scale_func`` stays empty: float32 and bfloat16 losses are not scaled, and with it model and
+    # optimizer would hold each other, groups and all, through autograd nodes that Python's collector cannot see.
     optimizer, scheduler = build_optimizer(layout, dtype, wrapped, total_updates)
     return BuiltModel(hf, config, chunks, wrapped, optimizer, scheduler)

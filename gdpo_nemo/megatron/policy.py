@@ -98,9 +98,7 @@ class Policy:
 
     # -- update -------------------------------------------------------------------------------------------------
 
-    def train(
-        self, sequences: Sequence[TrainSequence], assignment: Assignment, settings: LossSettings
-    ) -> UpdateResult:
+    def train(self, sequences: Sequence[TrainSequence], assignment: Assignment, settings: LossSettings) -> UpdateResult:
         """One optimizer update on a whole update batch; ``assignment`` comes from ``packing.assign``."""
         for wrapped in self.built.wrapped:
             wrapped.zero_grad_buffer()
@@ -274,7 +272,8 @@ class Policy:
     # -- Megatron's schedule ------------------------------------------------------------------------------------
 
     def _run(self, sequences, assignment: Assignment, finish, forward_only: bool) -> list:
-        """Run this rank's micro-batches through Megatron's schedule; ``finish(rows, output)`` closes each on the last stage."""
+        """Run this rank's micro-batches through Megatron's schedule; ``finish(rows, output)`` closes each on the last
+        stage."""
         mine = assignment[parallel_state.get_data_parallel_rank()]
         layout = self.layout
         context_size = layout.context_parallel_size
@@ -331,7 +330,8 @@ class Policy:
                 wrapped.enable_forward_pre_hook()
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """All weights under their Hugging Face names, whole, on every rank (see ``convert.export_hf``); adapters merged."""
+        """All weights under their Hugging Face names, whole, on every rank (see ``convert.export_hf``); adapters
+        merged."""
         with self.params_synced():
             tensors = export_hf(self.chunks, self.built.hf_config)
             if self.lora:
@@ -339,7 +339,8 @@ class Policy:
             yield from tensors
 
     def update(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """What an engine with the starting weights lacks: all weights, or under LoRA the adapters alone (see ``adapters``)."""
+        """What an engine with the starting weights lacks: all weights, or under LoRA the adapters alone (see
+        ``adapters``)."""
         return iter(self.weights() if self.adapters is None else named(self.adapter()))
 
     def adapter(self) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:

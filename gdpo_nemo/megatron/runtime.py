@@ -72,7 +72,9 @@ def initialize(
     if init_method.startswith("tcp://"):
         host, _, port = init_method.removeprefix("tcp://").rpartition(":")
         given = dict(master_listen_fd=listener.detach()) if listener else {}
-        meeting = dict(store=dist.TCPStore(host, int(port), world_size, rank == 0, timeout, wait_for_workers=False, **given))
+        meeting = dict(
+            store=dist.TCPStore(host, int(port), world_size, rank == 0, timeout, wait_for_workers=False, **given)
+        )
     dist.init_process_group(runtime.backend, rank=rank, world_size=world_size, timeout=timeout, **meeting)
 
 

@@ -40,4 +40,6 @@ class ComponentAlerts:
             self._log.alert(f"for {PATIENCE} steps, {line}")
         elif name not in self._noted:
             self._noted.add(name)
-            self._log.note(f"component {name!r} is solved: for {PATIENCE} steps every sample has had the best value so far")
+            self._log.note(
+                f"component {name!r} is solved: for {PATIENCE} steps every sample has had the best value so far"
+            )

@@ -106,7 +106,9 @@ class LiveConsole:
             Text(f"ETA {eta(self._history, self._steps)}"),
         )
         title = f"[bold]gdpo_nemo[/] {self._name}"
-        return Panel(Stack(progress, self._rewards(), *self._footer()), title=title, title_align="left", box=box.ROUNDED)
+        return Panel(
+            Stack(progress, self._rewards(), *self._footer()), title=title, title_align="left", box=box.ROUNDED
+        )
 
     def _rewards(self) -> Table:
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
@@ -132,7 +134,9 @@ class LiveConsole:
         if not self._history.training:
             return [Text("waiting for the first step", style="dim")]
         row = self._history.training[-1]
-        split = "   ".join(f"{phase} {_bar(share)} {share:.0%}" for phase, share in self._history.time_split(10).items())
+        split = "   ".join(
+            f"{phase} {_bar(share)} {share:.0%}" for phase, share in self._history.time_split(10).items()
+        )
         return [Text(speed(row)), Text(split), Text("  ".join(health(row)), style="dim")]
 
 
@@ -150,7 +154,9 @@ def health(row: Mapping[str, Any]) -> list[str]:
     )
     silent_at_zero = ("failed", "skipped")
     return [
-        f"{label} {row[key]:{style}}" for label, key, style in shown if key in row and (row[key] or label not in silent_at_zero)
+        f"{label} {row[key]:{style}}"
+        for label, key, style in shown
+        if key in row and (row[key] or label not in silent_at_zero)
     ]
 
 
@@ -158,7 +164,10 @@ def speed(row: Mapping[str, Any]) -> str:
     """``2,345 tokens/s  0.52 s/step``."""
     tokens = row.get("throughput/tokens_per_second")
     seconds = row.get("time/step")
-    parts = [f"{tokens:,.0f} tokens/s" if tokens is not None else "", f"{seconds:.2f} s/step" if seconds is not None else ""]
+    parts = [
+        f"{tokens:,.0f} tokens/s" if tokens is not None else "",
+        f"{seconds:.2f} s/step" if seconds is not None else "",
+    ]
     return "  ".join(part for part in parts if part)
 
 

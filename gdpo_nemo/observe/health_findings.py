@@ -1,7 +1,7 @@
 """Holds the metrics of a run against thresholds, so that "it learns" is a command with an exit status.
 
-The thresholds are those of the run's own config (``health``), where it has the rewards that they name; otherwise those that hold
-for every run. A file may be named instead.
+The thresholds are those of the run's own config (``health``), where it has the rewards that they name; otherwise those
+that hold for every run. A file may be named instead.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from gdpo_nemo.observe.metrics import read_metrics
 _STYLES = {"pass": "green", "fail": "bold red", "warn": "yellow", "open": "dim"}
 
 PARITY = {"float32": 0.001, "bfloat16": 0.05}
-"""Largest mean difference of log-probs between trainer and sampler. NeMo-RL calls e^0.05 suspect (token_mult_prob_error 1.05);
-float32 has no rounding of that size."""
+"""Largest mean difference of log-probs between trainer and sampler. NeMo-RL calls e^0.05 suspect (token_mult_prob_error
+1.05); float32 has no rounding of that size."""
 ENTROPY = 0.02
 GRAD_NORM = 100.0
 CLIPPED = 0.3
@@ -75,12 +75,16 @@ def thresholds_of(run_dir: str | Path) -> tuple[list[Check], str]:
     history = _history(run_dir)
     rewards = {*history.components, *(config.gdpo.rewards if config else ())}
     checks = read_checks(config.health.checks, config.health.window, "health.checks") if config else []
-    strange = dict.fromkeys(c.component for c in checks if c.component and c.component not in rewards and not c.optional)
+    strange = dict.fromkeys(
+        c.component for c in checks if c.component and c.component not in rewards and not c.optional
+    )
     strange.pop("total", None)
     if checks and not strange:
         return checks, "the thresholds of its config (health.checks)"
     why = f"; health.checks of its config is for other rewards ({', '.join(strange)})" if strange else ""
-    return general_checks(config, list(config.gdpo.rewards) if config else history.components), f"what holds for every run{why}"
+    return general_checks(
+        config, list(config.gdpo.rewards) if config else history.components
+    ), f"what holds for every run{why}"
 
 
 def general_checks(config: Config | None, rewards: Sequence[str]) -> list[Check]:
@@ -129,7 +133,9 @@ def findings_table(findings: Sequence[Finding]) -> Table:
     for finding in findings:
         check = finding.check
         found = "-" if finding.value is None else f"{finding.value:.4g}"
-        verdict = Text(finding.status + (f": {finding.detail}" if finding.detail else ""), style=_STYLES[finding.status])
+        verdict = Text(
+            finding.status + (f": {finding.detail}" if finding.detail else ""), style=_STYLES[finding.status]
+        )
         table.add_row(check.metric, str(check.at), check.bounds, found, verdict)
     return table
 
@@ -154,7 +160,8 @@ def _find(check: Check, history: History) -> Finding:
 
 
 def _find_every(check: Check, history: History) -> Finding:
-    """Show the first value that misses, else the last. A gap in the metric is a miss: non-finite values are not written."""
+    """Show the first value that misses, else the last. A gap in the metric is a miss: non-finite values are not
+    written."""
     gaps = [row["step"] for row in history.training if check.metric not in row]
     if gaps and not check.optional:
         return Finding(check, _missed(check), detail=f"missing or not finite at step {gaps[0]}")

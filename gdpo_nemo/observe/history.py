@@ -66,7 +66,8 @@ class History:
         return steps, [_mean(values[max(0, i + 1 - window) : i + 1]) for i in range(len(values))]
 
     def solved(self, component: str, window: int = WINDOW, highest: float | None = None) -> bool:
-        """Whether a reward component that varied before stands still, over the last ``window`` steps, at the best it has been.
+        """Whether a reward component that varied before stands still, over the last ``window`` steps, at the best it
+        has been.
 
         Args:
             highest: the largest reward that a single sample has had, where that is known; else the best mean has to do.

@@ -24,7 +24,8 @@ _MOST_CHARACTERS = 4000
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #22272e; max-width: 1080px; margin: 2rem auto; padding: 0 1rem }
 h1 { margin-bottom: 0 } h2 { margin-top: 2.2rem; border-bottom: 1px solid #e6e9ed } img { max-width: 100% }
-table { border-collapse: collapse } td, th { padding: .25rem .9rem; text-align: right; border-bottom: 1px solid #eef0f3 }
+table { border-collapse: collapse }
+td, th { padding: .25rem .9rem; text-align: right; border-bottom: 1px solid #eef0f3 }
 td:first-child, th:first-child { text-align: left; padding-left: 0 } .alert { color: #a8231c }
 pre { background: #f6f7f9; padding: .7rem; white-space: pre-wrap; overflow-wrap: anywhere; margin: .3rem 0 }
 summary { cursor: pointer } .dim { color: #6b7480 } details { margin: .6rem 0 }
@@ -90,7 +91,8 @@ def _row(tag: str, cells: Iterable[str]) -> str:
 
 def _alerts(run_dir: Path) -> list[str]:
     return [
-        f"<p class={'dim' if a.get('level') == 'note' else 'alert'}>step {int(a['step'])}: {html.escape(str(a['text']))}</p>"
+        f"<p class={'dim' if a.get('level') == 'note' else 'alert'}>step {int(a['step'])}: "
+        f"{html.escape(str(a['text']))}</p>"
         for a in read_alerts(run_dir)
     ]
 
@@ -122,7 +124,9 @@ def _step_samples(step: int, records: list[dict[str, Any]]) -> list[str]:
 
 
 def _sample(record: dict[str, Any]) -> str:
-    rewards = ", ".join(f"{name} {'n/a' if value is None else f'{value:g}'}" for name, value in record["rewards"].items())
+    rewards = ", ".join(
+        f"{name} {'n/a' if value is None else f'{value:g}'}" for name, value in record["rewards"].items()
+    )
     advantage = record.get("advantage")
     line = rewards + ("" if advantage is None else f"; advantage {advantage:+.3f}") + f"; {record['outcome']}"
     return f"<div class=dim>{html.escape(line)}</div><pre>{_text(record['completion'])}</pre>"
@@ -137,4 +141,8 @@ def _config(run_dir: Path) -> list[str]:
     path = run_dir / "config.yaml"
     if not path.is_file():
         return []
-    return [f"<details><summary>config.yaml</summary><pre>{html.escape(path.read_text(encoding='utf-8', errors='replace'))}</pre></details>"]
+    return [
+        f"<details><summary>config.yaml</summary><pre>{
+            html.escape(path.read_text(encoding='utf-8', errors='replace'))
+        }</pre></details>"
+    ]

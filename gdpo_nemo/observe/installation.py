@@ -1,7 +1,8 @@
-"""Is this machine fit for a run? One line a check, before anything expensive is started (``gdpo-nemo doctor --environment``).
+"""Is this machine fit for a run? One line a check, before anything expensive is started (``gdpo-nemo doctor
+--environment``).
 
-``python3 -m gdpo_nemo.observe.installation`` in a checkout, with any Python and nothing installed, checks what the system has to
-bring before gigabytes are downloaded. So this module imports the standard library alone.
+``python3 -m gdpo_nemo.observe.installation`` in a checkout, with any Python and nothing installed, checks what the
+system has to bring before gigabytes are downloaded. So this module imports the standard library alone.
 """
 
 from __future__ import annotations
@@ -54,23 +55,29 @@ def check_installation(folder: str | Path = ".") -> list[Check]:
 
 
 def check_before_download() -> list[Check]:
-    """What the system has to bring, of the checkout in the working directory: nothing here needs an installed package."""
+    """What the system has to bring, of the checkout in the working directory: nothing here needs an installed
+    package."""
     free = shutil.disk_usage(".").free
     disk = Check("disk", free >= _INSTALLED_BYTES, f"{free / 1e9:.0f} GB free; the packages take about 7 GB")
     return [_libraries(), disk, _shared_memory(), _open_files(), _ports()]
 
 
 def missing_libraries() -> str | None:
-    """The shared libraries that this machine lacks for a run on a CPU, with the command that installs them; None: it has all."""
+    """The shared libraries that this machine lacks for a run on a CPU, with the command that installs them; None: it
+    has all."""
     missing = [name for name in _LIBRARIES if not _loads(name)]
     if not missing:
         return None
     packages = " ".join(_LIBRARIES[name] for name in missing)
-    return f"this machine lacks {' and '.join(missing)}, which engines on a CPU need; on Debian and Ubuntu: apt-get install {packages}"
+    return (
+        f"this machine lacks {' and '.join(missing)}, which engines on a CPU need; on Debian and Ubuntu: apt-get "
+        f"install {packages}"
+    )
 
 
 def require_libraries(config: Config) -> None:
-    """Raise RunError, before a process is started, where this machine lacks what the engines of ``config`` are linked with."""
+    """Raise RunError, before a process is started, where this machine lacks what the engines of ``config`` are linked
+    with."""
     from gdpo_nemo.errors import RunError
 
     if config.cluster.gpus_per_node == 0 and (missing := missing_libraries()):
@@ -101,7 +108,11 @@ def print_checks(checks: list[Check]) -> int:
 
 def _python() -> Check:
     version = ".".join(map(str, sys.version_info[:3]))
-    return Check("Python", sys.version_info[:2] == _PYTHON, f"{version}; everything was tested with {_PYTHON[0]}.{_PYTHON[1]} alone")
+    return Check(
+        "Python",
+        sys.version_info[:2] == _PYTHON,
+        f"{version}; everything was tested with {_PYTHON[0]}.{_PYTHON[1]} alone",
+    )
 
 
 def _packages() -> list[Check]:
@@ -131,7 +142,9 @@ def _gpus() -> Check:
     )
     visible = bool(list(Path("/dev").glob("nvidia[0-9]*")))
     try:
-        done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=_IMPORT_S)
+        done = subprocess.run(
+            [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=_IMPORT_S
+        )
     except subprocess.TimeoutExpired:
         return Check("GPUs", False, f"torch did not answer within {_IMPORT_S:.0f} s")
     if done.returncode:
@@ -163,7 +176,9 @@ def _ports() -> Check:
             with socket.create_connection((host, port), timeout=5):
                 return Check("network", True, f"{socket.gethostname()} is {host}; a port opens and answers")
     except OSError as error:
-        return Check("network", False, f"{socket.gethostname()}: {error}; its name must resolve to an address of this machine")
+        return Check(
+            "network", False, f"{socket.gethostname()}: {error}; its name must resolve to an address of this machine"
+        )
 
 
 def _folder(folder: Path) -> list[Check]:

@@ -27,7 +27,8 @@ from gdpo_nemo.observe.trackers import wanted
 
 class RunLog:
     """Writes and shows one run. ``close`` belongs in a ``finally``: the live display gives the terminal back there.
-    ``start_step`` steps are done already; what later ones left is removed. ``last_step``: that of the run, null: max_num_steps.
+    ``start_step`` steps are done already; what later ones left is removed. ``last_step``: that of the run, null:
+    max_num_steps.
 
     Raises:
         RunError: the metrics cannot be written, here or in ``step`` and ``validation``.
@@ -43,7 +44,12 @@ class RunLog:
         self._history = History.of(read_metrics(run_dir))
         self._console = None
         self._console = self._try(
-            "the console", make_console, config.logger.console, config.run.name, last_step or config.gdpo.max_num_steps, self._history
+            "the console",
+            make_console,
+            config.logger.console,
+            config.run.name,
+            last_step or config.gdpo.max_num_steps,
+            self._history,
         )
         self._try("rollouts", remove_rollouts_after, run_dir, start_step)
         self._trace = self._try("the trace", TraceLog, run_dir)

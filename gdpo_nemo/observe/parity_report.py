@@ -1,4 +1,5 @@
-"""Why two sets of log-probs of the same tokens differ: the known causes, each told by its own signature. Pure arithmetic."""
+"""Why two sets of log-probs of the same tokens differ: the known causes, each told by its own signature. Pure
+arithmetic."""
 
 from __future__ import annotations
 
@@ -24,7 +25,11 @@ class Comparison:
 
 
 def compare(
-    name: str, reference: Sequence[np.ndarray], measured: Sequence[np.ndarray], tokens: Sequence[np.ndarray], worst: int = 5
+    name: str,
+    reference: Sequence[np.ndarray],
+    measured: Sequence[np.ndarray],
+    tokens: Sequence[np.ndarray],
+    worst: int = 5,
 ) -> Comparison:
     """Differences per token. All arguments: one array [completion tokens] per sequence."""
     sizes = [len(r) for r in reference]
@@ -81,7 +86,9 @@ def diagnose(
         near = _flat(_near_boundaries(measured, prompt_lengths, context_size)).astype(bool)
         bad = gaps > threshold
         if near.any() and (bad & near).sum() > 0.8 * bad.sum():
-            causes.append("chunk boundaries: the tokens at the edges of context-parallel chunks differ, the others do not")
+            causes.append(
+                "chunk boundaries: the tokens at the edges of context-parallel chunks differ, the others do not"
+            )
     if not causes:
         causes = _renormalised(reference, measured, threshold)
     if not causes and (gaps > threshold).mean() > 0.5:

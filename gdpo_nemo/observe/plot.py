@@ -77,7 +77,13 @@ def _draw_component(axes: Axes, history: History, name: str, colour: str) -> Non
     axes.plot(steps, values, color=colour, alpha=0.25, linewidth=1.0)
     axes.plot(*history.trailing(key), color=colour, linewidth=2.2)
     held_out = history.curve(f"validation/{name}")
-    point = {"marker": "o", "markersize": 5.5, "markerfacecolor": "white", "markeredgecolor": colour, "markeredgewidth": 1.6}
+    point = {
+        "marker": "o",
+        "markersize": 5.5,
+        "markerfacecolor": "white",
+        "markeredgecolor": colour,
+        "markeredgewidth": 1.6,
+    }
     axes.plot(*held_out, linestyle="none", **point)
     if steps and len(steps) < WINDOW:
         axes.plot(steps, values, linestyle="none", marker=".", color=colour)
@@ -118,7 +124,9 @@ def _legend(figure: Figure, axes: Axes, validation: bool) -> None:
     if validation:
         entries.append((axes.lines[2], "held-out validation"))
     handles, labels = zip(*entries)
-    figure.legend(handles, labels, loc="outside upper right", ncols=len(entries), frameon=False, fontsize=9, labelcolor=_INK)
+    figure.legend(
+        handles, labels, loc="outside upper right", ncols=len(entries), frameon=False, fontsize=9, labelcolor=_INK
+    )
 
 
 def _png(figure: Figure) -> bytes:

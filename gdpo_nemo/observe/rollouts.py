@@ -55,7 +55,8 @@ def write_rollouts(
 
 
 def write_samples(path: Path, groups: Sequence[Group], more: Sequence[Mapping[str, Any]] = ()) -> Path:
-    """Write one object per trajectory of ``groups``, with what ``more`` adds to each; the file appears whole or not at all."""
+    """Write one object per trajectory of ``groups``, with what ``more`` adds to each; the file appears whole or not at
+    all."""
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     partial = path.with_name(path.name + ".partial")
     with open(partial, "w", encoding="utf-8") as file:

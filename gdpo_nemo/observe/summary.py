@@ -52,7 +52,9 @@ def summary(history: History, run_dir: Path, status: str) -> RenderableType:
     lines = [Text(f"  {line}") for line in facts(history)]
     files = [(run_dir / name, about) for name, about in FILES.items() if (run_dir / name).exists()]
     width = max((len(str(path)) for path, _ in files), default=0)
-    return Stack(table, *lines, Text(), *(Text(f"  {str(path):<{width}}  {about}", style="dim") for path, about in files))
+    return Stack(
+        table, *lines, Text(), *(Text(f"  {str(path):<{width}}  {about}", style="dim") for path, about in files)
+    )
 
 
 def facts(history: History) -> list[str]:

@@ -16,7 +16,8 @@ FOLDER = "tensorboard"
 
 
 class TensorboardLog:
-    """One events file per start of the run. ``start_step`` steps are done; later ones of an earlier start are purged."""
+    """One events file per start of the run. ``start_step`` steps are done; later ones of an earlier start are
+    purged."""
 
     def __init__(self, run_dir: str | Path, start_step: int = 0) -> None:
         self._writer = EventFileWriter(str(Path(run_dir) / FOLDER))

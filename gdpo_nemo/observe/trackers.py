@@ -94,7 +94,8 @@ class MlflowLog:
 
 
 class PrometheusLog:
-    """An endpoint with the newest value of every metric, ``gdpo_`` before its name and ``_`` for what names may not have."""
+    """An endpoint with the newest value of every metric, ``gdpo_`` before its name and ``_`` for what names may not
+    have."""
 
     def __init__(self, config: Config, run_dir: str | Path, start_step: int, settings: dict[str, Any]):
         from prometheus_client import CollectorRegistry, start_http_server

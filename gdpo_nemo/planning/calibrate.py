@@ -1,8 +1,8 @@
 """Rates measured by runs: what their metrics and samples say about the speed of this code on that machine.
 
-Every step of every run is one observation of each phase: its seconds, its units and its ideal seconds at the lengths that
-were sampled. Where observations differ enough in kind, both coefficients of a phase are fitted; otherwise the assumed ones
-are scaled together.
+Every step of every run is one observation of each phase: its seconds, its units and its ideal seconds at the lengths
+that were sampled. Where observations differ enough in kind, both coefficients of a phase are fitted; otherwise the
+assumed ones are scaled together.
 """
 
 from __future__ import annotations

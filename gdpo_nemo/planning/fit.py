@@ -42,14 +42,14 @@ def _shared_verdict(config: Config, shape: Shape, device: Device, training: int,
     share = config.policy.generation.vllm_cfg.gpu_memory_utilization
     if training + GPU_RESERVE > device.memory:
         return (
-            f"a policy rank needs {training / 1e9:.3g} GB while it trains, beside {GPU_RESERVE / 1e9:.3g} GB that a sleeping "
-            f"engine keeps, {has}"
+            f"a policy rank needs {training / 1e9:.3g} GB while it trains, beside {GPU_RESERVE / 1e9:.3g} GB that a "
+            f"sleeping engine keeps, {has}"
         )
     stays = resting_memory(config, shape)
     if stays + share * device.memory > device.memory:
         return (
-            f"while engines sample, a policy rank keeps {stays / 1e9:.3g} GB beside the {share * device.memory / 1e9:.3g} GB of "
-            f"the engine (gpu_memory_utilization {share:g}), {has}"
+            f"while engines sample, a policy rank keeps {stays / 1e9:.3g} GB beside the "
+            f"{share * device.memory / 1e9:.3g} GB of the engine (gpu_memory_utilization {share:g}), {has}"
         )
     if not engine.sequences(config.policy.max_total_sequence_length):
         return f"an engine rank has no room for one sequence beside {engine.weights / 1e9:.3g} GB of weights"
@@ -73,7 +73,8 @@ def _with(section: Any, sections: list[str], name: str, value: Any) -> Any:
 
 
 def smallest_change(config: Config, shape: Shape, device: Device) -> str | None:
-    """The first change, or pair of changes, that makes the config fit, in the order of what it costs; None: there is none."""
+    """The first change, or pair of changes, that makes the config fit, in the order of what it costs; None: there is
+    none."""
     candidates = list(_candidates(config, shape))
     for count in (1, 2):
         for chosen in combinations(candidates, count):

@@ -55,7 +55,8 @@ def host() -> Device:
 
 @dataclass(frozen=True)
 class Phase:
-    """Seconds of a phase: ``fixed`` per unit (a decoding step, a micro-batch, a publication) + ``factor`` x ideal seconds."""
+    """Seconds of a phase: ``fixed`` per unit (a decoding step, a micro-batch, a publication) + ``factor`` x ideal
+    seconds."""
 
     fixed: float
     factor: float
@@ -92,10 +93,11 @@ class Rates:
             f"measured on {', '.join(self.measured)}" if self.measured else "assumed; --calibrate RUN replaces them"
         )
         return (
-            f"generation {self.generation.fixed * 1e3:.3g} ms a decoding step + {self.generation.factor:.3g} x roofline, training "
-            f"{self.training.fixed:.3g} s a micro-batch + {self.training.factor:.3g} x roofline, weights {self.sync.fixed:.3g} s + "
-            f"{self.sync.factor:.3g} x link, completions of {self.completion_share:.0%} of max_new_tokens (longest "
-            f"{self.longest_share:.0%}), prompts of {self.prompt_share:.0%} of the rest ({origin})"
+            f"generation {self.generation.fixed * 1e3:.3g} ms a decoding step + {self.generation.factor:.3g} x "
+            f"roofline, training {self.training.fixed:.3g} s a micro-batch + {self.training.factor:.3g} x roofline, "
+            f"weights {self.sync.fixed:.3g} s + {self.sync.factor:.3g} x link, completions of "
+            f"{self.completion_share:.0%} of max_new_tokens (longest {self.longest_share:.0%}), prompts of "
+            f"{self.prompt_share:.0%} of the rest ({origin})"
         )
 
 

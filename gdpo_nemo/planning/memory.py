@@ -1,7 +1,8 @@
 """Bytes per rank: what the policy and the engines hold at the fullest moment of a step.
 
-Activations are counted tensor by tensor as the layers of ``gdpo_nemo.megatron`` keep them for the backward pass (on GPUs:
-as TransformerEngine's layers do, which was not measured here). ``tests/benchmarks/memory.py`` holds this against real ranks.
+Activations are counted tensor by tensor as the layers of ``gdpo_nemo.megatron`` keep them for the backward pass (on
+GPUs: as TransformerEngine's layers do, which was not measured here). ``tests/benchmarks/memory.py`` holds this against
+real ranks.
 """
 
 from __future__ import annotations
@@ -42,7 +43,6 @@ class RankMemory:
     def total(self) -> int:
         """All of them."""
         return sum(getattr(self, field.name) for field in fields(self) if field.name != "stage")
-
 
     def resting(self, offload: bool) -> int:
         """Bytes that stay between updates; ``offload``: main weights and moments are in host memory then."""
@@ -222,7 +222,8 @@ def resting_memory(config: Config, shape: Shape) -> int:
 
 
 def engine_memory(config: Config, shape: Shape, device_bytes: int | None) -> EngineMemory:
-    """One rank of an engine. On a GPU of ``device_bytes`` the cache takes what utilisation leaves beside the weights."""
+    """One rank of an engine. On a GPU of ``device_bytes`` the cache takes what utilisation leaves beside the
+    weights."""
     vllm = config.policy.generation.vllm_cfg
     size = BYTES[config.policy.precision]
     tensor = vllm.tensor_parallel_size

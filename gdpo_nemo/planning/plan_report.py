@@ -25,14 +25,15 @@ def worked_batch(config: Config) -> str:
     batches = len(assign([longest] * (samples // updates), layout.data, config.policy.micro_batch_tokens, multiple)[0])
     ranks = f" on each of {layout.data} data-parallel ranks" if layout.data > 1 else ""
     return (
-        f"{config.gdpo.num_prompts_per_step} prompts x {config.gdpo.num_generations_per_prompt} samples = {samples} samples = "
-        f"{_count(updates, 'optimizer update')} of {samples // updates} = at most {_count(batches, 'micro-batch')} "
-        f"of at most {config.policy.micro_batch_tokens} tokens{ranks}"
+        f"{config.gdpo.num_prompts_per_step} prompts x {config.gdpo.num_generations_per_prompt} samples = {samples} "
+        f"samples = {_count(updates, 'optimizer update')} of {samples // updates} = at most "
+        f"{_count(batches, 'micro-batch')} of at most {config.policy.micro_batch_tokens} tokens{ranks}"
     )
 
 
 def brief(config: Config) -> list[tuple[str, str]]:
-    """The lines that --dry-run shows: nothing that needs a GPU's figures. Without the model's shape, that it is missing."""
+    """The lines that --dry-run shows: nothing that needs a GPU's figures. Without the model's shape, that it is
+    missing."""
     lines = [("arithmetic", worked_batch(config))]
     shape = model_shape(config)
     if shape is None:
@@ -40,7 +41,10 @@ def brief(config: Config) -> list[tuple[str, str]]:
     memory = policy_memory(config, shape)
     layout = resolve_layout(config)
     share = config.policy.generation.vllm_cfg.gpu_memory_utilization
-    stays = f"{size(resting_memory(config, shape))} of a policy rank stay while engines sample, beside {share:.0%} of the GPU for these"
+    stays = (
+        f"{size(resting_memory(config, shape))} of a policy rank stay while engines sample, beside {share:.0%} of "
+        "the GPU for these"
+    )
     return [
         *lines,
         ("per rank", _policy_line(memory, shape)),
@@ -63,7 +67,8 @@ def full(config: Config, shape: Shape, device: Device, rates: Rates) -> list[tup
     lines = [
         (
             "device",
-            f"{device.name}, {size(device.memory)}, {device.compute / 1e12:.3g} TFLOP/s, {device.bandwidth / 1e12:.3g} TB/s ({device.source})",
+            f"{device.name}, {size(device.memory)}, {device.compute / 1e12:.3g} TFLOP/s, {device.bandwidth / 1e12:.3g} "
+            f"TB/s ({device.source})",
         ),
         ("mesh", _mesh(config, layout)),
         ("arithmetic", worked_batch(config)),
@@ -82,7 +87,8 @@ def full(config: Config, shape: Shape, device: Device, rates: Rates) -> list[tup
     lines += [
         (
             "refit",
-            f"{size(refit_bytes(config, shape))} to each engine: {sync.ideal:.3g} s at the peak of {link if layout.gpus else 'shared memory'}",
+            f"{size(refit_bytes(config, shape))} to each engine: {sync.ideal:.3g} s at the peak of "
+            f"{link if layout.gpus else 'shared memory'}",
         ),
         ("time", _time_line(config, shape, device, rates, layout)),
     ]
@@ -111,13 +117,17 @@ def _policy_line(memory: RankMemory, shape: Shape) -> str:
              ("activations", memory.activations), ("log-prob chunk", memory.logprobs), ("buffers", memory.buffers),
              ("device reserve", memory.reserve)]  # fmt: skip
     terms = " + ".join(f"{size(value)} {name}" for name, value in parts if value)
-    return f"{size(memory.total)} on the fullest policy rank (stage {memory.stage}) = {terms}; {shape.parameters / 1e6:,.0f} M parameters in all"
+    return (
+        f"{size(memory.total)} on the fullest policy rank (stage {memory.stage}) = {terms}; "
+        f"{shape.parameters / 1e6:,.0f} M parameters in all"
+    )
 
 
 def _engine_line(config: Config, memory: EngineMemory, mean: float) -> str:
     longest = config.policy.max_total_sequence_length
     return (
-        f"{size(memory.weights)} weights + {size(memory.kv_cache)} KV cache on each engine rank: {memory.sequences(longest)} sequences "
+        f"{size(memory.weights)} weights + {size(memory.kv_cache)} KV cache on each engine rank: "
+        f"{memory.sequences(longest)} sequences "
         f"of {longest} tokens, {memory.sequences(ceil(mean))} of the expected {mean:.0f}"
     )
 
@@ -126,8 +136,8 @@ def _shared_line(config: Config, shape: Shape, device: Device) -> str:
     stays = resting_memory(config, shape)
     share = config.policy.generation.vllm_cfg.gpu_memory_utilization
     return (
-        f"while engines sample, {size(stays)} of a policy rank stay beside {size(share * device.memory)} of an engine rank = "
-        f"{size(stays + share * device.memory)} of {size(device.memory)}"
+        f"while engines sample, {size(stays)} of a policy rank stay beside {size(share * device.memory)} of an engine "
+        f"rank = {size(stays + share * device.memory)} of {size(device.memory)}"
     )
 
 
@@ -160,9 +170,9 @@ def _time_line(config: Config, shape: Shape, device: Device, rates: Rates, layou
     hours = time.step * steps / 3600
     cost = f" = {hours * (layout.gpus or 1):.3g} {'GPU' if layout.gpus else 'machine'} hours"
     return (
-        f"generation {time.generation:.3g} s{verify}, training {time.training:.3g} s, weights {time.sync:.3g} s, {how}: {time.step:.3g} s "
-        f"a step, {hours:.3g} h for {_count(steps, 'step')}{cost}; idle: policy {time.policy_idle:.0%}, engines {time.engines_idle:.0%}, "
-        f"all ranks {time.idle(layout):.0%}"
+        f"generation {time.generation:.3g} s{verify}, training {time.training:.3g} s, weights {time.sync:.3g} s, "
+        f"{how}: {time.step:.3g} s a step, {hours:.3g} h for {_count(steps, 'step')}{cost}; idle: policy "
+        f"{time.policy_idle:.0%}, engines {time.engines_idle:.0%}, all ranks {time.idle(layout):.0%}"
     )
 
 

@@ -14,11 +14,14 @@ from gdpo_nemo.config.stages import stage_layers
 _QWEN25 = dict(model_type="qwen2", vocab_size=151936, num_key_value_heads=2)
 KNOWN: dict[str, dict[str, Any]] = {
     "Qwen/Qwen2.5-0.5B": _QWEN25
-    | dict(hidden_size=896, num_hidden_layers=24, num_attention_heads=14, intermediate_size=4864, tie_word_embeddings=True),
+    | dict(hidden_size=896, num_hidden_layers=24, num_attention_heads=14, intermediate_size=4864,
+    tie_word_embeddings=True),
     "Qwen/Qwen2.5-1.5B": _QWEN25
-    | dict(hidden_size=1536, num_hidden_layers=28, num_attention_heads=12, intermediate_size=8960, tie_word_embeddings=True),
+    | dict(hidden_size=1536, num_hidden_layers=28, num_attention_heads=12, intermediate_size=8960,
+    tie_word_embeddings=True),
     "Qwen/Qwen2.5-3B": _QWEN25
-    | dict(hidden_size=2048, num_hidden_layers=36, num_attention_heads=16, intermediate_size=11008, tie_word_embeddings=True),
+    | dict(hidden_size=2048, num_hidden_layers=36, num_attention_heads=16, intermediate_size=11008,
+    tie_word_embeddings=True),
     "Qwen/Qwen2.5-7B": _QWEN25
     | dict(
         vocab_size=152064, hidden_size=3584, num_hidden_layers=28, num_attention_heads=28, num_key_value_heads=4,
@@ -35,7 +38,8 @@ KNOWN: dict[str, dict[str, Any]] = {
         moe_intermediate_size=768, tie_word_embeddings=False,
     ),
     "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B": _QWEN25
-    | dict(hidden_size=1536, num_hidden_layers=28, num_attention_heads=12, intermediate_size=8960, tie_word_embeddings=False),
+    | dict(hidden_size=1536, num_hidden_layers=28, num_attention_heads=12, intermediate_size=8960,
+    tie_word_embeddings=False),
     "deepseek-ai/DeepSeek-R1-Distill-Qwen-7B": _QWEN25
     | dict(
         vocab_size=152064, hidden_size=3584, num_hidden_layers=28, num_attention_heads=28, num_key_value_heads=4,
@@ -129,13 +133,17 @@ class Shape:
         f = self.ffn
         one = self.groups * self.head_size
         sides = {
-            "q_proj": h + self.query // t, "k_proj": h + one // t, "v_proj": h + one // t, "o_proj": self.query // t + h,
+            "q_proj": h + self.query // t, "k_proj": h + one // t, "v_proj": h + one // t, "o_proj": self.query // t +
+            h,
             "gate_proj": h + f // t, "up_proj": h + f // t, "down_proj": f // t + h,
         }  # fmt: skip
         wanted = set(lora.target_modules)
         layer = sum(sides[name] for name in wanted if name in sides)
         if lora.share_a:
-            layer -= sum(h * max(0, len(wanted & fused) - 1) for fused in ({"q_proj", "k_proj", "v_proj"}, {"gate_proj", "up_proj"}))
+            layer -= sum(
+                h * max(0, len(wanted & fused) - 1)
+                for fused in ({"q_proj", "k_proj", "v_proj"}, {"gate_proj", "up_proj"})
+            )
         head = h + -(-self.vocabulary // t) if "lm_head" in wanted and stage == layout.pipeline - 1 else 0
         return (len(self.on_stage(layout, stage)) * layer + head) * lora.rank
 

@@ -1,7 +1,7 @@
 """Seconds per step from a roofline: every phase is bounded by arithmetic, by memory, or by a link.
 
-The ideal seconds here are those at a device's published peak; ``hardware.Rates`` turns them into expected ones. Left out:
-network contention, stragglers, the environments' own work unless it was measured.
+The ideal seconds here are those at a device's published peak; ``hardware.Rates`` turns them into expected ones. Left
+out: network contention, stragglers, the environments' own work unless it was measured.
 """
 
 from __future__ import annotations
@@ -138,7 +138,8 @@ def refit_bytes(config: Config, shape: Shape) -> int:
 
 
 def sync_work(config: Config, shape: Shape, device: Device) -> Work:
-    """One publication, to all engines at once; colocated, over the links that gather the shards, or read and written twice."""
+    """One publication, to all engines at once; colocated, over the links that gather the shards, or read and written
+    twice."""
     layout = resolve_layout(config)
     if layout.colocated and layout.model_ranks == 1:
         return Work(1, 4 * refit_bytes(config, shape) / device.bandwidth)

@@ -41,7 +41,10 @@ class Candidate:
     @property
     def name(self) -> str:
         """For tables."""
-        return f"tensor {self.tensor} x pipeline {self.pipeline} x data {self.data}, {self.engines} x {self.engine_tensor} engines"
+        return (
+            f"tensor {self.tensor} x pipeline {self.pipeline} x data {self.data}, {self.engines} x "
+            f"{self.engine_tensor} engines"
+        )
 
 
 def gpu_counts(largest: int, each: int) -> list[int]:
@@ -89,7 +92,8 @@ def _candidates(
 
 
 def _evaluated(base, shape, device, rates, gpus, tensor, pipeline, engines, engine_tensor) -> Candidate | None:
-    """The layout with its time; None where it does not divide the GPUs, leaves ranks without samples, or does not fit."""
+    """The layout with its time; None where it does not divide the GPUs, leaves ranks without samples, or does not
+    fit."""
     config = changed(
         base,
         megatron_cfg__tensor_model_parallel_size=tensor,

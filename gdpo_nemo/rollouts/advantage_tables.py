@@ -1,6 +1,8 @@
-"""What ``gdpo-nemo explain-advantages`` prints: a recorded step's rewards, the advantages they gave, and what a sum hides.
+"""What ``gdpo-nemo explain-advantages`` prints: a recorded step's rewards, the advantages they gave, and what a sum
+hides.
 
-The advantages are computed again from the recorded rewards, by the code that trains, so another config answers "what if".
+The advantages are computed again from the recorded rewards, by the code that trains, so another config answers "what
+if".
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ _EQUAL = 1e-5
 _PAIRS_SHOWN = 3
 
 
-def explain_step(path: str | Path, config_path: str | Path | None, overrides: Sequence[str], shown: int) -> RenderableType:
+def explain_step(
+    path: str | Path, config_path: str | Path | None, overrides: Sequence[str], shown: int
+) -> RenderableType:
     """The explanation of one ``rollouts/step_*.jsonl``, for a rich console.
 
     Args:
@@ -52,7 +56,11 @@ def explain_step(path: str | Path, config_path: str | Path | None, overrides: Se
         raise ConfigError(f"--groups: must be 0 or more, got {shown}")
     _check_recorded(groups, config, path)
     step = _Step(groups, config)
-    parts: list[RenderableType] = [_heading(path, step), Text(step.ours.diagnostics.describe()), Text(_agreement(step, recorded))]
+    parts: list[RenderableType] = [
+        _heading(path, step),
+        Text(step.ours.diagnostics.describe()),
+        Text(_agreement(step, recorded)),
+    ]
     parts += [Text(line) for line in _collapse_lines(step)]
     by_interest = sorted(range(len(groups)), key=lambda g: (-len(step.collapsed(g)), -step.spread(g), g))
     for place in by_interest[:shown]:
@@ -162,7 +170,7 @@ def _heading(path: Path, step: _Step) -> Text:
     gdpo = step.config.gdpo
     weights = " + ".join(f"{gdpo.rewards[name]:g} {name}" for name in step.weighted)
     variant = f", preset {gdpo.preset}" if gdpo.preset else ""
-    counts = f"{len(step.groups)} group{"s" * (len(step.groups) > 1)}, {len(step.trajectories)} samples"
+    counts = f"{len(step.groups)} group{'s' * (len(step.groups) > 1)}, {len(step.trajectories)} samples"
     return Text(f"{path.name}: {counts}; {weights} by {gdpo.estimator}{variant}\n", style="bold")
 
 

@@ -42,7 +42,9 @@ def play_with_agents(environment, prompts: Sequence[Prompt], context: RolloutCon
         played = environment.play([prompt for prompt, _ in wanted], settings)
         if service.router.failure is not None:
             raise service.router.failure
-        transcripts = [_transcript(Transcript(prompt, j), result, service.history) for (prompt, j), result in zip(wanted, played)]
+        transcripts = [
+            _transcript(Transcript(prompt, j), result, service.history) for (prompt, j), result in zip(wanted, played)
+        ]
     version = max((t.version or 0 for t in transcripts), default=0)
     for t in transcripts:
         if t.turns:
@@ -83,7 +85,8 @@ def follow(t: Transcript, response: Mapping[str, Any], history: History) -> None
         turn = history.turn(np.concatenate([prompt, generated]))
         if turn is None and history.forgotten:
             raise RunError(
-                f"rollout.endpoint: agents took more than the {TURNS_KEPT:,} turns of a batch that are kept (side conversations "
+                f"rollout.endpoint: agents took more than the {TURNS_KEPT:,} turns of a batch that are kept (side "
+                "conversations "
                 "count too); lower gdpo.num_prompts_per_step, gdpo.num_generations_per_prompt or the agents' calls"
             )
         if turn is None or len(turn.prompt_ids) != len(prompt):
@@ -94,7 +97,9 @@ def follow(t: Transcript, response: Mapping[str, Any], history: History) -> None
             seen = t.token_ids
             if len(prompt) < len(seen) or not np.array_equal(prompt[: len(seen)], seen):
                 place = _first_difference(seen, prompt)
-                raise BrokenEpisode(f"{NOT_CONTIGUOUS}: turn {t.turns + 1} departs from the turns before it at token {place}")
+                raise BrokenEpisode(
+                    f"{NOT_CONTIGUOUS}: turn {t.turns + 1} departs from the turns before it at token {place}"
+                )
             t.append_env_tokens(prompt[len(seen) :])
         t.append_policy_tokens(turn.completion, turn.version)
     if t.turns == 0:

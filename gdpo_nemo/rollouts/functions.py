@@ -134,7 +134,9 @@ def rollout_functions(config: Config) -> dict[str, RolloutFunction]:
     if not found and (turns.max_turns != 1 or turns.max_tokens is not None):
         raise ConfigError("rollout.turns: has no effect, no environment of env has turns; remove it")
     if config.rollout.endpoint.enabled and not with_agents:
-        raise ConfigError("rollout.endpoint: has no effect without an environment of agents or a rollout.function; remove it")
+        raise ConfigError(
+            "rollout.endpoint: has no effect without an environment of agents or a rollout.function; remove it"
+        )
     return found
 
 
@@ -154,8 +156,8 @@ def check_one_kind(functions: Mapping[str, RolloutFunction], names: Collection[s
     if len(kinds) > 1:
         one, other = list(kinds.values())[:2]
         raise ConfigError(
-            f"data.{split}.environment_key: rows of {one} and of {other} cannot share a batch; environments with turns and "
-            "without, or of different agents, need runs of their own"
+            f"data.{split}.environment_key: rows of {one} and of {other} cannot share a batch; environments with "
+            "turns and without, or of different agents, need runs of their own"
         )
 
 

@@ -30,7 +30,8 @@ def reward_columns(trajectories: Sequence[Trajectory], config: Config) -> dict[s
     created = {rule["component"] for rule in rules if transformation_of(rule) in CREATING}
     names = [*(name for name in config.gdpo.rewards if name in given or name not in created), *given]
     columns = {
-        name: np.array([_number(t.rewards.get(name)) for t in trajectories], np.float64) for name in dict.fromkeys(names)
+        name: np.array([_number(t.rewards.get(name)) for t in trajectories], np.float64)
+        for name in dict.fromkeys(names)
     }
     if not rules:
         return columns
@@ -52,7 +53,8 @@ def advantages_of(groups: Sequence[Group], config: Config, kl: np.ndarray | None
         kl: ``log_ratios`` [trajectories], where ``gdpo.kl_in_reward`` is set.
 
     Raises:
-        RunError: no trajectory carries any weighted reward, the user's own estimator failed, or gave what is not finite.
+        RunError: no trajectory carries any weighted reward, the user's own estimator failed, or gave what is not
+        finite.
     """
     gdpo = config.gdpo
     own = own_estimator(config)
@@ -93,10 +95,12 @@ def _group_ids(groups: Sequence[Group], by: str) -> np.ndarray:
 def log_ratios(sequences: Sequence[TrainSequence], reference: Sequence[np.ndarray]) -> np.ndarray:
     """log p_sampler - log p_reference, summed over the tokens that the policy wrote: float64 [sequences].
 
-    An estimate of KL(sampler || reference) of each trajectory, positive where the policy has become surer of what it wrote
-    than the reference was. NaN where no token has both log-probs.
+    An estimate of KL(sampler || reference) of each trajectory, positive where the policy has become surer of what it
+    wrote than the reference was. NaN where no token has both log-probs.
     """
-    gaps = [s.where_written(s.sampler_logprobs - r).astype(np.float64) for s, r in zip(sequences, reference, strict=True)]
+    gaps = [
+        s.where_written(s.sampler_logprobs - r).astype(np.float64) for s, r in zip(sequences, reference, strict=True)
+    ]
     return np.array([np.nan if np.isnan(gap).all() else np.nansum(gap) for gap in gaps])
 
 
@@ -129,7 +133,8 @@ def has_signal(group: Group, config: Config) -> bool:
 
 
 def part_with_signal(group: Group, config: Config) -> Group | None:
-    """What dynamic sampling keeps of a group: the whole or nothing, or those samples whose fellows vary (``leave_one_out``)."""
+    """What dynamic sampling keeps of a group: the whole or nothing, or those samples whose fellows vary
+    (``leave_one_out``)."""
     if not config.gdpo.dynamic_sampling.leave_one_out:
         return group if has_signal(group, config) else None
     members = [t for t in group.trajectories if t.trains]
@@ -214,7 +219,10 @@ def _turn_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     if all(t.loss_mask is None for t in trajectories):
         return {}
     broken = [t.detail.startswith(NOT_CONTIGUOUS) for t in trajectories]
-    return {"rollout/turns": float(np.mean([t.turns for t in trajectories])), "rollout/not_contiguous": float(np.mean(broken))}
+    return {
+        "rollout/turns": float(np.mean([t.turns for t in trajectories])),
+        "rollout/not_contiguous": float(np.mean(broken)),
+    }
 
 
 def _failed_by_environment(trajectories: Sequence[Trajectory]) -> dict[str, float]:
@@ -240,7 +248,8 @@ def check_failures(trajectories: Sequence[Trajectory], limit: float) -> None:
 
 
 def validation_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """The keys ``validation/...``: every component's mean over the samples that have it, their length, and what failed."""
+    """The keys ``validation/...``: every component's mean over the samples that have it, their length, and what
+    failed."""
     trajectories = [t for group in groups for t in group.trajectories]
     row = {}
     for name in dict.fromkeys(name for t in trajectories for name in t.rewards):

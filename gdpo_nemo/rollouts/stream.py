@@ -1,9 +1,9 @@
 """The stream of rollouts: batch k of prompts, sampled, verified, complete.
 
-One path serves synchronous and asynchronous training. Batch k is trained by update k + 1, on weights of version k, so it
-may be sampled by any version from k - max_staleness on. ``schedule(version)`` starts every batch that this rule allows:
-with 0 exactly the next one, with 1 also the one after it, which the engines sample while the policy trains. The engines
-serve calls in order, so new weights reach them only behind the calls already submitted.
+One path serves synchronous and asynchronous training. Batch k is trained by update k + 1, on weights of version k, so
+it may be sampled by any version from k - max_staleness on. ``schedule(version)`` starts every batch that this rule
+allows: with 0 exactly the next one, with 1 also the one after it, which the engines sample while the policy trains. The
+engines serve calls in order, so new weights reach them only behind the calls already submitted.
 """
 
 from __future__ import annotations
@@ -164,7 +164,9 @@ class RolloutStream:
         start = time.time()
         first = position - len(prompts)
         seed = partial(sample_seed, self._config.run.seed)
-        asked = SamplingJob(self._sampling, self._config.gdpo.num_generations_per_prompt, lambda i, j, turn: seed(first + i, j, turn))
+        asked = SamplingJob(
+            self._sampling, self._config.gdpo.num_generations_per_prompt, lambda i, j, turn: seed(first + i, j, turn)
+        )
         groups, sampling = self._groups(prompts, asked)
         end = time.time()
         spans = [("rollout", f"play {len(prompts) * asked.samples}", start, end)]
@@ -187,7 +189,9 @@ class RolloutStream:
         per_round = prompts_per_round(self._config) if dynamic.batch_multiplier else 0
         size = self._config.gdpo.num_generations_per_prompt
         kept, spare = self._parted(rollout.groups)
-        while (missing := wanted * size - _samples(kept)) > 0 and rollout.rounds < dynamic.max_rounds and self._left() > 0:
+        while (
+            (missing := wanted * size - _samples(kept)) > 0 and rollout.rounds < dynamic.max_rounds and self._left() > 0
+        ):
             position = self._position
             count = int(min(per_round or -(-missing // size), self._left()))
             self._position += count
@@ -221,9 +225,7 @@ class RolloutStream:
         """Sample and verify held-out prompts with the engines' current weights; seeds are the same at every call."""
         gdpo = self._config.gdpo
         generation = self._config.policy.generation
-        sampling = Sampling(
-            gdpo.val_temperature, 1.0, -1, generation.max_new_tokens, tuple(generation.stop_strings)
-        )
+        sampling = Sampling(gdpo.val_temperature, 1.0, -1, generation.max_new_tokens, tuple(generation.stop_strings))
         if self._player.plays(prompts[0]):
             seed = partial(sample_seed, self._config.run.seed)
             asked = SamplingJob(sampling, gdpo.val_generations_per_prompt, lambda i, j, turn: seed(-1 - i, j, turn))
@@ -254,7 +256,8 @@ def _cut(groups: Sequence[Group], count: int) -> list[Group]:
 
 
 def sample_seed(run_seed: int, position: int, sample: int, turn: int = 0) -> int:
-    """Seed of one sample, from the run's seed, the prompt's place in the run (negative: validation), its number and turn.
+    """Seed of one sample, from the run's seed, the prompt's place in the run (negative: validation), its number and
+    turn.
 
     Independent of engines, batches and resumes, so that a lost sample is drawn again exactly.
     """

@@ -1,7 +1,8 @@
 """Episodes of Python environments: all trajectories of a batch take their turns together.
 
-Every turn is one call to the engines and one to the environment workers. A trajectory ends when its environment says so,
-when ``rollout.turns.max_turns`` are taken, or when there is no room for a token more; the last two are ``truncated``.
+Every turn is one call to the engines and one to the environment workers. A trajectory ends when its environment says
+so, when ``rollout.turns.max_turns`` are taken, or when there is no room for a token more; the last two are
+``truncated``.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Weights by broadcast from the policy's first rank to all processes of all engines at once, bucket by bucket.
 
-NCCL carries them from GPU to GPU; gloo, which needs no GPU, over TCP from host to host. Every update makes a group of its
-own: the sender is its rank 0 and keeps the store where the group meets, the processes of the engines are ranks 1 and up. So
-an engine that was replaced takes part in the next update like any other. Both ends work on one bucket while another is on
-its way, so that neither holds more than two.
+NCCL carries them from GPU to GPU; gloo, which needs no GPU, over TCP from host to host. Every update makes a group of
+its own: the sender is its rank 0 and keeps the store where the group meets, the processes of the engines are ranks 1
+and up. So an engine that was replaced takes part in the next update like any other. Both ends work on one bucket while
+another is on its way, so that neither holds more than two.
 """
 
 from __future__ import annotations
@@ -79,7 +79,9 @@ class Broadcast:
         try:
             store = dist.TCPStore(self.host, self.port, is_master=False, timeout=limit)
         except RuntimeError as error:
-            raise PeerLost(f"weight update {manifest.version}: no sender at {self.host}:{self.port} ({_brief(error)})") from error
+            raise PeerLost(
+                f"weight update {manifest.version}: no sender at {self.host}:{self.port} ({_brief(error)})"
+            ) from error
         here = _own_address(self.host, self.port)
         with _group(store, self.rank + worker, self.world, here, self.backend, self.timeout_s) as group:
             for bucket, buffer in _received(group, divide(manifest, self.bucket_bytes), device):

@@ -1,7 +1,7 @@
 """Weights as a sequence of buckets: how an update passes from device to device without a second copy of the model.
 
-A bucket is one flat buffer of neighbouring tensors with a checksum of each behind them. The sender fills it while its model
-is gathered, the receiver loads from it; which tensors it holds, both know from the manifest.
+A bucket is one flat buffer of neighbouring tensors with a checksum of each behind them. The sender fills it while its
+model is gathered, the receiver loads from it; which tensors it holds, both know from the manifest.
 """
 
 from __future__ import annotations
@@ -50,7 +50,9 @@ class Bucket:
         for entry in self.entries:
             name, tensor = next(tensors, ("no tensor", torch.empty(0)))
             if (name, *form(tensor)) != (entry.name, entry.dtype, entry.shape):
-                raise RunError(f"weight update {self.version}: the policy has {name} where its manifest has {entry.name}")
+                raise RunError(
+                    f"weight update {self.version}: the policy has {name} where its manifest has {entry.name}"
+                )
             start = entry.offset - first
             buffer[start : start + entry.nbytes].copy_(tensor.detach().contiguous().flatten().view(torch.uint8))
             sums.append(checksum(tensor))
@@ -71,7 +73,8 @@ class Bucket:
         same = (torch.stack([checksum(view) for view in views.values()]) == self._sums(buffer)).tolist()
         if not all(same):
             raise RunError(
-                f"weight update {self.version}: checksum of {self.entries[same.index(False)].name} differs after transport"
+                f"weight update {self.version}: checksum of {self.entries[same.index(False)].name} differs after "
+                "transport"
             )
         yield from views.items()
 

@@ -1,9 +1,9 @@
 """A checksum of a tensor's bytes that the device which holds them computes, the same on CPU and GPU.
 
-Elements count as integers of their own size (8 bytes as two of 4). Element i of a block of 2^20 is multiplied by a weight
-w_i, a block is the sum of its products, and blocks are chained by multiplication, all modulo 2^64. Every w_i is odd, so a
-change of one element always shows; the low 33 bits of the w_i differ, so two unequal elements of a block that change places
-always show. The high bits are mixed (splitmix64): other changes go unseen with a chance of about 2^-31.
+Elements count as integers of their own size (8 bytes as two of 4). Element i of a block of 2^20 is multiplied by a
+weight w_i, a block is the sum of its products, and blocks are chained by multiplication, all modulo 2^64. Every w_i is
+odd, so a change of one element always shows; the low 33 bits of the w_i differ, so two unequal elements of a block that
+change places always show. The high bits are mixed (splitmix64): other changes go unseen with a chance of about 2^-31.
 """
 
 from __future__ import annotations

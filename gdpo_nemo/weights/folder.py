@@ -83,5 +83,7 @@ class Folder:
             raise RunError(f"weight update {manifest.version}: {self.path} cannot be read ({error})") from error
         if wanted:
             some = ", ".join(sorted(wanted)[:3])
-            raise RunError(f"weight update {manifest.version}: {len(wanted)} tensors are not in {self.path}, for instance {some}")
+            raise RunError(
+                f"weight update {manifest.version}: {len(wanted)} tensors are not in {self.path}, for instance {some}"
+            )
         return buffer

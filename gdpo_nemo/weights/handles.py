@@ -1,8 +1,8 @@
 """Weights by handles of shared memory, between a policy rank and the engine process on the same device.
 
 The rank fills two buffers in turn, whose handles the engine's process opened once: CUDA IPC where they lie on a GPU, a
-descriptor of shared memory on a CPU; the process copies a buffer and says so, and loads from its copy while the next one is
-filled. They talk over a local socket, so that either notices at once when the other is gone.
+descriptor of shared memory on a CPU; the process copies a buffer and says so, and loads from its copy while the next
+one is filled. They talk over a local socket, so that either notices at once when the other is gone.
 """
 
 from __future__ import annotations
@@ -119,7 +119,9 @@ def _named(manifest: Manifest) -> Iterator[None]:
         yield
     except (EOFError, OSError, AuthenticationError) as error:
         what = str(error) or type(error).__name__
-        raise PeerLost(f"weight update {manifest.version}: the other end of the shared memory is gone ({what})") from error
+        raise PeerLost(
+            f"weight update {manifest.version}: the other end of the shared memory is gone ({what})"
+        ) from error
 
 
 def _send_handles(connection: Connection, buffers: list[torch.Tensor]) -> None:

@@ -86,9 +86,7 @@ def pack(
     offset = 0
     for name, tensor in tensors:
         data = tensor.detach().to("cpu").contiguous().flatten().view(torch.uint8).numpy()
-        entries.append(
-            Entry(name, *form(tensor), offset, data.nbytes, zlib.crc32(data))
-        )
+        entries.append(Entry(name, *form(tensor), offset, data.nbytes, zlib.crc32(data)))
         padding = -data.nbytes % _ALIGNMENT
         # `to` and `contiguous` may have returned a view of the live weight.
         parts.append((offset, data.copy()))

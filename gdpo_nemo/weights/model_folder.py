@@ -15,8 +15,11 @@ from gdpo_nemo.errors import ConfigError
 INDEX = "model.safetensors.index.json"
 
 
-def save_tensors(tensors: Mapping[str, torch.Tensor], file: str | Path, metadata: Mapping[str, str] | None = None) -> None:
-    """Write a safetensors file with the mode of any new file; safetensors itself makes it private, whatever the umask says.
+def save_tensors(
+    tensors: Mapping[str, torch.Tensor], file: str | Path, metadata: Mapping[str, str] | None = None
+) -> None:
+    """Write a safetensors file with the mode of any new file; safetensors itself makes it private, whatever the umask
+    says.
 
     Raises OSError, or what safetensors raises.
     """

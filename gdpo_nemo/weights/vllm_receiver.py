@@ -1,8 +1,9 @@
 """vLLM's side of a weight update: a transfer backend that loads from this machine's memory, or what a source streams.
 
 Registered with vLLM by importing this module, which vLLM does in every worker process because it names the module's
-``Worker`` as ``worker_extension_cls``. In-process engines take a flat buffer from ``INBOX``; engines with worker processes
-map a file in shared memory. A source (``broadcast.Broadcast``, ``handles.Handles``) brings the tensors to the worker's device.
+``Worker`` as ``worker_extension_cls``. In-process engines take a flat buffer from ``INBOX``; engines with worker
+processes map a file in shared memory. A source (``broadcast.Broadcast``, ``handles.Handles``) brings the tensors to the
+worker's device.
 """
 
 from __future__ import annotations
@@ -63,8 +64,8 @@ class MemoryTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         """Load every tensor of the update, or the engine's own folder with the update's adapters merged into it.
 
         A tensor that no module takes is an error of vLLM's loader. What we find wrong with an update is kept for
-        ``Worker.update_error``: raised here it would keep vLLM from closing the model, and from another process it would arrive
-        as a text.
+        ``Worker.update_error``: raised here it would keep vLLM from closing the model, and from another process it
+        would arrive as a text.
         """
         try:
             self.model.load_weights(self._tensors(update_info))

@@ -260,7 +260,9 @@ def test_hash_like_group_ids_keep_their_groups_together():
     rewards = [1.0, 0.0, 2.0, 0.5]
     for hashes in ([0, m, -m, 0], [m, -m, -m, m], [2**63 - 1, -(2**63), 2**63 - 1, -(2**63)]):
         small = np.unique(hashes, return_inverse=True)[1]
-        got, expected = (values([[r] for r in rewards], ids, weights=[1]) for ids in (np.array(hashes, np.int64), small))
+        got, expected = (
+            values([[r] for r in rewards], ids, weights=[1]) for ids in (np.array(hashes, np.int64), small)
+        )
         np.testing.assert_array_equal(got, expected)
     assert np.abs(got).max() > 0.5
 
@@ -273,4 +275,6 @@ def test_advantages_do_not_depend_on_what_the_group_ids_are(names, seed):
     rewards = rng.integers(0, 3, (12, 2)).astype(float)
     ids = np.array(names, np.int64)[place]
     rank = np.argsort(np.argsort(names))[place]
-    np.testing.assert_allclose(values(rewards, ids, weights=[1, 2]), values(rewards, rank, weights=[1, 2]), rtol=0, atol=1e-12)
+    np.testing.assert_allclose(
+        values(rewards, ids, weights=[1, 2]), values(rewards, rank, weights=[1, 2]), rtol=0, atol=1e-12
+    )

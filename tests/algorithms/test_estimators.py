@@ -173,7 +173,8 @@ def test_dvao_shares_stay_bounded_with_a_penalty_of_negative_weight():
 
 
 def test_leave_one_out_grpo_is_each_reward_against_the_others_alone():
-    """Mean and sample deviation of the other members, as numpy has them; the only outlier of its group is not divided."""
+    """Mean and sample deviation of the other members, as numpy has them; the only outlier of its group is not
+    divided."""
     rewards = np.array([1.0, 0.0, 0.5, 0.0, 1.0, 0.0, 0.0, 0.0])
     groups = [0, 0, 0, 0, 1, 1, 1, 1]
     got = compute_advantages({"r": rewards}, groups, estimator="grpo", leave_one_out=True).values.numpy()
@@ -187,7 +188,9 @@ def test_leave_one_out_grpo_is_each_reward_against_the_others_alone():
 def test_leave_one_out_grpo_adds_its_components_up():
     rewards = {"a": [1.0, 0.0, 0.5, 0.2], "b": [0.0, 2.0, 1.0, 0.0]}
     both = compute_advantages(rewards, [0] * 4, estimator="grpo", leave_one_out=True)
-    total = compute_advantages({"sum": np.add(rewards["a"], rewards["b"])}, [0] * 4, estimator="grpo", leave_one_out=True)
+    total = compute_advantages(
+        {"sum": np.add(rewards["a"], rewards["b"])}, [0] * 4, estimator="grpo", leave_one_out=True
+    )
     np.testing.assert_allclose(both.values, total.values)
     np.testing.assert_allclose(both.components.sum(1), both.values)
 

@@ -78,7 +78,8 @@ def test_under_the_batch_norm_the_kl_counts_beta_times_beside_the_rewards(seed, 
 @few
 @given(seeds, st.sampled_from(["gdpo", "gd2po", "dara"]))
 def test_noise_of_the_kl_stays_noise(seed, estimator):
-    """Before the first update the KL is the rounding of two engines; a z-score would make a third of the signal of it."""
+    """Before the first update the KL is the rounding of two engines; a z-score would make a third of the signal of
+    it."""
     rewards, ids, kl = batch(seed)
     plain = values(rewards, ids, estimator=estimator)
     assume(np.abs(plain).max() > 0)
@@ -110,7 +111,9 @@ def test_masked_and_missing_members_leave_the_kls_group_mean(seed, estimator):
         off = 0.5 * centred(np.where(valid, holed, np.nan), ids)
         np.testing.assert_allclose(got, values(rewards, ids, **options) - off, rtol=0, atol=1e-9)
     else:
-        alone = values(rewards[valid], ids[valid], estimator=estimator, batch_norm=False, kl=holed[valid], kl_coefficient=0.5)
+        alone = values(
+            rewards[valid], ids[valid], estimator=estimator, batch_norm=False, kl=holed[valid], kl_coefficient=0.5
+        )
         np.testing.assert_allclose(got[valid], alone, rtol=0, atol=1e-9)
 
 
@@ -119,14 +122,18 @@ def test_masked_and_missing_members_leave_the_kls_group_mean(seed, estimator):
 def test_an_offset_of_the_kl_changes_nothing(seed, estimator, offset):
     rewards, ids, kl = batch(seed)
     got = values(rewards, ids, estimator=estimator, kl=kl + offset, kl_coefficient=0.1)
-    np.testing.assert_allclose(got, values(rewards, ids, estimator=estimator, kl=kl, kl_coefficient=0.1), rtol=0, atol=1e-7)
+    np.testing.assert_allclose(
+        got, values(rewards, ids, estimator=estimator, kl=kl, kl_coefficient=0.1), rtol=0, atol=1e-7
+    )
 
 
 def test_an_own_estimators_terms_get_the_kl_too():
     def mine(table, settings):
         return Terms(np.array([[1.0, -1.0, 0.0, 0.0]]), np.array([True, True, False, False]))
 
-    got = values({"a": [1, 0, 0, 0]}, [0, 0, 1, 1], estimator=mine, batch_norm=False, kl=[2, 0, 4, 0], kl_coefficient=0.5)
+    got = values(
+        {"a": [1, 0, 0, 0]}, [0, 0, 1, 1], estimator=mine, batch_norm=False, kl=[2, 0, 4, 0], kl_coefficient=0.5
+    )
     assert got.tolist() == [0.5, -0.5, -1, 1]
 
 
@@ -135,7 +142,9 @@ def test_a_lone_component_that_a_preset_hands_to_grpo_gets_the_kl_once():
     ids = [0, 0, 0, 0]
     kl = [1.0, 0.0, 2.0, 3.0]
     one = values(rewards, ids, preset="trl_fork", batch_norm=False, kl=kl, kl_coefficient=0.1)
-    np.testing.assert_allclose(one, values(rewards, ids, estimator="grpo", epsilon=1e-4, kl=kl, kl_coefficient=0.1), atol=1e-12)
+    np.testing.assert_allclose(
+        one, values(rewards, ids, estimator="grpo", epsilon=1e-4, kl=kl, kl_coefficient=0.1), atol=1e-12
+    )
 
 
 @pytest.mark.parametrize(

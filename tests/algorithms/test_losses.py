@@ -279,7 +279,9 @@ def test_with_the_score_the_gradient_is_that_of_the_sampled_divergence(kind, slo
 def test_an_estimate_beyond_the_output_clamp_has_no_gradient(reference, slope):
     """k3 of a log-ratio of -2.45 is 8.1, of -2.6 it is 9.9 and more than 9."""
     logprobs = torch.tensor([-1.0], dtype=torch.float64, requires_grad=True)
-    settings = LossSettings(reference_policy_kl_penalty=1.0, reference_policy_kl_gradient="score", kl_output_clamp_value=9.0)
+    settings = LossSettings(
+        reference_policy_kl_penalty=1.0, reference_policy_kl_gradient="score", kl_output_clamp_value=9.0
+    )
     assert np.isclose(kl_slope(logprobs, reference, settings), slope)
 
 
@@ -294,7 +296,9 @@ def test_an_importance_weight_multiplies_the_estimate():
 
 def test_the_input_clamp_takes_the_gradient_of_estimate_and_weight():
     logprobs = torch.tensor([-1.0], dtype=torch.float64, requires_grad=True)
-    settings = LossSettings(reference_policy_kl_penalty=1.0, reference_policy_kl_gradient="score", kl_input_clamp_value=1.0)
+    settings = LossSettings(
+        reference_policy_kl_penalty=1.0, reference_policy_kl_gradient="score", kl_input_clamp_value=1.0
+    )
     assert kl_slope(logprobs, -3.0, settings) == 0.0
 
 
@@ -380,7 +384,8 @@ SEQUENCE_CORRECTIONS = [(mode, level) for mode in ("truncate", "mask") for level
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "constant"])
 @pytest.mark.parametrize("mode, level", [("none", "token"), *SEQUENCE_CORRECTIONS])
 def test_gspo_has_the_gradient_of_its_sequence_form_under_every_correction_it_takes(mode, level, aggregation):
-    """The oracle clips one ratio per sequence, s = exp(mean log r), as the paper's eq. 5 and 7 have it, and differentiates that."""
+    """The oracle clips one ratio per sequence, s = exp(mean log r), as the paper's eq. 5 and 7 have it, and
+    differentiates that."""
     correction = OffPolicySettings(mode, level, ratio_max=1.05, ratio_min=0.95)
     batch = Batch(aggregation)
     fields = batch.fields
@@ -400,7 +405,9 @@ def test_gspo_has_the_gradient_of_its_sequence_form_under_every_correction_it_ta
     torch.testing.assert_close(got, batch.gradient(losses), rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize("off_policy", [{"mode": "truncate"}, {"mode": "mask"}, *({"mode": "icepop", "level": x} for x in LEVELS)])
+@pytest.mark.parametrize(
+    "off_policy", [{"mode": "truncate"}, {"mode": "mask"}, *({"mode": "icepop", "level": x} for x in LEVELS)]
+)
 def test_gspo_refuses_corrections_that_would_make_it_another_loss(off_policy):
     settings = LossSettings.from_mapping({"type": "gspo", "off_policy": off_policy})
     with pytest.raises(ValueError, match="off_policy: unlike weights for the tokens of a sequence"):

@@ -76,7 +76,10 @@ def divides_by_the_deviation(table, settings):
 
 def test_terms_that_are_not_finite_are_refused_with_estimator_component_group_and_value():
     rewards = {"correct": [0.0, 1.0, 1.0, 1.0], "short": [0.0] * 4}
-    with pytest.raises(ValueError, match=r"divides_by_the_deviation returned nan for component 'correct' of group 7, whose reward is 1 \(2 "):
+    with pytest.raises(
+        ValueError,
+        match=r"divides_by_the_deviation returned nan for component 'correct' of group 7, whose reward is 1 \(2 ",
+    ):
         compute_advantages(rewards, [3, 3, 7, 7], estimator=divides_by_the_deviation)
     rewards["correct"] = [0.0, 1.0, 1.0, 0.0]
     assert compute_advantages(rewards, [3, 3, 7, 7], estimator=divides_by_the_deviation).values.isfinite().all()
@@ -102,7 +105,9 @@ def test_every_way_to_an_advantage_that_is_not_finite_is_refused(terms, complain
 
 def config(estimator: str, *overrides: str):
     base = ["gdpo.num_generations_per_prompt=2", "gdpo.num_prompts_per_step=2", "gdpo.rewards={correct: 1, short: 1}"]
-    return load_config(REPOSITORY / "configs" / "gdpo_tiny_cpu.yaml", [*base, f"gdpo.estimator={estimator}", *overrides])
+    return load_config(
+        REPOSITORY / "configs" / "gdpo_tiny_cpu.yaml", [*base, f"gdpo.estimator={estimator}", *overrides]
+    )
 
 
 @pytest.mark.parametrize(
@@ -174,7 +179,9 @@ def mine(table, settings):
 def test_an_own_estimator_that_gives_nan_is_refused_before_any_process_starts(tmp_path):
     file = tmp_path / "broken.py"
     file.write_text(BROKEN_FOR_CONSTANT_GROUPS)
-    with pytest.raises(ConfigError, match=r"gdpo.estimator: estimator mine returned nan for component 'correct' of group 1"):
+    with pytest.raises(
+        ConfigError, match=r"gdpo.estimator: estimator mine returned nan for component 'correct' of group 1"
+    ):
         check_own_estimator(config(f"{file}:mine"))
     raising = tmp_path / "raising.py"
     raising.write_text("def mine(table, settings):\n    return {}['x']\n")

@@ -125,7 +125,8 @@ def test_a_small_bonus_beside_large_opposed_rewards_survives_in_the_normalised_s
 
 @pytest.mark.parametrize("close", [0.999, 1 - 1e-5, 1 - 1e-7])
 def test_opposed_rewards_of_unlike_weight_leave_the_heavier_one_at_full_size(close):
-    """There is no threshold between weights that are close and weights that are equal: what is left is a reward, not noise."""
+    """There is no threshold between weights that are close and weights that are equal: what is left is a reward, not
+    noise."""
     rewards = np.array([[0, 1], [1, 0], [1, 0], [0, 1]] * 128)
     ids = np.repeat(np.arange(128), 4)
     expected = advantages(rewards, ids, weights=[1, 0.5], epsilon=1e-12, batch_epsilon=0.0)

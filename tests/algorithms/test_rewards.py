@@ -65,7 +65,11 @@ def test_penalties_create_their_component_or_add_to_it():
 
 def test_input_columns_are_left_alone():
     column = np.array([1.0, 5.0])
-    apply_shaping({"a": column}, [{"component": "a", "clip": [0, 1]}, {"component": "a", "truncated": {}}], truncated=[True, False])
+    apply_shaping(
+        {"a": column},
+        [{"component": "a", "clip": [0, 1]}, {"component": "a", "truncated": {}}],
+        truncated=[True, False],
+    )
     assert column.tolist() == [1, 5]
 
 

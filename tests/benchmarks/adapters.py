@@ -2,8 +2,9 @@
 
     python tests/benchmarks/adapters.py [--size 100m] [--rank 16] [--rounds 3]
 
-A random Qwen2 in float32, one policy rank and one engine in Ray actors on this machine. ``take`` is what keeps the policy:
-gathering, packing and checksums; ``ship`` is transport, checks and the engine's reload. Medians over the rounds.
+A random Qwen2 in float32, one policy rank and one engine in Ray actors on this machine. ``take`` is what keeps the
+policy: gathering, packing and checksums; ``ship`` is transport, checks and the engine's reload. Medians over the
+rounds.
 """
 
 from __future__ import annotations
@@ -84,7 +85,9 @@ def main() -> None:
             for what, rank in (("model", 0), ("adapters", arguments.rank)):
                 policy = PolicyGroup(config_of(model, rank), str(model), 1)
                 policy.ready()
-                for name, (size, take, ship) in measure(policy, fleet, Path(folder) / "weights", arguments.rounds).items():
+                for name, (size, take, ship) in measure(
+                    policy, fleet, Path(folder) / "weights", arguments.rounds
+                ).items():
                     print(f"{what:<9} {name:<7} {size / 2**20:8.1f} MiB  take {take:6.2f} s  ship {ship:6.2f} s")
                 policy.close()
             fleet.close()

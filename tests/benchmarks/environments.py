@@ -3,8 +3,8 @@
     uv run tests/benchmarks/environments.py            a minute on two cores
     uv run tests/benchmarks/environments.py --quick    a few seconds
 
-The server is a process of its own that answers every request after 100 ms with 4 kB, at the smallest cost Python allows,
-so that what is measured is the client. Prints one line a case and ends with status 1 where a bound is missed.
+The server is a process of its own that answers every request after 100 ms with 4 kB, at the smallest cost Python
+allows, so that what is measured is the client. Prints one line a case and ends with status 1 where a bound is missed.
 """
 
 from __future__ import annotations
@@ -149,11 +149,15 @@ def trajectories_of(count: int) -> list[Trajectory]:
     empty = np.zeros(0, np.int32)
     fields = read_row(row)
     prompts = [Prompt(f"p{i}", empty, "", "gym", fields) for i in range(-(-count // 8))]
-    return [Trajectory(prompts[i // 8], i % 8, empty, empty.astype(np.float32), 0, "four " * 50, "stop") for i in range(count)]
+    return [
+        Trajectory(prompts[i // 8], i % 8, empty, empty.astype(np.float32), 0, "four " * 50, "stop")
+        for i in range(count)
+    ]
 
 
 def throughput(bench: Bench, concurrency: int, seconds: float) -> Case:
-    """A steady flow at ``concurrency / latency`` calls a second; the best of three, since others may share the cores."""
+    """A steady flow at ``concurrency / latency`` calls a second; the best of three, since others may share the
+    cores."""
     gym = bench.gym(concurrency)
     batch = trajectories_of(int(seconds * concurrency / LATENCY_S))
     cases = [bench.measure(f"{concurrency} in flight", gym, batch) for _ in range(3)]
@@ -193,11 +197,16 @@ def main() -> int:
     for concurrency in (50,) if quick else (10, 25, 50):
         case = throughput(bench, concurrency, 2.0 if quick else 4.0)
         share = case.rate * LATENCY_S / concurrency
-        print(f"{case.what:28s} {case.rate:6.0f} calls/s = {share:4.0%} of concurrency/latency, CPU {case.cpu_ms:.2f} ms a call")
+        print(
+            f"{case.what:28s} {case.rate:6.0f} calls/s = {share:4.0%} of concurrency/latency, CPU {case.cpu_ms:.2f} ms "
+            "a call"
+        )
         missed += [case.what] if share < SHARE or case.cpu_ms > CPU_MS else []
     for seeded in (False, True):
         case = all_at_once(bench, seeded)
-        print(f"{case.what:28s} {case.rate:6.0f} calls/s, {case.most_in_flight} at once, CPU {case.cpu_ms:.2f} ms a call")
+        print(
+            f"{case.what:28s} {case.rate:6.0f} calls/s, {case.most_in_flight} at once, CPU {case.cpu_ms:.2f} ms a call"
+        )
         missed += [case.what] if case.cpu_ms > CPU_MS else []
     growth = memory_growth_mb(bench, 4 if quick else 12)
     print(f"{'memory':28s} {growth:+.1f} MB from the second batch of {IN_FLIGHT:,} to the {4 if quick else 12}th")

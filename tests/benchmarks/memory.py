@@ -1,11 +1,12 @@
-"""The plan's memory per rank beside what real ranks hold on a CPU: their tensors, and the growth of their resident memory.
+"""The plan's memory per rank beside what real ranks hold on a CPU: their tensors, and the growth of their resident
+memory.
 
     python tests/benchmarks/memory.py [--layouts DP1,TP2+SP,PP2,CP2,DP2+DIST,DP1+FULL] [--sizes 10M,60M,MoE]
 
-Two updates of random sequences in packs of at most 2,048 tokens, float32. "tensors" is the largest sum of live storages,
-seen after every operation of forward and backward; "resident" is the high-water mark of the process less what it held
-before the model was built, with large blocks going back to the system as soon as they are free. What an operation
-allocates inside itself is in the second only. The fullest rank is shown.
+Two updates of random sequences in packs of at most 2,048 tokens, float32. "tensors" is the largest sum of live
+storages, seen after every operation of forward and backward; "resident" is the high-water mark of the process less what
+it held before the model was built, with large blocks going back to the system as soon as they are free. What an
+operation allocates inside itself is in the second only. The fullest rank is shown.
 """
 
 from __future__ import annotations
@@ -19,11 +20,15 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "megatron")]
 SIZES = {
-    "10M": dict(hidden_size=256, num_hidden_layers=8, num_attention_heads=4, num_key_value_heads=2, intermediate_size=1024, vocab_size=8192),
-    "60M": dict(hidden_size=512, num_hidden_layers=10, num_attention_heads=8, num_key_value_heads=4, intermediate_size=2048, vocab_size=16384),
+    "10M": dict(hidden_size=256, num_hidden_layers=8, num_attention_heads=4, num_key_value_heads=2,
+    intermediate_size=1024, vocab_size=8192),
+    "60M": dict(hidden_size=512, num_hidden_layers=10, num_attention_heads=8, num_key_value_heads=4,
+    intermediate_size=2048, vocab_size=16384),
     "MoE": dict(
-        hidden_size=256, num_hidden_layers=6, num_attention_heads=8, num_key_value_heads=4, head_dim=32, intermediate_size=1024,
-        vocab_size=8192, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=256, norm_topk_prob=True, router_aux_loss_coef=0.0,
+        hidden_size=256, num_hidden_layers=6, num_attention_heads=8, num_key_value_heads=4, head_dim=32,
+        intermediate_size=1024,
+        vocab_size=8192, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=256, norm_topk_prob=True,
+        router_aux_loss_coef=0.0,
     ),
 }  # fmt: skip
 BUDGET = 2048

@@ -2,10 +2,10 @@
 
     python tests/benchmarks/plan_time.py [--steps 8] [--folder DIR] [--only K]
 
-Trains the demo's model three times through the launcher: 4 and 16 prompts of 8 samples, on which the plan is calibrated,
-then 8 prompts with 16 samples and a smaller micro-batch, which it predicts. Medians of the steps after the first; the
-machine should have nothing else to do. With --folder runs are kept and used again, and --only K makes the K-th of the three
-runs and no more, so that a shared machine need not be held for all of them at once.
+Trains the demo's model three times through the launcher: 4 and 16 prompts of 8 samples, on which the plan is
+calibrated, then 8 prompts with 16 samples and a smaller micro-batch, which it predicts. Medians of the steps after the
+first; the machine should have nothing else to do. With --folder runs are kept and used again, and --only K makes the
+K-th of the three runs and no more, so that a shared machine need not be held for all of them at once.
 """
 
 from __future__ import annotations
@@ -85,9 +85,12 @@ def _train(folder: Path, steps: int, prompts: int, samples: int, budget: int) ->
     if (run_dir / "report.html").exists():
         return run_dir
     overrides = [
-        f"run.dir={run_dir}", f"policy.model_name={model}", f"gdpo.max_num_steps={steps}", f"gdpo.num_prompts_per_step={prompts}",
-        f"gdpo.num_generations_per_prompt={samples}", f"policy.micro_batch_tokens={budget}", "gdpo.val_period=0", "gdpo.val_at_start=false",
-        "data.validation=null", "checkpointing.enabled=false", "checkpointing.metric_name=null", "checkpointing.export_hf=false",
+        f"run.dir={run_dir}", f"policy.model_name={model}", f"gdpo.max_num_steps={steps}",
+        f"gdpo.num_prompts_per_step={prompts}",
+        f"gdpo.num_generations_per_prompt={samples}", f"policy.micro_batch_tokens={budget}", "gdpo.val_period=0",
+        "gdpo.val_at_start=false",
+        "data.validation=null", "checkpointing.enabled=false", "checkpointing.metric_name=null",
+        "checkpointing.export_hf=false",
         "logger.console=plain", "gdpo.val_prompts=null", "checkpointing.save_period=10",
     ]  # fmt: skip
     command = [sys.executable, str(ROOT / "examples" / "run_gdpo.py"), *overrides]

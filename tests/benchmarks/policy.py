@@ -1,15 +1,17 @@
 """One policy update, forward, backward and step, beside ``transformers`` on the same batch: speed and memory.
 
     python tests/benchmarks/policy.py [--size 8m] [--size 100m] [--rounds 5] [--threads 2]
-    python tests/benchmarks/policy.py --size 7b --tokens 32768 --precision bfloat16 --ours-only   # with a GPU: MFU, peak memory
+    python tests/benchmarks/policy.py --size 7b --tokens 32768 --precision bfloat16 --ours-only   # with a GPU: MFU,
+    peak memory
 
 The batch is what rollouts look like: prompts of 32 to 128 tokens, completions of log-normal length (median 120, at most
-512). Ours packs them into micro-batches of ``--micro-batch`` tokens; the other side pads, as trainers on ``transformers`` do:
-prompts left, completions right, eight sequences at a time in the order they came, SDPA attention, logits of the completions
-only, torch's fused AdamW, gradients clipped at 1. Both start from the same weights and both report the loss.
+512). Ours packs them into micro-batches of ``--micro-batch`` tokens; the other side pads, as trainers on
+``transformers`` do: prompts left, completions right, eight sequences at a time in the order they came, SDPA attention,
+logits of the completions only, torch's fused AdamW, gradients clipped at 1. Both start from the same weights and both
+report the loss.
 
-Each side lives in a process of its own and the sides take turns, so that other work on the machine hits both; medians over
-the rounds after a first one. ``tokens/s`` counts real tokens. Compare CPU seconds where the machine is shared.
+Each side lives in a process of its own and the sides take turns, so that other work on the machine hits both; medians
+over the rounds after a first one. ``tokens/s`` counts real tokens. Compare CPU seconds where the machine is shared.
 """
 
 from __future__ import annotations
@@ -151,7 +153,9 @@ def theirs(folder: Path, arguments):
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = getattr(torch, arguments.precision)
     model = AutoModelForCausalLM.from_pretrained(folder / "model", attn_implementation="sdpa", dtype=dtype).to(device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.999), weight_decay=0.0, fused=True)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.999), weight_decay=0.0, fused=True
+    )
 
     def share(part) -> torch.Tensor:
         left = max(len(s.prompt_ids) for s in part)
@@ -195,7 +199,9 @@ def serve(side: str, folder: Path, arguments) -> None:
 
     torch.set_num_threads(arguments.threads)
     # What does not belong to the model: the libraries of that side, loaded before memory is measured.
-    __import__("gdpo_nemo.megatron.runtime").megatron.runtime.prepare() if side == "ours" else __import__("transformers")
+    __import__("gdpo_nemo.megatron.runtime").megatron.runtime.prepare() if side == "ours" else __import__(
+        "transformers"
+    )
     before = memory(torch, "VmRSS")
     batch = make_batch(arguments.tokens, SHAPES[arguments.size][5], arguments.length)
     update = (ours if side == "ours" else theirs)(folder, arguments)
@@ -260,7 +266,14 @@ def _start(side: str, size: str, folder: Path, arguments) -> subprocess.Popen:
         "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
     }
     command = [sys.executable, "-W", "ignore", __file__, "--side", side, "--folder", str(folder), "--size", size]
-    for option in ("threads", "tokens", "micro_batch", "precision", "recompute", *(["length"] if arguments.length else [])):
+    for option in (
+        "threads",
+        "tokens",
+        "micro_batch",
+        "precision",
+        "recompute",
+        *(["length"] if arguments.length else []),
+    ):
         command += [f"--{option.replace('_', '-')}", str(getattr(arguments, option))]
     return subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
@@ -270,14 +283,18 @@ PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "B200": 2250e12}
 
 
 def model_flops(size: str, parameters: int, lengths: list[int]) -> float:
-    """Multiplications and additions of one update: 6 a parameter and token, and causal attention's 6 x layers x hidden x n^2."""
+    """Multiplications and additions of one update: 6 a parameter and token, and causal attention's 6 x layers x hidden
+    x n^2."""
     hidden, layers, heads, *_ = SHAPES[size]
     return 6.0 * parameters * sum(lengths) + sum(6.0 * layers * hidden * n * n for n in lengths)
 
 
 def _show(size: str, parameters: int, rows: dict, arguments) -> None:
     tokens = rows["ours"][0]["tokens"]
-    print(f"\n{size}: {parameters:,} parameters, {tokens:,} real tokens, {arguments.precision}, {arguments.threads} threads")
+    print(
+        f"\n{size}: {parameters:,} parameters, {tokens:,} real tokens, {arguments.precision}, {arguments.threads} "
+        "threads"
+    )
     print(f"{'':14s}{'wall s':>9s}{'CPU s':>9s}{'tokens/s':>10s}{'per CPU s':>11s}{'peak MiB':>10s}{'loss':>12s}")
     rate = {}
     for side, done in rows.items():
@@ -285,12 +302,17 @@ def _show(size: str, parameters: int, rows: dict, arguments) -> None:
         rate[side] = tokens / wall, tokens / cpu
         name = "gdpo_nemo" if side == "ours" else "transformers"
         peak = max(row["peak"] for row in done) >> 20
-        print(f"{name:14s}{wall:9.2f}{cpu:9.2f}{tokens / wall:10.0f}{tokens / cpu:11.0f}{peak:10d}{done[0]['loss']:12.6f}")
+        print(
+            f"{name:14s}{wall:9.2f}{cpu:9.2f}{tokens / wall:10.0f}{tokens / cpu:11.0f}{peak:10d}{done[0]['loss']:12.6f}"
+        )
     first = rows["ours"][0]
     top = next((flops for name, flops in PEAK_FLOPS.items() if name in first["gpu"]), None)
     if top:
         seconds = tokens / rate["ours"][0]
-        print(f"MFU on {first['gpu']}: {model_flops(size, parameters, first['lengths']) / seconds / top:.3f} of {top / 1e12:.0f} TFLOP/s")
+        print(
+            f"MFU on {first['gpu']}: {model_flops(size, parameters, first['lengths']) / seconds / top:.3f} of "
+            f"{top / 1e12:.0f} TFLOP/s"
+        )
     plan = rows["ours"][0]["predicted"]
     peak = max(row["peak"] for row in rows["ours"])
     items = ", ".join(f"{name} {size >> 20}" for name, size in plan.items() if size and name != "total")

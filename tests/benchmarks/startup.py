@@ -2,9 +2,9 @@
 
     python tests/benchmarks/startup.py [--times 3] [section.key=value ...]
 
-The model must be there (the demo makes it); the second and later starts have warm file caches. Policy ranks and engines start side
-by side, so the engines' line counts only what they needed longer. The last line is the end of the first batch of samples, which
-is later than the first token.
+The model must be there (the demo makes it); the second and later starts have warm file caches. Policy ranks and engines
+start side by side, so the engines' line counts only what they needed longer. The last line is the end of the first
+batch of samples, which is later than the first token.
 """
 
 from __future__ import annotations

@@ -1,15 +1,16 @@
-"""Time and CPU of one training step on a CPU, phase by phase; with ``--trl`` beside TRL's GRPOTrainer in the same minute.
+"""Time and CPU of one training step on a CPU, phase by phase; with ``--trl`` beside TRL's GRPOTrainer in the same
+minute.
 
     python tests/benchmarks/step.py [--trl] [--steps 5] [--threads 2] [--micro-batch 32]
 
-The work: a random Qwen2 of 10 M parameters in float32, 16 prompts of 32 tokens x 8 samples x 64 new tokens (nothing ends
-early), two rewards, GDPO, one AdamW update of all 128 sequences in micro-batches of 32, which suit a CPU's caches. Ours
-runs on the trainer's own parts: a Megatron rank and a vLLM engine in Ray actors, driven from here. TRL generates with
-transformers, in one process.
+The work: a random Qwen2 of 10 M parameters in float32, 16 prompts of 32 tokens x 8 samples x 64 new tokens (nothing
+ends early), two rewards, GDPO, one AdamW update of all 128 sequences in micro-batches of 32, which suit a CPU's caches.
+Ours runs on the trainer's own parts: a Megatron rank and a vLLM engine in Ray actors, driven from here. TRL generates
+with transformers, in one process.
 
-Medians over the steps after a first one that is not counted. CPU seconds are those of the whole process tree: of Ray's own
-processes, too. On a machine with other work compare CPU seconds, not wall seconds. ``parity`` is the largest difference
-between the sampler's and the trainer's log-prob of a sampled token.
+Medians over the steps after a first one that is not counted. CPU seconds are those of the whole process tree: of Ray's
+own processes, too. On a machine with other work compare CPU seconds, not wall seconds. ``parity`` is the largest
+difference between the sampler's and the trainer's log-prob of a sampled token.
 """
 
 from __future__ import annotations
@@ -158,7 +159,14 @@ def run_ours(folder: Path, steps: int, threads: int, micro_batch: int) -> dict:
 
 
 def _config(folder: Path, threads: int, micro_batch: int):
-    from gdpo_nemo.config.schema import ClusterConfig, Config, GenerationConfig, MegatronConfig, OptimizerConfig, PolicyConfig
+    from gdpo_nemo.config.schema import (
+        ClusterConfig,
+        Config,
+        GenerationConfig,
+        MegatronConfig,
+        OptimizerConfig,
+        PolicyConfig,
+    )
 
     policy = PolicyConfig(
         model_name=str(folder),

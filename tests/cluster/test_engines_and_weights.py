@@ -1,4 +1,5 @@
-"""Engines, weight updates and their proofs on a live Ray session: one policy rank, two vLLM engines, kept for all tests."""
+"""Engines, weight updates and their proofs on a live Ray session: one policy rank, two vLLM engines, kept for all
+tests."""
 
 from __future__ import annotations
 
@@ -137,7 +138,8 @@ def test_engines_that_hold_other_weights_are_found_by_the_probe(parts):
 
 @pytest.mark.parametrize("name", ["gloo", "folder"])
 def test_every_transport_gives_the_engines_the_same_weights(parts, tmp_path, name):
-    """Against the object store, bit for bit, in buckets far smaller than the model; and a second version after the first."""
+    """Against the object store, bit for bit, in buckets far smaller than the model; and a second version after the
+    first."""
     transport = make_transport(name, parts.policy, tmp_path / "weights", bucket_bytes=100_000)
     sync = WeightSync(parts.policy, parts.fleet, parts.probe, transport)
     wanted = requests(8)
@@ -251,7 +253,8 @@ def test_the_reference_model_stays_where_training_started(parts):
 
 
 def test_a_killed_engine_is_replaced_with_the_newest_weights_and_its_samples_are_drawn_again(parts, tmp_path):
-    """The policy has trained on by then, so the weights come from what was kept; both engines join the next broadcast."""
+    """The policy has trained on by then, so the weights come from what was kept; both engines join the next
+    broadcast."""
     transport = make_transport("gloo", parts.policy, tmp_path, bucket_bytes=100_000, keep=True)
     sync = WeightSync(parts.policy, parts.fleet, parts.probe, transport)
     sync.publish(20)
@@ -317,14 +320,19 @@ def test_nodes_that_are_not_there_and_folders_that_a_node_does_not_see_are_named
     monkeypatch.setattr(placement, "_JOIN_S", 1.0)
     config = copy.deepcopy(parts.config)
     config.cluster.address = "auto"
-    with pytest.raises(RunError, match=r"node \S+ does not see \S+absent: it must be on a file system that all nodes share"):
+    with pytest.raises(
+        RunError, match=r"node \S+ does not see \S+absent: it must be on a file system that all nodes share"
+    ):
         placement.reserve(config, [tmp_path, tmp_path / "absent"])
     config.cluster.num_nodes = 2
     with pytest.raises(RunError, match="2 nodes with 1 CPU each were not free within 1 s; the Ray cluster has 1 nodes"):
         placement.reserve(config, [tmp_path])
     config.cluster.num_nodes = 1
     config.cluster.env_nodes = 3
-    with pytest.raises(RunError, match=r"1 nodes with 1 CPU each and 3 more with 1 CPU for environments \(cluster.env_nodes\) were not free"):
+    with pytest.raises(
+        RunError,
+        match=r"1 nodes with 1 CPU each and 3 more with 1 CPU for environments \(cluster.env_nodes\) were not free",
+    ):
         placement.reserve(config, [tmp_path])
 
 

@@ -22,7 +22,9 @@ from gdpo_nemo.errors import ConfigError, RunError
 @pytest.fixture(scope="module")
 def nodes():
     """Two nodes, which here are two actors of this machine; ``one`` has a worker of its own, on the second."""
-    config = Config(env={"env": {"plugin": f"{HOSTILE}:Hostile"}, "one": {"plugin": f"{HOSTILE}:Hostile", "num_workers": 1}})
+    config = Config(
+        env={"env": {"plugin": f"{HOSTILE}:Hostile"}, "one": {"plugin": f"{HOSTILE}:Hostile", "num_workers": 1}}
+    )
     config.rollout.env_workers = 3
     config.rollout.env_timeout_s = 0.7
     with session(config.cluster):

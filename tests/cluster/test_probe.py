@@ -1,4 +1,5 @@
-"""What the probe finds wrong with an engine's weights and what only checksums do, in both precisions, on a live engine."""
+"""What the probe finds wrong with an engine's weights and what only checksums do, in both precisions, on a live
+engine."""
 
 from __future__ import annotations
 
@@ -54,7 +55,8 @@ class Stage:
         rng = np.random.default_rng(0)
         drawn = [rng.integers(2, 12, 18).astype(np.int32) for _ in range(8)]
         self.policy.train(
-            [TrainSequence(d[:6], d[6:], np.zeros(12, np.float32), advantage=1.0, weight=1 / 96) for d in drawn], LossSettings()
+            [TrainSequence(d[:6], d[6:], np.zeros(12, np.float32), advantage=1.0, weight=1 / 96) for d in drawn],
+            LossSettings(),
         )
 
     def difference(self, weights: Weights) -> float:
@@ -80,7 +82,11 @@ def stage(request, digit_model):
 
 def _layers_swapped(new: Weights, old: Weights) -> Weights:
     def other(name: str) -> str:
-        return name.replace(".layers.0.", ".layers.x.").replace(".layers.1.", ".layers.0.").replace(".layers.x.", ".layers.1.")
+        return (
+            name.replace(".layers.0.", ".layers.x.")
+            .replace(".layers.1.", ".layers.0.")
+            .replace(".layers.x.", ".layers.1.")
+        )
 
     return {name: new[other(name)] for name in new}
 
@@ -135,7 +141,9 @@ def test_the_probe_tells_a_fault_from_rounding_and_checksums_find_the_rest(stage
     wrong = make(stage.new, stage.old)
     larger = seen[precision == "bfloat16"]
     found = stage.difference(wrong)
-    print(f"{precision:8s} {name:40s} {found:.2e} (limit {stage.probe.limit:.1e}, equal weights {stage.probe.floor:.1e})")
+    print(
+        f"{precision:8s} {name:40s} {found:.2e} (limit {stage.probe.limit:.1e}, equal weights {stage.probe.floor:.1e})"
+    )
     assert larger is None or (found > stage.probe.limit) == larger, found
     if all(torch.equal(wrong[tensor], stage.new[tensor]) for tensor in wrong):
         assert (precision, name) == ("bfloat16", "all rounded to bfloat16")
@@ -147,7 +155,9 @@ def test_the_probe_tells_a_fault_from_rounding_and_checksums_find_the_rest(stage
 
 def test_a_fault_ends_the_run_with_a_sentence_that_says_how_large_it_is(stage):
     stage.difference(_layers_swapped(stage.new, stage.old))
-    with pytest.raises(RunError, match=r"engine 0 does not hold the weights of version 5: .* differ by 0\.\d+ .*at the start"):
+    with pytest.raises(
+        RunError, match=r"engine 0 does not hold the weights of version 5: .* differ by 0\.\d+ .*at the start"
+    ):
         stage.probe.verify(stage.policy, stage.fleet, 5)
 
 

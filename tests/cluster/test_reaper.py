@@ -36,7 +36,10 @@ def test_processes_temporary_files_and_shared_memory_of_a_killed_driver_are_gone
     script.write_text(DRIVER)
     repository = Path(__file__).resolve().parents[2]
     driver = subprocess.Popen(
-        [sys.executable, str(script)], stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": str(repository)}
+        [sys.executable, str(script)],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(repository)},
     )
     scratch, pid, name = driver.stdout.readline().split()
     things = [Path(scratch), Path("/proc", pid), Path("/dev/shm", name.lstrip("/"))]

@@ -1,5 +1,5 @@
-"""SIGTERM and SIGHUP around a Ray session. Ray takes SIGTERM for itself while it runs and leaves it to the system afterwards; a
-terminal that goes away sends SIGHUP to Ray's processes, too."""
+"""SIGTERM and SIGHUP around a Ray session. Ray takes SIGTERM for itself while it runs and leaves it to the system
+afterwards; a terminal that goes away sends SIGHUP to Ray's processes, too."""
 
 from __future__ import annotations
 
@@ -87,7 +87,8 @@ def connect_to_the_suspended(node):
 if how == "before its port is known":  # the first one sleeps in the place of a GCS
     script, mark = folder + "/gcs_server", folder + "/first"
     with open(script, "w") as file:
-        file.write(f'#!/bin/sh\\n[ -e {mark} ] && exec {services.GCS_SERVER_EXECUTABLE} "$@"\\n: > {mark}\\nexec sleep 1000\\n')
+        file.write(f'#!/bin/sh\\n[ -e {mark} ] && exec {services.GCS_SERVER_EXECUTABLE} "$@"\\n')
+        file.write(f': > {mark}\\nexec sleep 1000\\n')
     os.chmod(script, 0o755)
     services.GCS_SERVER_EXECUTABLE = script
 if how == "when it is asked":
@@ -111,7 +112,9 @@ def start_late(how: str, patience_s: int, folder: Path) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("how, patience_s, running", [("before its port is known", 40, []), ("when it is asked", 300, [False])])
+@pytest.mark.parametrize(
+    "how, patience_s, running", [("before its port is known", 40, []), ("when it is asked", 300, [False])]
+)
 def test_a_ray_session_whose_gcs_falls_silent_is_started_once_more(tmp_path, how, patience_s, running):
     """Where the port is known, Ray would ask for hours."""
     assert start_late(how, patience_s, tmp_path) == f"True {running}\n"

@@ -98,7 +98,9 @@ def test_explain_knows_every_key_of_the_schema_and_the_nearest_to_any_other(caps
 @pytest.mark.parametrize("module", ["gdpo_nemo", "gdpo_nemo.cli"])
 def test_the_package_and_its_command_line_run_as_modules(module):
     def run(*arguments):
-        return subprocess.run([sys.executable, "-m", module, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=60)
+        return subprocess.run(
+            [sys.executable, "-m", module, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=60
+        )
 
     wrong = run("explain", "gdpo.estimater")
     assert wrong.returncode == 2 and "gdpo.estimator" in wrong.stderr
@@ -120,7 +122,9 @@ def test_a_cuda_toolkit_on_a_machine_without_a_gpu_is_no_warning():
     """Where there is a GPU that torch does not see, the warning stays."""
     code = "import sys; from gdpo_nemo.cli import main; main(sys.argv[1:]); import torch.utils.cpp_extension"
     environment = {**os.environ, "CUDA_HOME": "/usr", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run([sys.executable, "-c", code, "explain", "run.name"], env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code, "explain", "run.name"], env=environment, capture_output=True, text=True
+    )
     assert done.returncode == 0 and "run.name" in done.stdout
     gpus = any(Path("/dev").glob("nvidia[0-9]*"))
     assert ("No CUDA runtime" in done.stderr) == gpus

@@ -44,13 +44,23 @@ def refused(path: Path, *overrides: str) -> str:
         (["run.dir=' '"], "run.dir: must not be empty"),
         (["gdpo.rewards={total: 1}"], "gdpo.rewards: 'total' cannot name a component"),
         (
-            [f"{MEGATRON}.scheduler.lr_decay_style=linear", f"{MEGATRON}.scheduler.lr_decay_steps=5", f"{MEGATRON}.scheduler.lr_warmup_steps=5"],
+            [
+                f"{MEGATRON}.scheduler.lr_decay_style=linear",
+                f"{MEGATRON}.scheduler.lr_decay_steps=5",
+                f"{MEGATRON}.scheduler.lr_warmup_steps=5",
+            ],
             f"{MEGATRON}.scheduler.lr_decay_steps: 5 must be more than",
         ),
         (["gdpo.max_num_steps=0"], "gdpo.max_num_steps: must be at least 1"),
         (["gdpo.max_num_epochs=0"], "gdpo.max_num_epochs: must be at least 1"),
-        (["gdpo.dynamic_sampling={enabled: true, batch_multiplier: 0.5}"], "gdpo.dynamic_sampling.batch_multiplier: must be at least 1"),
-        (["gdpo.dynamic_sampling={enabled: true, batch_multiplier: .inf}"], "gdpo.dynamic_sampling.batch_multiplier: must be finite"),
+        (
+            ["gdpo.dynamic_sampling={enabled: true, batch_multiplier: 0.5}"],
+            "gdpo.dynamic_sampling.batch_multiplier: must be at least 1",
+        ),
+        (
+            ["gdpo.dynamic_sampling={enabled: true, batch_multiplier: .inf}"],
+            "gdpo.dynamic_sampling.batch_multiplier: must be finite",
+        ),
         (["gdpo.dynamic_sampling.batch_multiplier=2"], "gdpo.dynamic_sampling.batch_multiplier: has no effect"),
         (["policy.lora={rank: 4, target_modules: [lm_hed]}"], "did you mean lm_head?"),
         (["gdpo.val_period=5"], "gdpo.val_period: asks for validation, but data.validation is null"),
@@ -59,12 +69,18 @@ def refused(path: Path, *overrides: str) -> str:
         (["env.toy=3"], "env.toy: expected options"),
         (["env.toy={min_valid: 17}"], "env.toy.min_valid: 17 verdicts never come, a group has 8"),
         ([f"{MEGATRON}.sequence_parallel=true"], f"{MEGATRON}.sequence_parallel: needs"),
-        ([f"{MEGATRON}.virtual_pipeline_model_parallel_size=2"], f"{MEGATRON}.virtual_pipeline_model_parallel_size: needs"),
+        (
+            [f"{MEGATRON}.virtual_pipeline_model_parallel_size=2"],
+            f"{MEGATRON}.virtual_pipeline_model_parallel_size: needs",
+        ),
         ([f"{MEGATRON}.transformer_engine=true"], f"{MEGATRON}.transformer_engine: needs GPUs"),
         ([f"{MEGATRON}.attention_backend=flash"], f"{MEGATRON}.attention_backend: flash needs GPUs"),
         ([f"{MEGATRON}.expert_model_parallel_size=3"], f"{MEGATRON}.expert_model_parallel_size: 3"),
         ([*GPUS, f"{MEGATRON}.tensor_model_parallel_size=8"], "the policy needs 8 GPUs"),
-        ([*GPUS, f"{MEGATRON}.tensor_model_parallel_size=2", f"{MEGATRON}.data_parallel_size=4"], "the policy needs 8 GPUs"),
+        (
+            [*GPUS, f"{MEGATRON}.tensor_model_parallel_size=2", f"{MEGATRON}.data_parallel_size=4"],
+            "the policy needs 8 GPUs",
+        ),
         ([*GPUS, f"{MEGATRON}.tensor_model_parallel_size=4"], "leave 7, which is not a multiple of the 4 ranks"),
         ([*GPUS, "cluster.num_nodes=2", f"{VLLM}.tensor_parallel_size=16"], "does not fit a node of 8 GPUs"),
         (["policy.model_name=no/such/folder"], "policy.model_name: no/such/folder is neither a folder nor a hub name"),
@@ -115,7 +131,17 @@ def test_switching_validation_off_leaves_its_settings_alone_but_notes_them(minim
         ([], 1, 1, 0),
         ([f"{MEGATRON}.tensor_model_parallel_size=2", f"{MEGATRON}.data_parallel_size=3"], 6, 3, 0),
         ([*GPUS, "policy.generation.engines=4"], 4, 4, 0),
-        ([*GPUS, "policy.generation.engines=2", f"{VLLM}.tensor_parallel_size=2", f"{MEGATRON}.pipeline_model_parallel_size=2"], 4, 2, 0),
+        (
+            [
+                *GPUS,
+                "policy.generation.engines=2",
+                f"{VLLM}.tensor_parallel_size=2",
+                f"{MEGATRON}.pipeline_model_parallel_size=2",
+            ],
+            4,
+            2,
+            0,
+        ),
         ([*GPUS, f"{MEGATRON}.tensor_model_parallel_size=2", f"{MEGATRON}.data_parallel_size=3"], 6, 3, 1),
         ([*GPUS, "cluster.num_nodes=2", f"{MEGATRON}.context_parallel_size=3"], 15, 5, 0),
     ],
@@ -131,7 +157,12 @@ def test_policy_and_engines_share_the_gpus_without_overlap(minimal, overrides, r
 def model(tmp_path: Path) -> Path:
     folder = tmp_path / "model"
     folder.mkdir()
-    shape = {"num_attention_heads": 12, "num_key_value_heads": 4, "num_hidden_layers": 6, "max_position_embeddings": 1024}
+    shape = {
+        "num_attention_heads": 12,
+        "num_key_value_heads": 4,
+        "num_hidden_layers": 6,
+        "max_position_embeddings": 1024,
+    }
     sizes = {"model_type": "llama", "hidden_size": 384, "intermediate_size": 512, "vocab_size": 99}
     (folder / "config.json").write_text(json.dumps({**sizes, **shape}))
     (folder / "model.safetensors").write_bytes(EMPTY_SAFETENSORS)
@@ -142,7 +173,10 @@ def model(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     "key, expected",
     [
-        (f"{MEGATRON}.tensor_model_parallel_size=3", "3 does not divide the model's 4 key-value heads; possible: 1, 2, 4"),
+        (
+            f"{MEGATRON}.tensor_model_parallel_size=3",
+            "3 does not divide the model's 4 key-value heads; possible: 1, 2, 4",
+        ),
         (f"{MEGATRON}.tensor_model_parallel_size=8", "8 does not divide the model's 12 heads; possible: 1, 2, 4"),
         (f"{MEGATRON}.pipeline_model_parallel_size=4", "4 does not divide the model's 6 layers; possible: 1, 2, 3, 6"),
         (f"{VLLM}.tensor_parallel_size=5", "5 does not divide the model's 12 heads"),
@@ -157,7 +191,10 @@ def test_a_local_model_is_held_against_the_layout(minimal, model, key, expected)
 
 def test_expert_parallelism_that_does_not_fit_names_what_would(minimal):
     said = refused(minimal, f"{MEGATRON}.expert_model_parallel_size=3", f"{MEGATRON}.data_parallel_size=4")
-    assert "3 x expert tensor 1 = 3 does not divide the 4 ranks" in said and "possible with this expert tensor size: 1, 2, 4" in said
+    assert (
+        "3 x expert tensor 1 = 3 does not divide the 4 ranks" in said
+        and "possible with this expert tensor size: 1, 2, 4" in said
+    )
 
 
 @pytest.mark.parametrize(
@@ -190,7 +227,11 @@ def test_an_output_layer_that_is_the_embedding_takes_no_adapter(minimal, model):
 
 
 def test_experts_need_a_model_that_has_some(minimal, model):
-    experts = [f"policy.model_name={model}", f"{MEGATRON}.expert_model_parallel_size=2", f"{MEGATRON}.data_parallel_size=2"]
+    experts = [
+        f"policy.model_name={model}",
+        f"{MEGATRON}.expert_model_parallel_size=2",
+        f"{MEGATRON}.data_parallel_size=2",
+    ]
     assert "has no experts" in refused(minimal, *experts)
     content = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps({**content, **EXPERTS}))
@@ -216,7 +257,10 @@ def test_an_absent_model_needs_a_factory_whose_function_exists(minimal, tmp_path
 
 
 def test_a_model_that_a_factory_has_yet_to_make_is_held_against_the_layout(minimal, tmp_path):
-    demo = [f"policy.model_name={tmp_path / 'absent'}", "policy.model_factory=examples/make_tiny_model.py:make_tiny_model"]
+    demo = [
+        f"policy.model_name={tmp_path / 'absent'}",
+        "policy.model_factory=examples/make_tiny_model.py:make_tiny_model",
+    ]
     demo += ["policy.max_total_sequence_length=64", "policy.generation.max_new_tokens=32"]
     three = f"{MEGATRON}.tensor_model_parallel_size=3"
     assert "3 does not divide the model's 4 heads; possible: 1, 2, 4" in refused(minimal, *demo, three)
@@ -264,7 +308,9 @@ def test_the_plan_works_the_batch_arithmetic_out(minimal):
 
 
 @pytest.mark.parametrize(
-    "turns, tokens", [([], 36), (["max_turns=3"], 108), (["max_turns=3", "max_tokens=50"], 50)], ids=["one", "three", "budget"]
+    "turns, tokens",
+    [([], 36), (["max_turns=3"], 108), (["max_turns=3", "max_tokens=50"], 50)],
+    ids=["one", "three", "budget"],
 )
 def test_a_null_constant_length_is_what_its_documentation_says(turns, tokens):
     from gdpo_nemo.commands.explain import explain
@@ -273,7 +319,9 @@ def test_a_null_constant_length_is_what_its_documentation_says(turns, tokens):
     config = load_config(CONFIGS / "gdpo_tiny_cpu.yaml", [f"rollout.turns.{key}" for key in turns])
     assert longest_completion(config) == tokens
     said = " ".join(explain("loss_fn.constant_length").split())
-    assert "rollout.turns.max_tokens" in said and "policy.generation.max_new_tokens times rollout.turns.max_turns" in said
+    assert (
+        "rollout.turns.max_tokens" in said and "policy.generation.max_new_tokens times rollout.turns.max_turns" in said
+    )
 
 
 STAGES = f"{MEGATRON}.pipeline_model_parallel_size=4"
@@ -285,10 +333,16 @@ FIRST, LAST = (f"{MEGATRON}.num_layers_in_{end}_pipeline_stage" for end in ("fir
     [
         ([STAGES, f"{FIRST}=2"], "first_pipeline_stage: 2 of the model's 6 layers leave 4 for the 3 other stages"),
         ([STAGES, f"{FIRST}=2", f"{LAST}=3"], "2 and 3 of the model's 6 layers leave 1 for the 2 other stages"),
-        ([f"{MEGATRON}.pipeline_model_parallel_size=2", f"{FIRST}=2", f"{LAST}=3"], "hold 2 and 3 layers together, the model has 6"),
+        (
+            [f"{MEGATRON}.pipeline_model_parallel_size=2", f"{FIRST}=2", f"{LAST}=3"],
+            "hold 2 and 3 layers together, the model has 6",
+        ),
         ([STAGES, f"{FIRST}=0"], "first_pipeline_stage: must be at least 1"),
         ([f"{FIRST}=2"], "num_layers_in_first_pipeline_stage: has no effect while"),
-        ([STAGES, f"{FIRST}=3", f"{MEGATRON}.virtual_pipeline_model_parallel_size=2"], "cannot go with virtual_pipeline"),
+        (
+            [STAGES, f"{FIRST}=3", f"{MEGATRON}.virtual_pipeline_model_parallel_size=2"],
+            "cannot go with virtual_pipeline",
+        ),
         ([STAGES], "or set num_layers_in_first_pipeline_stage"),
         ([f"{MEGATRON}.freeze_moe_router=true"], "freeze_moe_router: has no effect, the model in"),
         ([f"{MEGATRON}.moe_router_dtype=float64"], "moe_router_dtype: has no effect, the model in"),
@@ -298,7 +352,10 @@ def test_an_uneven_pipeline_has_to_hold_the_models_layers(minimal, model, overri
     assert expected in refused(minimal, f"policy.model_name={model}", *overrides)
 
 
-@pytest.mark.parametrize("ends, layers", [([f"{FIRST}=3"], [3, 1, 1, 1]), ([f"{FIRST}=2", f"{LAST}=2"], [2, 1, 1, 2]), ([f"{LAST}=3"], [1, 1, 1, 3])])
+@pytest.mark.parametrize(
+    "ends, layers",
+    [([f"{FIRST}=3"], [3, 1, 1, 1]), ([f"{FIRST}=2", f"{LAST}=2"], [2, 1, 1, 2]), ([f"{LAST}=3"], [1, 1, 1, 3])],
+)
 def test_what_the_check_takes_the_plan_places(minimal, model, ends, layers):
     from gdpo_nemo.config.stages import stage_layers
 
@@ -314,11 +371,17 @@ def test_what_the_check_takes_the_plan_places(minimal, model, ends, layers):
     "overrides, expected",
     [
         ([f"{MEGATRON}.scheduler.lr_warmup_init=1.0e-7"], "lr_warmup_init: has no effect while"),
-        ([f"{MEGATRON}.scheduler.lr_warmup_steps=5", f"{MEGATRON}.scheduler.lr_warmup_init=1"], "lr_warmup_init: 1.0 is above the 1e-06"),
+        (
+            [f"{MEGATRON}.scheduler.lr_warmup_steps=5", f"{MEGATRON}.scheduler.lr_warmup_init=1"],
+            "lr_warmup_init: 1.0 is above the 1e-06",
+        ),
         (["loss_fn.reference_policy_kl_gradient=score"], "reference_policy_kl_gradient: has no effect while"),
         (["loss_fn.kl_output_clamp_value=0"], "loss_fn.kl_output_clamp_value: must be more than 0"),
         (["data.train.prompt_template=Solve this"], "data.train.prompt_template: must contain {prompt}"),
-        ([f"{MEGATRON}.freeze_moe_router=true", "policy.lora.rank=8"], "freeze_moe_router: has no effect with policy.lora"),
+        (
+            [f"{MEGATRON}.freeze_moe_router=true", "policy.lora.rank=8"],
+            "freeze_moe_router: has no effect with policy.lora",
+        ),
     ],
 )
 def test_settings_that_a_recipe_of_nemo_rl_brings_are_checked_like_all(minimal, overrides, expected):

@@ -33,22 +33,28 @@ EVERY_KEY = RECIPES / "every_key.yaml"
 CANONICAL = """
 grpo: num_prompts_per_step num_generations_per_prompt max_rollout_turns max_num_epochs max_num_steps normalize_rewards
  use_leave_one_out_baseline val_period val_start_at val_at_start val_at_end max_val_samples val_batch_size
- val_num_generations_per_prompt stop_at_validation_metric stop_at_validation_threshold overlong_filtering advantage_clip_low
- advantage_clip_high seed use_dynamic_sampling dynamic_sampling_max_gen_batches batch_multiplier reward_shaping reward_scaling
+ val_num_generations_per_prompt stop_at_validation_metric stop_at_validation_threshold overlong_filtering
+ advantage_clip_low
+ advantage_clip_high seed use_dynamic_sampling dynamic_sampling_max_gen_batches batch_multiplier reward_shaping
+ reward_scaling
  adv_estimator seq_logprob_error_threshold invalid_tool_call_advantage malformed_thinking_advantage async_grpo
 loss_fn: reference_policy_kl_penalty reference_policy_kl_type kl_input_clamp_value kl_output_clamp_value
  use_on_policy_kl_approximation use_kl_in_reward ratio_clip_min ratio_clip_max ratio_clip_c use_cispo
- sequence_level_importance_ratios token_level_loss disable_ppo_ratio force_on_policy_ratio use_importance_sampling_correction
+ sequence_level_importance_ratios token_level_loss disable_ppo_ratio force_on_policy_ratio
+ use_importance_sampling_correction
  truncated_importance_sampling_type truncated_importance_sampling_ratio truncated_importance_sampling_ratio_min
  positive_example_nll_weight
-policy: model_name tokenizer.name tokenizer.chat_template_kwargs train_global_batch_size train_micro_batch_size logprob_batch_size
- max_total_sequence_length precision logprob_chunk_size sequence_packing dynamic_batching make_sequence_length_divisible_by
+policy: model_name tokenizer.name tokenizer.chat_template_kwargs train_global_batch_size train_micro_batch_size
+ logprob_batch_size
+ max_total_sequence_length precision logprob_chunk_size sequence_packing dynamic_batching
+ make_sequence_length_divisible_by
  max_grad_norm optimizer scheduler refit_buffer_size_gb
 policy.megatron_cfg: enabled tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size
  expert_model_parallel_size expert_tensor_parallel_size sequence_parallel num_layers_in_first_pipeline_stage
  num_layers_in_last_pipeline_stage pipeline_dtype activation_checkpointing recompute_granularity recompute_modules
  empty_unused_memory_level freeze_moe_router moe_router_dtype apply_rope_fusion bias_activation_fusion defer_fp32_logits
- optimizer.lr optimizer.min_lr optimizer.adam_beta1 optimizer.use_distributed_optimizer optimizer.use_precision_aware_optimizer
+ optimizer.lr optimizer.min_lr optimizer.adam_beta1 optimizer.use_distributed_optimizer
+ optimizer.use_precision_aware_optimizer
  optimizer.optimizer_cpu_offload scheduler.lr_decay_style scheduler.lr_decay_iters scheduler.lr_warmup_iters
  scheduler.lr_warmup_init distributed_data_parallel_config.grad_reduce_in_fp32
  distributed_data_parallel_config.overlap_grad_reduce distributed_data_parallel_config.overlap_param_gather fp8_cfg peft
@@ -60,7 +66,8 @@ policy.generation: backend max_new_tokens temperature top_p top_k val_temperatur
 data: max_input_seq_length shuffle num_workers train.dataset_name train.split validation.dataset_name default.input_key
  default.output_key default.prompt_file default.system_prompt_file default.processor default.env_name
 cluster: num_nodes gpus_per_node segment_size master_port_range_low
-checkpointing: enabled checkpoint_dir metric_name higher_is_better keep_top_k save_period checkpoint_must_save_by save_optimizer
+checkpointing: enabled checkpoint_dir metric_name higher_is_better keep_top_k save_period checkpoint_must_save_by
+ save_optimizer
  ft_save_period ft_keep_latest_k pretrained_checkpoint
 env: math
 logger: log_dir wandb_enabled
@@ -142,7 +149,11 @@ def test_values_arrive_where_they_mean_the_same(tmp_path):
         ["q_proj", "k_proj", "v_proj", "down_proj"],
     )
     assert (generation.engines, generation.vllm_cfg.tensor_parallel_size, generation.max_new_tokens) == (2, 2, 512)
-    assert (config.env, config.data.validation.split, config.rollout.env_workers) == ({"gsm8k": {"strict": True}}, "test", 6)
+    assert (config.env, config.data.validation.split, config.rollout.env_workers) == (
+        {"gsm8k": {"strict": True}},
+        "test",
+        6,
+    )
     assert (config.run.dir, config.checkpointing.keep_best, config.checkpointing.keep_last) == (
         "results/from_there",
         2,
@@ -153,7 +164,11 @@ def test_values_arrive_where_they_mean_the_same(tmp_path):
 
 @pytest.mark.parametrize("stale, placement, engines", [(False, "colocated", 4), (True, "separate", 2)])
 def test_engines_that_share_gpus_there_share_them_here_where_none_runs_ahead(tmp_path, stale, placement, engines):
-    changes = ["policy.generation.colocated.enabled=true", f"grpo.async_grpo.enabled={stale}", "grpo.use_dynamic_sampling=false"]
+    changes = [
+        "policy.generation.colocated.enabled=true",
+        f"grpo.async_grpo.enabled={stale}",
+        "grpo.use_dynamic_sampling=false",
+    ]
     path = tmp_path / "recipe.yaml"
     OmegaConf.save(OmegaConf.merge({"defaults": str(EVERY_KEY)}, OmegaConf.from_dotlist(changes)), path)
     translation = translate(path)
@@ -185,7 +200,11 @@ def test_parents_are_merged_and_a_marked_section_replaces_theirs(tmp_path):
         ("loss_fn.use_importance_sampling_correction=false", "loss_fn.use_importance_sampling_correction", ALREADY),
         ("loss_fn.use_importance_sampling_correction=false", "loss_fn.truncated_importance_sampling_ratio", NO_EFFECT),
         ("policy.megatron_cfg.fp8_cfg={enabled: true, fp8: e4m3}", "policy.megatron_cfg.fp8_cfg.fp8", TRANSLATED),
-        ("policy.megatron_cfg.fp8_cfg={enabled: true, fp8_param: true}", "policy.megatron_cfg.fp8_cfg.fp8_param", DIFFERENT),
+        (
+            "policy.megatron_cfg.fp8_cfg={enabled: true, fp8_param: true}",
+            "policy.megatron_cfg.fp8_cfg.fp8_param",
+            DIFFERENT,
+        ),
         ("policy.generation.backend=sglang", "policy.generation.backend", TRANSLATED),
         ("env.math.something=1", "env.math.something", DIFFERENT),
         ("loss_fn.reference_policy_kl_penalty=0.0", "loss_fn.reference_policy_kl_type", NO_EFFECT),

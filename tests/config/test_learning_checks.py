@@ -1,4 +1,5 @@
-"""Rewards, shaping, estimator options and loss: what would fail or do nothing at the first step is refused before it."""
+"""Rewards, shaping, estimator options and loss: what would fail or do nothing at the first step is refused before
+it."""
 
 from __future__ import annotations
 
@@ -111,9 +112,18 @@ def test_what_fits_is_accepted(minimal, overrides):
             ["loss_fn.off_policy.mode=icepop", "rollout.max_staleness=1"],
             ["loss_fn.off_policy.mode", "rollout.max_staleness", "loss_fn.old_logprobs: trainer"],
         ),
-        (["loss_fn.off_policy.mode=mask", "loss_fn.off_policy.ratio_min=2.0"], ["loss_fn.off_policy.ratio_min: must be 0 or more and below"]),
-        (["loss_fn.type=gspo", "loss_fn.off_policy.mode=truncate"], ["loss_fn.off_policy: unlike weights", "level sequence or geometric"]),
-        (["loss_fn.type=gspo", "loss_fn.off_policy.mode=icepop", "loss_fn.off_policy.level=sequence"], ["loss_fn.off_policy", "icepop"]),
+        (
+            ["loss_fn.off_policy.mode=mask", "loss_fn.off_policy.ratio_min=2.0"],
+            ["loss_fn.off_policy.ratio_min: must be 0 or more and below"],
+        ),
+        (
+            ["loss_fn.type=gspo", "loss_fn.off_policy.mode=truncate"],
+            ["loss_fn.off_policy: unlike weights", "level sequence or geometric"],
+        ),
+        (
+            ["loss_fn.type=gspo", "loss_fn.off_policy.mode=icepop", "loss_fn.off_policy.level=sequence"],
+            ["loss_fn.off_policy", "icepop"],
+        ),
         (
             ["loss_fn.type=target_po", "policy.train_global_batch_size=4"],
             ["policy.train_global_batch_size: 4 splits groups of 8", "target_po", "gdpo.num_generations_per_prompt"],
@@ -132,12 +142,21 @@ def test_what_fits_is_accepted(minimal, overrides):
         ),
         (
             ["rollout.endpoint.enabled=true", "rollout.turns.max_turns=33", "gdpo.num_prompts_per_step=256"],
-            ["rollout.turns.max_turns: a step of 256 prompts x 8 samples x 33 turns has up to 67,584 turns", "keeps 65,536",
-             "gdpo.num_prompts_per_step or gdpo.num_generations_per_prompt"],
+            [
+                "rollout.turns.max_turns: a step of 256 prompts x 8 samples x 33 turns has up to 67,584 turns",
+                "keeps 65,536",
+                "gdpo.num_prompts_per_step or gdpo.num_generations_per_prompt",
+            ],
         ),
         (
-            ["rollout.endpoint.enabled=true", "rollout.turns.max_turns=8", "data.validation={split: test}", "gdpo.val_period=1",
-             "gdpo.val_prompts=4096", "gdpo.val_generations_per_prompt=3"],
+            [
+                "rollout.endpoint.enabled=true",
+                "rollout.turns.max_turns=8",
+                "data.validation={split: test}",
+                "gdpo.val_period=1",
+                "gdpo.val_prompts=4096",
+                "gdpo.val_generations_per_prompt=3",
+            ],
             ["a validation of 4,096 prompts x 3 samples x 8 turns has up to 98,304 turns", "gdpo.val_prompts"],
         ),
         (["loss_fn.reference_policy_kl_penalty=-0.1"], ["loss_fn.reference_policy_kl_penalty: must be 0 or more"]),

@@ -17,7 +17,9 @@ from gdpo_nemo.config.load import all_keys, load_config, to_yaml
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.trainer import Trainer
 
-KEYS = [key.removeprefix("loss_fn.") for key in all_keys() if key.startswith("loss_fn.") and key != "loss_fn.off_policy"]
+KEYS = [
+    key.removeprefix("loss_fn.") for key in all_keys() if key.startswith("loss_fn.") and key != "loss_fn.off_policy"
+]
 
 
 def at(node, key: str):

@@ -19,10 +19,19 @@ EMPTY_SAFETENSORS = (2).to_bytes(8, "little") + b"{}"
 GPUS = ["cluster.gpus_per_node=4", "policy.precision=bfloat16"]
 
 
-def shape(kind: str, hidden: int, layers: int, heads: int, groups: int, ffn: int, vocabulary: int, positions: int, **more) -> dict:
+def shape(
+    kind: str, hidden: int, layers: int, heads: int, groups: int, ffn: int, vocabulary: int, positions: int, **more
+) -> dict:
     """The fields that every published config.json has."""
     sizes = dict(hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=groups)
-    return {"model_type": kind, **sizes, "intermediate_size": ffn, "vocab_size": vocabulary, "max_position_embeddings": positions, **more}
+    return {
+        "model_type": kind,
+        **sizes,
+        "intermediate_size": ffn,
+        "vocab_size": vocabulary,
+        "max_position_embeddings": positions,
+        **more,
+    }
 
 
 LLAMA_3_ROPE = dict(
@@ -35,7 +44,8 @@ GEMMA_3_TEXT = shape("gemma3_text", 2560, 34, 8, 4, 10240, 262208, 131072, head_
 REFUSED = {
     "DeepSeek-V3": (
         shape(
-            "deepseek_v3", 7168, 61, 128, 128, 18432, 129280, 163840, architectures=["DeepseekV3ForCausalLM"], kv_lora_rank=512,
+            "deepseek_v3", 7168, 61, 128, 128, 18432, 129280, 163840, architectures=["DeepseekV3ForCausalLM"],
+            kv_lora_rank=512,
             q_lora_rank=1536, n_routed_experts=256, first_k_dense_replace=3, rope_scaling=dict(type="yarn", factor=40),
             quantization_config=dict(quant_method="fp8"),
         ),  # fmt: skip
@@ -49,11 +59,13 @@ REFUSED = {
         "model type 'gpt_oss' is not supported",
     ),
     "Nemotron-H": (
-        shape("nemotron_h", 4096, 52, 32, 8, 21504, 131072, 8192, hybrid_override_pattern="M-M-M-M*-", mlp_hidden_act="relu2"),
+        shape("nemotron_h", 4096, 52, 32, 8, 21504, 131072, 8192, hybrid_override_pattern="M-M-M-M*-",
+        mlp_hidden_act="relu2"),
         "model type 'nemotron_h' is not supported",
     ),
     "Gemma 2": (
-        shape("gemma2", 2304, 26, 8, 4, 9216, 256000, 8192, head_dim=256, sliding_window=4096, hidden_act="gelu_pytorch_tanh"),
+        shape("gemma2", 2304, 26, 8, 4, 9216, 256000, 8192, head_dim=256, sliding_window=4096,
+        hidden_act="gelu_pytorch_tanh"),
         "model type 'gemma2' is not supported",
     ),
     "Gemma 3": (
@@ -89,7 +101,8 @@ REFUSED = {
         "rope scaling 'dynamic' is not supported; supported: default, linear, llama3, yarn",
     ),
     "longrope": (
-        shape("llama", 4096, 32, 32, 32, 11008, 32000, 4096, rope_scaling=dict(rope_type="longrope", short_factor=[1.0])),
+        shape("llama", 4096, 32, 32, 32, 11008, 32000, 4096, rope_scaling=dict(rope_type="longrope",
+        short_factor=[1.0])),
         "rope scaling 'longrope' is not supported",
     ),
     "rope without its factor": (
@@ -109,21 +122,24 @@ REFUSED = {
         "vLLM on CPUs has no attention for heads of size 16",
     ),
     "no model type": ({"hidden_size": 64}, "names no model_type; supported: llama"),
-    "no sizes": ({"model_type": "llama"}, "num_hidden_layers in the model's config.json must be a positive integer, got None"),
+    "no sizes": ({"model_type": "llama"}, "num_hidden_layers in the model's config.json must be a positive integer, "
+                                          "got None"),
 }  # fmt: skip
 SUPPORTED = {
     "Qwen2.5": shape(
         "qwen2", 3584, 28, 28, 4, 18944, 152064, 32768, architectures=["Qwen2ForCausalLM"], hidden_act="silu",
         sliding_window=131072, use_sliding_window=False, max_window_layers=28,
     ),
-    "Qwen3": shape("qwen3", 1024, 28, 16, 8, 3072, 151936, 40960, head_dim=128, attention_bias=False, rope_scaling=None),
+    "Qwen3": shape("qwen3", 1024, 28, 16, 8, 3072, 151936, 40960, head_dim=128, attention_bias=False,
+    rope_scaling=None),
     "Qwen3-MoE": shape(
         "qwen3_moe", 2048, 48, 32, 4, 6144, 151936, 40960, head_dim=128, num_experts=128, num_experts_per_tok=8,
         moe_intermediate_size=768, sliding_window=None, use_sliding_window=False,
     ),
     "Llama 3.1": shape("llama", 4096, 32, 32, 8, 14336, 128256, 131072, rope_scaling=LLAMA_3_ROPE, mlp_bias=False),
     "Mistral 7B v0.3": shape("mistral", 4096, 32, 32, 8, 14336, 32768, 32768, sliding_window=None),
-    "Mixtral": shape("mixtral", 4096, 32, 32, 8, 14336, 32000, 32768, num_local_experts=8, num_experts_per_tok=2, sliding_window=None),
+    "Mixtral": shape("mixtral", 4096, 32, 32, 8, 14336, 32000, 32768, num_local_experts=8, num_experts_per_tok=2,
+    sliding_window=None),
     "Qwen2.5 with YaRN": shape("qwen2", 3584, 28, 28, 4, 18944, 152064, 131072, rope_scaling=QWEN_YARN),
 }  # fmt: skip
 
@@ -154,7 +170,14 @@ def test_a_model_that_cannot_be_trained_is_refused_by_name(command, name, folder
         "plan": ["plan", "--config", str(minimal), f"policy.model_name={model}"],
         "convert": ["convert", "--to", "checkpoint", model, str(tmp_path / "out")],
         "parity": ["parity", "--model", model, "--engine"],
-        "eval": ["eval", model, "--config", str(minimal), "data.validation={environment: toy}", "gdpo.val_at_start=true"],
+        "eval": [
+            "eval",
+            model,
+            "--config",
+            str(minimal),
+            "data.validation={environment: toy}",
+            "gdpo.val_at_start=true",
+        ],
     }[command]
     assert cli.main(arguments) == 2
     said = capsys.readouterr().err
@@ -172,7 +195,11 @@ def test_supported_families_pass(name, folder, minimal):
 
 def test_yarn_is_refused_where_transformer_engine_would_leave_its_factor_out(folder, minimal):
     model = f"policy.model_name={folder(SUPPORTED['Qwen2.5 with YaRN'])}"
-    for local in ("policy.megatron_cfg.transformer_engine=false", "policy.megatron_cfg.attention_backend=sdpa", "policy.lora.rank=8"):
+    for local in (
+        "policy.megatron_cfg.transformer_engine=false",
+        "policy.megatron_cfg.attention_backend=sdpa",
+        "policy.lora.rank=8",
+    ):
         validate(load_config(minimal, [model, *GPUS, local]))
     with pytest.raises(ConfigError, match="transformer_engine: its layers do not honour the attention factor 1.139"):
         validate(load_config(minimal, [model, *GPUS]))
@@ -194,7 +221,8 @@ def test_a_recipe_of_nemo_rl_with_a_local_model_is_held_against_the_families_too
 def test_the_check_needs_no_torch():
     code = (
         "import sys; from gdpo_nemo.config.architectures import check_model_content; "
-        f"check_model_content({SUPPORTED['Llama 3.1']!r}); sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+        f"check_model_content({SUPPORTED['Llama 3.1']!r}); sys.exit('torch' in sys.modules or 'transformers' in "
+        "sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).resolve().parents[2]).returncode == 0
 
@@ -203,10 +231,18 @@ def test_the_check_needs_no_torch():
     "damage, expected",
     [
         (lambda folder: (folder / "model.safetensors").write_bytes(b""), "model.safetensors is no safetensors file"),
-        (lambda folder: (folder / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\n"), "is no safetensors file"),
-        (lambda folder: (folder / "model.safetensors").rename(folder / "pytorch_model.bin"), "has weights as *.bin only"),
         (
-            lambda folder: (folder / "model.safetensors.index.json").write_text('{"weight_map": {"x": "model-2.safetensors"}}'),
+            lambda folder: (folder / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\n"),
+            "is no safetensors file",
+        ),
+        (
+            lambda folder: (folder / "model.safetensors").rename(folder / "pytorch_model.bin"),
+            "has weights as *.bin only",
+        ),
+        (
+            lambda folder: (folder / "model.safetensors.index.json").write_text(
+                '{"weight_map": {"x": "model-2.safetensors"}}'
+            ),
             "lacks model-2.safetensors, which model.safetensors.index.json names",
         ),
         (lambda folder: (folder / "model.safetensors.index.json").write_text("[]"), "is no index of weights"),

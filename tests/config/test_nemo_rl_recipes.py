@@ -137,11 +137,22 @@ VALUES = {
         "data.train.split": "train",
         "gdpo.max_num_steps": 2 * (40315 // 32),
     },
-    "lora": {"policy.lora.init": "xavier", "policy.lora.rank": 16, "policy.lora.alpha": 64.0, "policy.lora.target_modules": ["q_proj", "v_proj"]},
+    "lora": {
+        "policy.lora.init": "xavier",
+        "policy.lora.rank": 16,
+        "policy.lora.alpha": 64.0,
+        "policy.lora.target_modules": ["q_proj", "v_proj"],
+    },
     "reinforce_plus_plus": {
         "gdpo.estimator": "dr_grpo",
         "gdpo.batch_norm": True,
-        "gdpo.options": {"batch_unit": "token", "batch_rows": "scored", "ddof": 0, "batch_epsilon": 0.0, "residue": 0.0},
+        "gdpo.options": {
+            "batch_unit": "token",
+            "batch_rows": "scored",
+            "ddof": 0,
+            "batch_epsilon": 0.0,
+            "residue": 0.0,
+        },
         # REINFORCE has no ratio and so nothing to clip: what stands here is our default.
         "loss_fn.ratio_clip_max": 0.28,
     },
@@ -163,7 +174,9 @@ def loaded(name: str, folder: Path):
 def test_a_recipe_comes_to_what_it_is(name):
     translation = translated(name)
     assert translation.status == STATUS[name], translation.summary()
-    assert set(translation.differences) >= DIFFERENCES.get(name, set()) and set(translation.blockers) == BLOCKERS.get(name, set())
+    assert set(translation.differences) >= DIFFERENCES.get(name, set()) and set(translation.blockers) == BLOCKERS.get(
+        name, set()
+    )
     if STATUS[name] != CANNOT_RUN:
         assert set(translation.differences) == DIFFERENCES.get(name, set())
 
@@ -189,7 +202,10 @@ def test_without_a_partner_overlap_param_gather_is_not_written(tmp_path):
 
 def test_a_distribution_that_is_cut_for_sampling_alone_is_named(tmp_path):
     path = tmp_path / "recipe.yaml"
-    path.write_text(f"defaults: {FOLDER / 'megatron.yaml'}\npolicy: {{generation: {{top_k: 50}}}}\ndata: {{default: {{prompt_file: null}}}}\n")
+    path.write_text(
+        f"defaults: {FOLDER / 'megatron.yaml'}\npolicy: {{generation: {{top_k: 50}}}}\ndata: {{default: "
+        f"{{prompt_file: null}}}}\n"
+    )
     assert set(translate(path).differences) == {"policy.generation.top_k"}
 
 
@@ -197,19 +213,25 @@ def test_a_distribution_that_is_cut_for_sampling_alone_is_named(tmp_path):
     "model, adapters, expected, differences",
     [
         ("Qwen/Qwen3-8B-Base", "dtensor_cfg: {lora_cfg: {enabled: true, dim: 8, match_all_linear: true}}",
-         dict(target_modules=["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head"]), set()),
+         dict(target_modules=["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head"]),
+         set()),
         ("Qwen/Qwen3-4B", "dtensor_cfg: {lora_cfg: {enabled: true, dim: 8, match_all_linear: true}}", {},
          {"policy.dtensor_cfg.lora_cfg.match_all_linear"}),
-        ("Qwen/Qwen3-8B-Base", "dtensor_cfg: {enabled: false}, megatron_cfg: {enabled: true, peft: {enabled: true, dim: 8}}",
+        ("Qwen/Qwen3-8B-Base", "dtensor_cfg: {enabled: false}, megatron_cfg: {enabled: true, peft: {enabled: true, "
+                               "dim: 8}}",
          dict(share_a=True), set()),
-        ("Qwen/Qwen3-8B-Base", "dtensor_cfg: {enabled: false}, megatron_cfg: {enabled: true, peft: {enabled: true, dim: 8,"
+        ("Qwen/Qwen3-8B-Base", "dtensor_cfg: {enabled: false}, megatron_cfg: {enabled: true, peft: {enabled: true, "
+                               "dim: 8,"
          " target_modules: ['*.linear_proj']}}", dict(target_modules=["o_proj"]), set()),
     ],
 )  # fmt: skip
 def test_adapters_are_on_the_layers_that_have_them_there(tmp_path, model, adapters, expected, differences):
     """Every linear layer is the output layer too, which in a small Qwen is the embedding; a fused layer has one A."""
     path = tmp_path / "recipe.yaml"
-    path.write_text(f"defaults: {FOLDER / 'base.yaml'}\npolicy: {{model_name: {model}, {adapters}}}\ndata: {{default: {{prompt_file: null}}}}\n")
+    path.write_text(
+        f"defaults: {FOLDER / 'base.yaml'}\npolicy: {{model_name: {model}, {adapters}}}\ndata: {{default: "
+        f"{{prompt_file: null}}}}\n"
+    )
     translation = translate(path)
     found = translation.content["policy"]["lora"]
     assert {key: found[key] for key in ("target_modules", "share_a") if key in found} == expected
@@ -219,9 +241,15 @@ def test_adapters_are_on_the_layers_that_have_them_there(tmp_path, model, adapte
 @pytest.mark.parametrize(
     "grpo, expected",
     [
-        ("use_dynamic_sampling: true, batch_multiplier: 1.5", dict(max_num_steps=1000, max_num_epochs=3, batch_multiplier=1.5)),
+        (
+            "use_dynamic_sampling: true, batch_multiplier: 1.5",
+            dict(max_num_steps=1000, max_num_epochs=3, batch_multiplier=1.5),
+        ),
         ("use_dynamic_sampling: true", dict(max_num_steps=1000, max_num_epochs=3, batch_multiplier=1.0)),
-        ("use_dynamic_sampling: false", dict(max_num_steps=3 * (7473 // 64), max_num_epochs=None, batch_multiplier=None)),
+        (
+            "use_dynamic_sampling: false",
+            dict(max_num_steps=3 * (7473 // 64), max_num_epochs=None, batch_multiplier=None),
+        ),
     ],
 )
 def test_the_run_ends_with_its_epochs_and_a_round_of_dynamic_sampling_is_a_whole_batch(tmp_path, grpo, expected):
@@ -233,20 +261,26 @@ def test_the_run_ends_with_its_epochs_and_a_round_of_dynamic_sampling_is_a_whole
     translation = translate(path)
     content = translation.content["gdpo"]
     found = dict(content, batch_multiplier=content.get("dynamic_sampling", {}).get("batch_multiplier"))
-    assert {key: found.get(key) for key in expected} == expected and not set(translation.differences) & {"grpo.max_num_epochs"}
+    assert {key: found.get(key) for key in expected} == expected and not set(translation.differences) & {
+        "grpo.max_num_epochs"
+    }
 
 
 @pytest.mark.parametrize(
     "base, change, expected, status",
     [
-        # math_environment.py, HFVerifyWorker; utils.py, calculate_baseline_and_std_per_prompt: equal prompt tokens are one group.
-        ("base", "", {"env": {"math": {"math_verify_impl": "hf_math_verify", "time_limit_s": 5}}, "gdpo.group_by": "prompt"}, SAME),
+        # math_environment.py, HFVerifyWorker; utils.py, calculate_baseline_and_std_per_prompt: equal prompt tokens are
+        # one group.
+        ("base", "", {"env": {"math": {"math_verify_impl": "hf_math_verify", "time_limit_s": 5}}, "gdpo.group_by":
+        "prompt"}, SAME),
         # grpo.py, dynamic_sampling: the deviation of the key of grpo, not of adv_estimator, decides by sample.
         ("base", "grpo: {use_dynamic_sampling: true, batch_multiplier: 1.5}",
          {"gdpo.dynamic_sampling.leave_one_out": True, "gdpo.dynamic_sampling.batch_multiplier": 1.5}, SAME),
-        ("base", "grpo: {use_dynamic_sampling: true, use_leave_one_out_baseline: false}", {"gdpo.dynamic_sampling.leave_one_out": False}, SAME),
+        ("base", "grpo: {use_dynamic_sampling: true, use_leave_one_out_baseline: false}",
+        {"gdpo.dynamic_sampling.leave_one_out": False}, SAME),
         # grpo.py, setup asserts.
-        ("base", "grpo: {batch_multiplier: 1.5}", {"gdpo.dynamic_sampling.batch_multiplier": None}, {"grpo.batch_multiplier"}),
+        ("base", "grpo: {batch_multiplier: 1.5}", {"gdpo.dynamic_sampling.batch_multiplier": None},
+        {"grpo.batch_multiplier"}),
         # grpo.py, validate: whole batches.
         ("base", "grpo: {max_val_samples: 16, val_batch_size: 5}", {"gdpo.val_prompts": 15}, SAME),
         ("base", "grpo: {max_val_samples: 16, val_batch_size: 32}", {"gdpo.val_prompts": 16}, {"grpo.val_batch_size"}),
@@ -263,13 +297,16 @@ def test_what_was_silently_another_has_its_meaning_or_is_named(tmp_path, base, c
     ours.write_text(translation.to_text("recipe"))
     config = load_config(ours)
     assert {key: reduce(getattr, key.split("."), config) for key in expected} == expected
-    assert (translation.status, set(translation.differences)) == ((SAME, set()) if status == SAME else (DIFFERS, status))
+    assert (translation.status, set(translation.differences)) == (
+        (SAME, set()) if status == SAME else (DIFFERS, status)
+    )
 
 
 def test_more_positions_than_the_model_has_cannot_run(tmp_path):
     path = tmp_path / "recipe.yaml"
     path.write_text(
-        f"defaults: {FOLDER / 'base.yaml'}\npolicy: {{max_total_sequence_length: 2048, hf_config_overrides: {{max_position_embeddings: 4096}}}}\n"
+        f"defaults: {FOLDER / 'base.yaml'}\npolicy: {{max_total_sequence_length: 2048, hf_config_overrides: "
+        f"{{max_position_embeddings: 4096}}}}\n"
     )
     assert set(translate(path).blockers) == {"policy.hf_config_overrides.max_position_embeddings"}
 
@@ -289,16 +326,16 @@ def test_what_nemo_rl_fills_in_counts_where_a_recipe_says_nothing(tmp_path):
     assert translation.content["gdpo"]["num_generations_per_prompt"] == 16
 
 
-@pytest.mark.parametrize(
-    "name, status", [("base", 0), ("async_in_flight", 3), ("gym", 1)]
-)
+@pytest.mark.parametrize("name, status", [("base", 0), ("async_in_flight", 3), ("gym", 1)])
 def test_the_exit_status_tells_the_three_apart_where_it_is_asked_to(name, status, tmp_path, capsys):
     recipe = ["config", "from-nemo-rl", str(FOLDER / f"{name}.yaml"), "--out", str(tmp_path / "ours.yaml")]
     assert cli.main([*recipe, "--strict"]) == status
     assert cli.main(recipe) == (1 if status == 1 else 0)
     summary = capsys.readouterr().out
     assert {0: "same: ", 3: "runs but differs in 1 way", 1: "cannot run:"}[status] in summary
-    assert "no effect on the result" not in summary and "no effect on the result" in (tmp_path / "ours.yaml").read_text()
+    assert (
+        "no effect on the result" not in summary and "no effect on the result" in (tmp_path / "ours.yaml").read_text()
+    )
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,9 @@ from gdpo_nemo.validation import validate
 TINY = Path(__file__).resolve().parents[2] / "configs" / "gdpo_tiny_cpu.yaml"
 
 
-def config(nodes: int, gpus: int, tensor: int = 1, data: int | None = None, engines: int = 1, engine_tensor: int = 1) -> Config:
+def config(
+    nodes: int, gpus: int, tensor: int = 1, data: int | None = None, engines: int = 1, engine_tensor: int = 1
+) -> Config:
     found = Config()
     found.cluster.num_nodes = nodes
     found.cluster.gpus_per_node = gpus
@@ -88,10 +90,13 @@ def test_environment_workers_are_dealt_out_evenly_to_nodes_of_their_own():
     loads = place_workers(wanted)
     assert loads == [{SHARED: 2, "slow": 1}, {SHARED: 1, "slow": 1}, {SHARED: 1, "slow": 1}]
     assert describe_places(wanted) == (
-        "node 0: 8 policy ranks; node 1: 8 engines; node 2: 3 environment workers; nodes 3-4: 2 environment workers each"
+        "node 0: 8 policy ranks; node 1: 8 engines; node 2: 3 environment workers; nodes 3-4: 2 environment workers "
+        "each"
     )
     wanted.env = {"slow": {"num_workers": 2}}
-    with pytest.raises(ConfigError, match=r"3 nodes for 2 environment workers \(2 of slow\); a node takes at least one"):
+    with pytest.raises(
+        ConfigError, match=r"3 nodes for 2 environment workers \(2 of slow\); a node takes at least one"
+    ):
         place_workers(wanted)
 
 
@@ -114,7 +119,9 @@ def test_a_run_on_several_nodes_is_told_that_it_joins_a_cluster(monkeypatch):
     notes = validate(load_config(TINY, ["cluster.num_nodes=3"]))
     assert any(note.startswith("cluster.address: a run on 3 nodes joins a Ray cluster") for note in notes)
     assert "cluster.num_nodes: 1 of 3 nodes get no process" in notes
-    assert not any("cluster." in note for note in validate(load_config(TINY, ["cluster={num_nodes: 2, address: 'h:1'}"])))
+    assert not any(
+        "cluster." in note for note in validate(load_config(TINY, ["cluster={num_nodes: 2, address: 'h:1'}"]))
+    )
 
 
 @pytest.mark.parametrize(
@@ -133,7 +140,9 @@ def test_a_transport_that_is_not_there_and_a_bucket_without_use_are_refused(over
 def test_colocated_engines_sit_on_devices_of_the_policy_and_each_device_has_one():
     """Over layouts on CPU and on nodes of eight, with ranks left over and without."""
     tried = 0
-    for (nodes, gpus), tensor, engine_tensor, engines in product(((1, 0), (2, 0), (1, 8), (3, 8)), (1, 2, 4), (1, 2, 4), (1, 2, 3, 6)):
+    for (nodes, gpus), tensor, engine_tensor, engines in product(
+        ((1, 0), (2, 0), (1, 8), (3, 8)), (1, 2, 4), (1, 2, 4), (1, 2, 3, 6)
+    ):
         wanted = config(nodes, gpus, tensor, None if gpus else 4, engines, engine_tensor)
         wanted.cluster.placement = "colocated"
         try:
@@ -154,7 +163,9 @@ def test_colocated_engines_sit_on_devices_of_the_policy_and_each_device_has_one(
 def test_a_colocated_layout_that_cannot_be_is_refused_with_the_arithmetic():
     few = config(1, 8, 2, 2, engines=5)
     few.cluster.placement = "colocated"
-    with pytest.raises(ConfigError, match="5 x 1 = 5 engine ranks cannot share the devices of 4 policy ranks .*; at most 4 engines"):
+    with pytest.raises(
+        ConfigError, match="5 x 1 = 5 engine ranks cannot share the devices of 4 policy ranks .*; at most 4 engines"
+    ):
         place(few)
     crossing = config(2, 4, 1, None, engines=2, engine_tensor=3)
     crossing.cluster.placement = "colocated"
@@ -184,7 +195,9 @@ def test_a_colocated_layout_that_cannot_be_is_refused_with_the_arithmetic():
         (1, 8, "separate", "ipc", "ipc hands memory to the process on the same device"),
     ],
 )
-def test_a_transport_follows_from_the_placement_or_is_refused_where_it_cannot_be(nodes, gpus, placement, wanted, chosen):
+def test_a_transport_follows_from_the_placement_or_is_refused_where_it_cannot_be(
+    nodes, gpus, placement, wanted, chosen
+):
     found = load_config(TINY, [f"weights.transport={wanted}", f"cluster.placement={placement}"])
     found.cluster.num_nodes = nodes
     found.cluster.gpus_per_node = gpus

@@ -53,7 +53,9 @@ def test_ranks_get_equally_many_micro_batches(lengths, ranks, multiple):
     assert counts.pop() % multiple == 0
 
 
-@given(lengths=st.lists(st.integers(1, 40), min_size=1, max_size=60), ranks=st.integers(1, 4), quadratic=st.floats(0, 0.2))
+@given(
+    lengths=st.lists(st.integers(1, 40), min_size=1, max_size=60), ranks=st.integers(1, 4), quadratic=st.floats(0, 0.2)
+)
 def test_no_rank_is_dearer_than_another_by_more_than_two_sequences(lengths, ranks, quadratic):
     shares = assign(lengths, ranks, 10**6, quadratic=quadratic)
     costs = [sum(cost_of(lengths[i], quadratic) for members in share for i in members) for share in shares]
@@ -61,7 +63,8 @@ def test_no_rank_is_dearer_than_another_by_more_than_two_sequences(lengths, rank
 
 
 def test_long_sequences_are_balanced_by_what_attention_makes_them_cost():
-    """By tokens the long sequence is worth ten short ones; with attention it is dearer than all thirty, and stays alone."""
+    """By tokens the long sequence is worth ten short ones; with attention it is dearer than all thirty, and stays
+    alone."""
     lengths = [1000, *[100] * 30]
     quadratic = 1e-2
     shares = assign(lengths, 2, 4000, quadratic=quadratic)
@@ -133,9 +136,7 @@ def test_context_ranks_together_hold_every_completion_token_once(shapes, size, t
 def test_context_shards_put_together_are_the_whole_pack(shapes, size):
     sequences = make_sequences(shapes)
     members = list(range(len(sequences)))
-    packs = [
-        pack_rows(sequences, members, context_rank=r, context_size=size, positions=zigzag) for r in range(size)
-    ]
+    packs = [pack_rows(sequences, members, context_rank=r, context_size=size, positions=zigzag) for r in range(size)]
     start = 0
     for s, length in zip(sequences, packs[0].padded_lengths):
         whole = np.full(length, -1)

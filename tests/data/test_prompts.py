@@ -71,15 +71,24 @@ class Foreign(Polite):
 
 
 def test_rows_in_a_form_of_their_environments_own_are_read_by_it_and_no_others(tmp_path):
-    rows = [{"question": "a", "task": "foreign"}, {"prompt": "b", "task": "digit_sort"}, {"question": "c", "task": "foreign"}]
+    rows = [
+        {"question": "a", "task": "foreign"},
+        {"prompt": "b", "task": "digit_sort"},
+        {"question": "c", "task": "foreign"},
+    ]
     dataset = DatasetConfig(path=write(tmp_path / "rows.jsonl", rows), environment_key="task")
     prompts = source(dataset, {**DIGITS, "foreign": {"plugin": f"{__file__}:Foreign"}}).head()
-    assert [(prompt.text, prompt.environment) for prompt in prompts] == [("A", "foreign"), ("b", "digit_sort"), ("C", "foreign")]
+    assert [(prompt.text, prompt.environment) for prompt in prompts] == [
+        ("A", "foreign"),
+        ("b", "digit_sort"),
+        ("C", "foreign"),
+    ]
     assert prompts[2].fields["kept"] == rows[2]
 
 
 @pytest.mark.parametrize(
-    "row, message", [({"task": "polit"}, "row 1: env has no 'polit'; did you mean 'polite'"), ({}, "row 1: names no environment")]
+    "row, message",
+    [({"task": "polit"}, "row 1: env has no 'polit'; did you mean 'polite'"), ({}, "row 1: names no environment")],
 )
 def test_a_row_that_no_environment_verifies_is_refused(tmp_path, row, message):
     rows = [{"prompt": "a", "task": "polite"}, {"prompt": "b", **row}]

@@ -5,8 +5,8 @@
 Steps that need an image of their own are named and left out: system packages, the user, ownership. Copies between
 stages become copies between folders, and the image's python3.12 is the one that runs this script. At the end the health
 check and a dry run of the default config are run as the image would, with the environment that the Dockerfile sets.
-Needs some 7 GB and the package index, and minutes, most of them for bytecode; UV_LINK_MODE=hardlink where uv's cache is on
-the same disk saves the copies.
+Needs some 7 GB and the package index, and minutes, most of them for bytecode; UV_LINK_MODE=hardlink where uv's cache is
+on the same disk saves the copies.
 """
 
 from __future__ import annotations

@@ -41,11 +41,15 @@ class Launch:
             "logger.console=plain",
             *overrides,
         ]
-        # What the run writes beside its folder comes here, except for Ray's sockets, whose path must be short, and torch's cache,
-        # which is the user's.
+        # What the run writes beside its folder comes here, except for Ray's sockets, whose path must be short, and
+        # torch's cache, which is the user's.
         self.scratch = Path(tempfile.mkdtemp(prefix="e2e"))
         shared = tempfile.gettempdir()
-        beside = {"TMPDIR": str(self.scratch), "RAY_TMPDIR": shared, "TORCHINDUCTOR_CACHE_DIR": f"{shared}/torchinductor_tests"}
+        beside = {
+            "TMPDIR": str(self.scratch),
+            "RAY_TMPDIR": shared,
+            "TORCHINDUCTOR_CACHE_DIR": f"{shared}/torchinductor_tests",
+        }
         self.process = subprocess.Popen(
             [*(before or []), *command],
             text=True,
@@ -60,7 +64,8 @@ class Launch:
         self.wait_until(lambda done: done >= step, f"step {step} did not come")
 
     def wait_until(self, good: Callable[[int], bool], complaint: str) -> None:
-        """Return once ``good`` likes the last step that the metrics hold; remembers every process of the run on the way."""
+        """Return once ``good`` likes the last step that the metrics hold; remembers every process of the run on the
+        way."""
         deadline = time.monotonic() + START_S
         while not good(max((row["step"] for row in rows(self.run_dir) if "loss" in row), default=0)):
             assert self.process.poll() is None, self.process.communicate()
@@ -121,7 +126,8 @@ class OnATerminal(Launch):
                 self.shown += shown
 
     def hang_up(self) -> None:
-        """End the terminal, as closing its window does: the kernel tells the session's leader, a shell all of the job."""
+        """End the terminal, as closing its window does: the kernel tells the session's leader, a shell all of the
+        job."""
         os.close(self._master)
         os.killpg(self.process.pid, signal.SIGHUP)
         self._look = super()._look

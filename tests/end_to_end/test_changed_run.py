@@ -15,9 +15,15 @@ LR = 1e-3
 
 @pytest.fixture(scope="module")
 def changed(tmp_path_factory, digit_model):
-    """Two steps; then two more with a longer cosine, another estimator, batch, weight decay, reward and a KL penalty."""
+    """Two steps; then two more with a longer cosine, another estimator, batch, weight decay, reward and a KL
+    penalty."""
     folder = tmp_path_factory.mktemp("changed") / "run"
-    common = ("gdpo.val_period=0", "logger.tensorboard.enabled=false", "checkpointing.save_period=1", "checkpointing.metric_name=null")
+    common = (
+        "gdpo.val_period=0",
+        "logger.tensorboard.enabled=false",
+        "checkpointing.save_period=1",
+        "checkpointing.metric_name=null",
+    )
     first = Launch(
         folder,
         digit_model,

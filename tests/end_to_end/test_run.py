@@ -1,4 +1,5 @@
-"""The whole program as a user starts it: real Ray, real Megatron ranks, a real vLLM engine, in processes of their own."""
+"""The whole program as a user starts it: real Ray, real Megatron ranks, a real vLLM engine, in processes of their
+own."""
 
 from __future__ import annotations
 
@@ -63,8 +64,8 @@ def test_the_plans_batch_arithmetic_is_what_the_run_did(undisturbed):
     batches = len(assign(lengths, 1, config.policy.micro_batch_tokens)[0])
     assert first["packing/micro_batches"] == batches
     assert worked_batch(config) == (
-        f"{prompts} prompts x {len(samples) // prompts} samples = {len(samples)} samples = 1 optimizer update of {len(samples)} = "
-        f"at most {batches} micro-batch of at most {config.policy.micro_batch_tokens} tokens"
+        f"{prompts} prompts x {len(samples) // prompts} samples = {len(samples)} samples = 1 optimizer update of "
+        f"{len(samples)} = at most {batches} micro-batch of at most {config.policy.micro_batch_tokens} tokens"
     )
     # What a calibration takes from the run is what the run measured.
     run = read_run(run_dir)
@@ -92,9 +93,9 @@ def test_exported_model_is_what_the_last_checkpoint_holds_and_transformers_loads
 
 
 def test_killed_and_terminated_run_resumes_bit_for_bit(undisturbed, tmp_path, digit_model):
-    """The policy dies in the middle of saving step 4, the driver after step 3 (kill -9), its terminal goes away after step 3,
-    SIGTERM comes a step later, a byte of the last checkpoint turns on the disk; then on to the end. Checkpoints are written
-    beside training.
+    """The policy dies in the middle of saving step 4, the driver after step 3 (kill -9), its terminal goes away after
+    step 3, SIGTERM comes a step later, a byte of the last checkpoint turns on the disk; then on to the end. Checkpoints
+    are written beside training.
 
     The first of these runs is colocated: its engines sleep while the policy trains, and nothing else is different.
     """
@@ -114,7 +115,9 @@ def test_killed_and_terminated_run_resumes_bit_for_bit(undisturbed, tmp_path, di
     colocated = [row for row in rows(tmp_path / "run") if "loss" in row]
     assert len(colocated) >= 3 and all("time/sleep" in row and "time/wake" in row for row in colocated)
     assert not any("time/sleep" in row for row in rows(straight))
-    assert [timeless(row) for row in rows(tmp_path / "run")] == [timeless(row) for row in rows(straight)][: len(rows(tmp_path / "run"))]
+    assert [timeless(row) for row in rows(tmp_path / "run")] == [timeless(row) for row in rows(straight)][
+        : len(rows(tmp_path / "run"))
+    ]
 
     killed = Launch(tmp_path / "run", digit_model, *options)
     killed.wait_until(lambda done: done == 2, "what came after the checkpoint was not taken back")
@@ -166,7 +169,9 @@ def test_eval_of_a_checkpoint_gives_what_the_run_itself_measured_after_that_step
     assert {f"validation/{name}": score["mean"] for name, score in found["scores"].items()} == {
         name: value for name, value in measured.items() if name.removeprefix("validation/") in found["scores"]
     }
-    assert {"correctness", "format", "length"} <= found["scores"].keys() and all(name in shown for name in found["scores"])
+    assert {"correctness", "format", "length"} <= found["scores"].keys() and all(
+        name in shown for name in found["scores"]
+    )
     assert (found["step"], found["prompts"], found["mean_length"]) == (STEPS, 8, measured["validation/mean_length"])
     samples = [json.loads(line) for line in (out / "samples.jsonl").read_text().splitlines()]
     assert found["scores"]["format"]["mean"] == sum(s["rewards"]["format"] for s in samples) / len(samples)
@@ -190,7 +195,8 @@ def test_data_parallel_ranks_make_the_same_first_update_and_train_one_step_stale
 
 
 def test_adapters_kl_penalty_dynamic_sampling_and_several_updates_train_together(tmp_path, digit_model):
-    """Format alone is constant in many groups; the reference is the model without adapters, so its KL starts at 0 and grows."""
+    """Format alone is constant in many groups; the reference is the model without adapters, so its KL starts at 0 and
+    grows."""
     launch = Launch(
         tmp_path / "run",
         digit_model,
@@ -220,7 +226,8 @@ def test_adapters_kl_penalty_dynamic_sampling_and_several_updates_train_together
 
 
 def test_a_bfloat16_run_of_a_model_with_large_logits_is_not_ended_by_its_rounding(tmp_path, digit_model):
-    """Logits up to 40, as pretrained models have: bfloat16 knows them to an eighth or a quarter, and unlikely tokens as badly."""
+    """Logits up to 40, as pretrained models have: bfloat16 knows them to an eighth or a quarter, and unlikely tokens as
+    badly."""
     from safetensors.torch import load_file, save_file
 
     shutil.copytree(digit_model, tmp_path / "sharp")
@@ -245,8 +252,8 @@ def test_a_bfloat16_run_of_a_model_with_large_logits_is_not_ended_by_its_roundin
 
 @pytest.fixture(scope="module")
 def on_a_small_disk(tmp_path_factory, digit_model) -> tuple[Launch, int, str, list[str]]:
-    """A run with KL to the starting model as a reward. Its checkpoints go to a file system of their own with room for one of
-    them (13 MB each): the launch, its status, stderr, and what the file system held in the end."""
+    """A run with KL to the starting model as a reward. Its checkpoints go to a file system of their own with room for
+    one of them (13 MB each): the launch, its status, stderr, and what the file system held in the end."""
     scratch = tmp_path_factory.mktemp("small_disk")
     folder = scratch / "run" / "checkpoints"
     folder.mkdir(parents=True)
@@ -317,9 +324,11 @@ class Patient(DigitSort):
 """
 
 
-def test_tensor_parallel_ranks_make_the_same_first_update_and_who_blocks_them_is_named(undisturbed, tmp_path, digit_model):
-    """One run, three faults in turn: a hanging verifier, a stopped engine, a stopped rank. The last one lasts beyond its
-    deadline, and the run itself says who it was."""
+def test_tensor_parallel_ranks_make_the_same_first_update_and_who_blocks_them_is_named(
+    undisturbed, tmp_path, digit_model
+):
+    """One run, three faults in turn: a hanging verifier, a stopped engine, a stopped rank. The last one lasts beyond
+    its deadline, and the run itself says who it was."""
     (tmp_path / "mine.py").write_text(HANGING)
     launch = Launch(
         tmp_path / "run",
@@ -343,7 +352,11 @@ def test_tensor_parallel_ranks_make_the_same_first_update_and_who_blocks_them_is
 
     engine = _stop(launch, "engine 0")
     found = _diagnosis_when(launch, "engine", 1.0)
-    assert found.blocked_by == ["engine 0"] and found.lost and f"engine 0 (process {engine.pid}) is stopped" in found.sentence
+    assert (
+        found.blocked_by == ["engine 0"]
+        and found.lost
+        and f"engine 0 (process {engine.pid}) is stopped" in found.sentence
+    )
     engine.resume()
 
     rank = _stop(launch, "policy rank 1")
@@ -352,7 +365,9 @@ def test_tensor_parallel_ranks_make_the_same_first_update_and_who_blocks_them_is
     (line,) = [line for line in err.splitlines() if line.startswith("error:")]
     assert "did not answer within 60 s" in line and f"policy rank 1 (process {rank.pid}) is stopped" in line
     bundle = max((launch.run_dir / "doctor").iterdir())
-    assert {"summary.txt", "stack policy rank 0.txt", "config.yaml", "versions.txt", "logs.txt"} <= {p.name for p in bundle.iterdir()}
+    assert {"summary.txt", "stack policy rank 0.txt", "config.yaml", "versions.txt", "logs.txt"} <= {
+        p.name for p in bundle.iterdir()
+    }
     assert launch.survivors() == []
 
 

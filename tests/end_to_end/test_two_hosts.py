@@ -1,4 +1,5 @@
-"""One run over two hosts, and a third for environments: network namespaces with addresses of their own, Ray between them.
+"""One run over two hosts, and a third for environments: network namespaces with addresses of their own, Ray between
+them.
 
 Where namespaces may not be made (no root), the hosts are two Ray nodes of this machine with loopback addresses.
 """
@@ -155,14 +156,17 @@ def actors(host: Host) -> set[str]:
 
 
 def kill_in_the_middle_of_verdicts(host: Host, run: Launch) -> None:
-    """First the actor that holds the workers, as soon as the first one is at work, then a worker of the actor's successor."""
+    """First the actor that holds the workers, as soon as the first one is at work, then a worker of the actor's
+    successor."""
 
     def workers() -> set[tuple[int, int]]:
         """(actor, worker) by process number; workers are started by the first verdicts that are asked for."""
         found = set()
         for process in host.processes():
             with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
-                if "spawn_main" in " ".join(process.cmdline()) and process.parent().name().startswith("ray::EnvironmentHo"):
+                if "spawn_main" in " ".join(process.cmdline()) and process.parent().name().startswith(
+                    "ray::EnvironmentHo"
+                ):
                     found.add((process.ppid(), process.pid))
         return found
 

@@ -9,7 +9,11 @@ collect_ignore = [] if find_spec("reasoning_gym") else ["test_reasoning_gym.py"]
 
 def pytest_report_header():
     """What is left out, and how to have it."""
-    return ["test_reasoning_gym.py is left out: `uv sync --extra reasoning-gym` installs what it tests"] if collect_ignore else []
+    return (
+        ["test_reasoning_gym.py is left out: `uv sync --extra reasoning-gym` installs what it tests"]
+        if collect_ignore
+        else []
+    )
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,5 @@
-"""A resources server that misbehaves on demand: the row's field ``misdeed`` says how, ``value`` is the honest reward."""
+"""A resources server that misbehaves on demand: the row's field ``misdeed`` says how, ``value`` is the honest
+reward."""
 
 from __future__ import annotations
 

@@ -23,7 +23,8 @@ PLUGIN = REPOSITORY / "examples" / "nemo_gym_plugin"
 
 
 def installed() -> Path:
-    """The Python of the environment; makes it first where that has not been done (15 s). Any number may call at once."""
+    """The Python of the environment; makes it first where that has not been done (15 s). Any number may call at
+    once."""
     folder = CACHE / "-".join(text.replace("==", "_") for text in PACKAGES)
     python = folder / "bin" / "python"
     complete = folder / "complete"

@@ -49,7 +49,9 @@ def broken(tmp_path_factory):
     folder = tmp_path_factory.mktemp("broken")
     (folder / "broken-1.0.dist-info").mkdir()
     (folder / "broken-1.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: broken\nVersion: 1.0\n")
-    (folder / "broken-1.0.dist-info" / "entry_points.txt").write_text("[gdpo_nemo.environments]\nbroken = nowhere:Class\n")
+    (folder / "broken-1.0.dist-info" / "entry_points.txt").write_text(
+        "[gdpo_nemo.environments]\nbroken = nowhere:Class\n"
+    )
     return folder
 
 
@@ -61,7 +63,9 @@ def test_an_installed_plugin_is_found_through_its_entry_point_checked_and_ready_
         f"assert main(['train', '--dry-run', '--config', {str(package / f'{NAME}.yaml')!r}]) == 0\n"
         "assert not {'torch', 'ray', 'vllm', 'megatron'} & set(sys.modules)\n"
     )
-    shown = run(["-c", f"if __name__ == '__main__':\n  {program.replace(chr(10), chr(10) + '  ')}"], site.parent, site, broken)
+    shown = run(
+        ["-c", f"if __name__ == '__main__':\n  {program.replace(chr(10), chr(10) + '  ')}"], site.parent, site, broken
+    )
     assert "plugin broken cannot be imported: ModuleNotFoundError: No module named 'nowhere'" in shown
     assert "gdpo-nemo-largest-digit 0.1.0 (gdpo_nemo_largest_digit:LargestDigit)" in shown
     assert "nothing would be masked: 6 samples verified" in shown
@@ -85,7 +89,9 @@ def test_list_shows_every_environment_with_its_components_and_every_named_functi
     assert cli.main(["env", "list"]) == 0
     shown = capsys.readouterr().out
     assert all(name in shown for name in BUILT_IN)
-    assert "correctness, format, length, all" in shown and "llm_judge" in shown and "The score of a judge model" in shown
+    assert (
+        "correctness, format, length, all" in shown and "llm_judge" in shown and "The score of a judge model" in shown
+    )
 
 
 @pytest.fixture
@@ -95,7 +101,8 @@ def mine(tmp_path):
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "mine.yaml").write_text(
         f"defaults: configs/gdpo_tiny_cpu.yaml\n"
-        f"data: {{train: {{path: {tmp_path}/rows.jsonl, environment: null, environment_key: task}}, validation: null}}\n"
+        f"data: {{train: {{path: "
+        f"{tmp_path}/rows.jsonl, environment: null, environment_key: task}}, validation: null}}\n"
         f"env:\n"
         f"  hostile: {{plugin: '{HOSTILE}:Hostile'}}\n"
         f"  asking: {{plugin: functions, functions: {{up: '{PLACE}:asking', size: '{PLACE}:lengths'}}}}\n"
@@ -121,16 +128,28 @@ def test_check_tells_a_reward_that_does_not_apply_from_one_that_failed(mine, cap
 def test_an_environment_with_turns_is_played_to_its_end(capsys):
     assert cli.main(["env", "check", "digit_turns", "--rows", "1", "--completion", "x"]) == 0
     lines = [line.split("│") for line in capsys.readouterr().out.splitlines() if "digits/" in line]
-    assert [[cell.strip() for cell in line[3:6]] for line in lines] == [["1", "1", "1"], ["0", "0", "0"], ["0", "0", "0"]]
+    assert [[cell.strip() for cell in line[3:6]] for line in lines] == [
+        ["1", "1", "1"],
+        ["0", "0", "0"],
+        ["0", "0", "0"],
+    ]
 
 
 @pytest.mark.parametrize(
     "arguments, status, message",
     [
-        (["hostile", "--completion", "raise"], 1, "environment 'hostile': Hostile.verify raised ValueError: this sample"),
+        (
+            ["hostile", "--completion", "raise"],
+            1,
+            "environment 'hostile': Hostile.verify raised ValueError: this sample",
+        ),
         (["hostil"], 2, "env has no 'hostil'; did you mean 'hostile'"),
         (["hostile", "--rows", "0"], 2, "--rows: must be at least 1"),
-        (["gsm8k", "env.gsm8k={}"], 2, "gsm8k makes no prompts of its own, and no row of data.train or data.validation"),
+        (
+            ["gsm8k", "env.gsm8k={}"],
+            2,
+            "gsm8k makes no prompts of its own, and no row of data.train or data.validation",
+        ),
     ],
 )
 def test_what_cannot_be_checked_is_one_line_on_stderr(mine, arguments, status, message, capsys):

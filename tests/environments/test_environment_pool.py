@@ -185,7 +185,10 @@ def test_workers_survive_an_interrupt_and_end_when_the_driver_is_killed():
 
 
 def test_a_worker_needs_no_torch_and_starts_in_seconds():
-    code = "import sys, gdpo_nemo.environments.execution.worker, gdpo_nemo.environments.execution.pool; sys.exit('torch' in sys.modules)"
+    code = (
+        "import sys, gdpo_nemo.environments.execution.worker, gdpo_nemo.environments.execution.pool; "
+        "sys.exit('torch' in sys.modules)"
+    )
     begin = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
     assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - begin < 8.0

@@ -111,7 +111,10 @@ def test_gsm8k_published_behaviour_on_a_bare_answer_and_on_what_is_no_integer():
 )
 def test_a_hostile_answer_is_a_wrong_answer_within_the_time_limit(text):
     assert gsm8k(f"<answer>{text}</answer>", time_limit_s=1)[0] == 0
-    assert rewards(Math({"math_verify_impl": "hf_math_verify", "time_limit_s": 1}), text, answer="1080")["correctness"] == 0
+    assert (
+        rewards(Math({"math_verify_impl": "hf_math_verify", "time_limit_s": 1}), text, answer="1080")["correctness"]
+        == 0
+    )
 
 
 def test_a_row_without_the_gold_column_is_an_error_that_names_it():
@@ -150,22 +153,29 @@ UNLIKE = {(r"18.9", LONG), ("Yes", "Yes")}
     "gold, text",
     [*sorted(UNLIKE), ("Monday", r"\boxed{Monday}"), (r"\$18.90", r"\boxed{18.90}"), (r"\$18.90", r"\boxed{\$18.90}"),
      ("(0, 1]", r"$\boxed{(0,1]}$"), ("3, 4", r"\boxed{4}"),
-     (r"$\frac{1}{2}$", "it is 0.5"), ("7", "The answer is 7."), ("7", r"\boxed{8} and \boxed{7}"), ("7", ""), ("", "7"), ("1,080", "1080"),
-     (r"\text{even}", r"\boxed{even}"), ("x^2+1", r"\boxed{1+x^2}"), ("50\\%", r"\boxed{0.5}"), ("7", "7" + " " * 5000 + "8")],
+     (r"$\frac{1}{2}$", "it is 0.5"), ("7", "The answer is 7."), ("7", r"\boxed{8} and \boxed{7}"), ("7", ""), ("",
+     "7"), ("1,080", "1080"),
+     (r"\text{even}", r"\boxed{even}"), ("x^2+1", r"\boxed{1+x^2}"), ("50\\%", r"\boxed{0.5}"), ("7", "7" + " " * 5000
+     + "8")],
 )  # fmt: skip
 def test_math_decides_as_hf_math_verify_where_it_is_asked_to(gold, text):
-    """math_metric with the targets of NeMo-RL's HFVerifyWorker is the oracle; a gold that it cannot read raises there and is 0 then."""
+    """math_metric with the targets of NeMo-RL's HFVerifyWorker is the oracle; a gold that it cannot read raises there
+    and is 0 then."""
     from math_verify import ExprExtractionConfig, LatexExtractionConfig
     from math_verify.metric import math_metric
 
     oracle = math_metric(
-        gold_extraction_target=(LatexExtractionConfig(),), pred_extraction_target=(ExprExtractionConfig(), LatexExtractionConfig())
+        gold_extraction_target=(LatexExtractionConfig(),),
+        pred_extraction_target=(ExprExtractionConfig(), LatexExtractionConfig()),
     )
     try:
         expected = oracle([rf"\boxed{{{gold}}}"], [text])[0]
     except ValueError:
         expected = 0.0
-    assert rewards(Math({"math_verify_impl": "hf_math_verify", "time_limit_s": 5}), text, answer=gold)["correctness"] == expected
+    assert (
+        rewards(Math({"math_verify_impl": "hf_math_verify", "time_limit_s": 5}), text, answer=gold)["correctness"]
+        == expected
+    )
     if (gold, text) in UNLIKE:
         assert rewards(Math(), text, answer=gold)["correctness"] != expected
 
@@ -177,7 +187,11 @@ def test_math_knows_its_verifiers_by_name():
 
 def test_reasoning_gym_without_its_package_names_the_command_that_installs_it(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)  # as find_spec and import see an absent package
-    config = ["env.rg={plugin: reasoning_gym, task: chain_sum}", "data.train.environment=rg", "gdpo.rewards={correctness: 1.0}"]
+    config = [
+        "env.rg={plugin: reasoning_gym, task: chain_sum}",
+        "data.train.environment=rg",
+        "gdpo.rewards={correctness: 1.0}",
+    ]
     assert cli.main(["train", "--dry-run", *config]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and "env.rg: the package reasoning-gym is not installed" in error
@@ -235,7 +249,9 @@ def test_an_installed_plugin_is_found_by_its_entry_point(monkeypatch):
 def test_two_packages_with_one_name_are_an_error_and_not_a_lottery(monkeypatch):
     points = [EntryPoint("sorting", f"{place}:DigitSort", registry.ENTRY_POINT_GROUP) for place in ("a", "b")]
     monkeypatch.setattr(registry, "entry_points", lambda group, name=None: points)
-    with pytest.raises(ConfigError, match="several packages call an environment 'sorting': a:DigitSort and b:DigitSort"):
+    with pytest.raises(
+        ConfigError, match="several packages call an environment 'sorting': a:DigitSort and b:DigitSort"
+    ):
         load_environment("sorting")
 
 

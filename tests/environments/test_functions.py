@@ -188,7 +188,10 @@ def test_a_class_is_built_once_with_its_arguments():
         ({"functions": {"a": f"{PLACE}:Counting"}}, "Counting could not be built: TypeError"),
         ({"functions": {"a": f"{PLACE}:Uncallable"}}, "Uncallable are not callable"),
         ({"functions": {"a": {"function": f"{PLACE}:Counting", "stop": 1}}}, "no argument 'stop'; did you mean 'step'"),
-        ({"functions": {"a": f"{PLACE}:lengths"}, "num_workers": 0}, "env.mine.num_workers: must be a number of processes"),
+        (
+            {"functions": {"a": f"{PLACE}:lengths"}, "num_workers": 0},
+            "env.mine.num_workers: must be a number of processes",
+        ),
         ({}, "names no reward function"),
         ({"function": {}}, "unknown option 'function'; did you mean 'functions'"),
         ({"functions": {"a": "lenght"}}, "functions.a: no reward function is called 'lenght'; did you mean 'length'"),

@@ -27,12 +27,20 @@ def options(server, **arguments):
 
 
 def verdicts(server, answers, **arguments):
-    return Functions(options(server, **arguments)).verify([trajectory(a, prompt_id=f"p{i}") for i, a in enumerate(answers)])
+    return Functions(options(server, **arguments)).verify(
+        [trajectory(a, prompt_id=f"p{i}") for i, a in enumerate(answers)]
+    )
 
 
 @pytest.mark.parametrize(
     "reply, reward",
-    [("SCORE: 7", 0.7), ("SCORE: 2\nNo, better:\nSCORE: 10", 1.0), ("fine.\nSCORE: 0", 0.0), ("SCORE: 2.5.", 0.25), (" 4\n", 0.4)],
+    [
+        ("SCORE: 7", 0.7),
+        ("SCORE: 2\nNo, better:\nSCORE: 10", 1.0),
+        ("fine.\nSCORE: 0", 0.0),
+        ("SCORE: 2.5.", 0.25),
+        (" 4\n", 0.4),
+    ],
 )
 def test_a_score_becomes_a_reward_from_0_to_1(server, reply, reward):
     [verdict] = verdicts(server, [f"say {reply}"])
@@ -116,7 +124,10 @@ def test_the_judge_works_in_the_worker_processes(server):
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        ({"api_key_env": "NO_SUCH_KEY"}, "functions.polite.api_key_env: the environment variable NO_SUCH_KEY is not set"),
+        (
+            {"api_key_env": "NO_SUCH_KEY"},
+            "functions.polite.api_key_env: the environment variable NO_SUCH_KEY is not set",
+        ),
         ({"base_url": "127.0.0.1:8000"}, "functions.polite.base_url: must be an http or https address"),
         ({"base_url": "http://u:secret@h/v1"}, "functions.polite.base_url: must hold no user or password"),
         ({"scale": [1, 1]}, "functions.polite.scale: the first number must be below the second"),

@@ -59,8 +59,13 @@ def batch(tmp_path_factory):
     validate(config)
     data = config.data.train
     environments = load_environments(config.env)
-    prompts = PromptSource(data, environments, character_tokenizer(), split="train", seed=0, max_prompt_tokens=900).head()
-    groups = [Group(prompt, [_sample(prompt, i, text) for i, text in enumerate(COMPLETIONS[prompt.environment])]) for prompt in prompts]
+    prompts = PromptSource(
+        data, environments, character_tokenizer(), split="train", seed=0, max_prompt_tokens=900
+    ).head()
+    groups = [
+        Group(prompt, [_sample(prompt, i, text) for i, text in enumerate(COMPLETIONS[prompt.environment])])
+        for prompt in prompts
+    ]
     with EnvironmentPools(config.env, timeout_s=20.0) as pool:
         judge([t for group in groups for t in group.trajectories], pool)
     return config, groups
@@ -102,7 +107,9 @@ def test_an_environment_that_fails_leaves_the_others_advantages_as_they_would_be
     others = groups[1:]
     alone = advantages_of(others, config).values.numpy()
     failed = list(groups[0].trajectories)
-    with EnvironmentPools({"digit_sort": {"plugin": "functions", "functions": {"correctness": f"{PLACE}:down"}}}) as pool:
+    with EnvironmentPools(
+        {"digit_sort": {"plugin": "functions", "functions": {"correctness": f"{PLACE}:down"}}}
+    ) as pool:
         judge(failed, pool)
     beside = advantages_of(groups, config).values.numpy()
     assert {trajectory.outcome.value for trajectory in failed} == {"env_failed"}
@@ -113,5 +120,7 @@ def test_environments_that_are_played_in_unlike_ways_cannot_share_a_batch():
     functions = rollout_functions(load_config(DEMO, ["env.digit_turns={}", "env.math={}"]))
     check_one_kind(functions, {"digit_sort", "math"}, "train")
     check_one_kind(functions, {"digit_turns"}, "train")
-    with pytest.raises(ConfigError, match="data.train.environment_key: rows of digit_sort and of digit_turns cannot share"):
+    with pytest.raises(
+        ConfigError, match="data.train.environment_key: rows of digit_sort and of digit_turns cannot share"
+    ):
         check_one_kind(functions, {"digit_sort", "digit_turns", "math"}, "train")

@@ -16,7 +16,8 @@ from gdpo_nemo.environments.nemo_gym.environment import NemoGym
 from gdpo_nemo.environments.nemo_gym.gym_rows import ROW
 from gdpo_nemo.errors import ConfigError, RunError
 
-# Forty batches share two cores with their server, and these with others: what is not the misdeed must fit in with room to spare.
+# Forty batches share two cores with their server, and these with others: what is not the misdeed must fit in with room
+# to spare.
 DEADLINE = 6.0
 TIMEOUT = 2.5
 ALLOWANCE = 4.0
@@ -98,7 +99,8 @@ def gym(servers):
 
 @pytest.fixture(scope="module")
 def judged(gym):
-    """Per misdeed the verdicts of five trajectories, the third of which meets it, and the seconds they took; all at once."""
+    """Per misdeed the verdicts of five trajectories, the third of which meets it, and the seconds they took; all at
+    once."""
 
     def run(misdeed):
         server = misdeed if misdeed in ("closed", "nobody") else "main"
@@ -160,7 +162,9 @@ def test_a_missing_component_is_what_the_config_says(servers, missing, misdeed, 
 
 def test_without_rules_the_components_are_found_and_the_scalar_alone_is_one(servers):
     gym = NemoGym({"servers": {"main": servers[0].url}, **LIMITS})
-    found = [dict(v.rewards) for v in gym.verify([sample(misdeed=m) for m in ("none", "extra", "no_components", "booleans")])]
+    found = [
+        dict(v.rewards) for v in gym.verify([sample(misdeed=m) for m in ("none", "extra", "no_components", "booleans")])
+    ]
     assert found[0] == {"correctness": 0.5, "format": 1.0, "reward": 1.5}
     assert found[1] == {**found[0], "surprise": 5.0} and found[2] == {"reward": 1.0}
     assert found[3] == {"correctness": 1.0, "format": 0.0, "reward": 1.0}
@@ -261,7 +265,13 @@ def test_close_ends_a_verification_under_way(servers):
 @pytest.mark.parametrize(
     "url, misdeed, rules, error, message",
     [
-        ("main", "none", [{"name": "style"}], ConfigError, "reward_components.style is not in the reply; it has reward, "),
+        (
+            "main",
+            "none",
+            [{"name": "style"}],
+            ConfigError,
+            "reward_components.style is not in the reply; it has reward, ",
+        ),
         ("main", "unprocessable", RULES, ConfigError, "row of prompt p: rejected: HTTP 422: options: Field required"),
         ("strict", "none", RULES, ConfigError, "rejected: HTTP 422: expected_answer: Field required"),
         ("main", "nan", RULES, ConfigError, "correctness is not finite"),
@@ -272,7 +282,12 @@ def test_close_ends_a_verification_under_way(servers):
 )
 def test_preflight_says_in_one_line_what_would_fail_later(servers, url, misdeed, rules, error, message):
     server, _, closing = servers
-    urls = {"main": server.url, "closed": closing.url, "nobody": "http://127.0.0.1:9", "strict": server.url + "/elsewhere"}
+    urls = {
+        "main": server.url,
+        "closed": closing.url,
+        "nobody": "http://127.0.0.1:9",
+        "strict": server.url + "/elsewhere",
+    }
     options = {**LIMITS, "retries": 0, "seed_session": url != "strict"}
     gym = NemoGym({"servers": {"main": urls[url]}, "rewards": rules, **options})
     with pytest.raises(error, match=message) as caught:

@@ -66,7 +66,9 @@ def test_a_row_becomes_a_chat_with_tools_and_stays_itself():
 
 def test_rows_are_read_by_their_environment_and_a_bad_one_is_named(tmp_path):
     file = tmp_path / "rows.jsonl"
-    file.write_text('{"responses_create_params": {"input": "a"}, "id": 5}\n{"responses_create_params": {"input": "b"}}\n')
+    file.write_text(
+        '{"responses_create_params": {"input": "a"}, "id": 5}\n{"responses_create_params": {"input": "b"}}\n'
+    )
     environments = {"gym": NemoGym(SERVERS)}
     rows = load_rows(DatasetConfig(path=str(file)), environments, "train", 0)
     assert [row["id"] for row in rows] == ["train/0", "train/1"] and rows[0][ROW]["id"] == 5
@@ -105,7 +107,9 @@ def test_any_completion_can_be_sent(text):
     assert body["response"]["output"]
 
 
-_NAMES = st.sampled_from(["reward", "reward_components", "a", "mask_sample", "failure_kind", "instance_config", "x/y", ""])
+_NAMES = st.sampled_from(
+    ["reward", "reward_components", "a", "mask_sample", "failure_kind", "instance_config", "x/y", ""]
+)
 _JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(_NAMES, inner, max_size=4),
@@ -166,7 +170,11 @@ def test_the_head_servers_configuration_names_servers_and_agents():
     """
     routes = routes_of(text, settings)
     assert routes.servers == {"tools": "http://head.example:12503", "other": "http://10.0.0.7:5"}
-    assert routes.server_of({"agent_ref": {"name": "tools_agent"}}) == routes.server_of({"agent_ref": {"name": "mine"}}) == "tools"
+    assert (
+        routes.server_of({"agent_ref": {"name": "tools_agent"}})
+        == routes.server_of({"agent_ref": {"name": "mine"}})
+        == "tools"
+    )
     assert routes.server_of({"agent_ref": {"name": "other"}}) == "other"
     for row in ({}, {"agent_ref": {"name": "nobody"}}):
         with pytest.raises(ConfigError, match="agent"):
@@ -194,7 +202,8 @@ def test_the_head_servers_configuration_names_servers_and_agents():
         ({**SERVERS, "rewards": []}, "rewards: must be a list"),
         ({**SERVERS, "rewards": [{"path": "x"}]}, "every entry needs a name"),
         ({**SERVERS, "rewards": [{"name": "x", "pat": "x"}]}, "unknown key 'pat'; did you mean 'path'"),
-        ({**SERVERS, "rewards": [{"name": "x", "missing": "0"}]}, "rewards.x.missing: '0' is not one of error, mask, zero"),
+        ({**SERVERS, "rewards": [{"name": "x", "missing": "0"}]}, "rewards.x.missing: '0' is not one of error, mask, "
+                                                                  "zero"),
         ({**SERVERS, "rewards": [{"name": "x", "weight": "1"}]}, "rewards.x.weight: must be a number"),
         ({**SERVERS, "rewards": [{"name": "x"}, {"name": "x"}]}, "'x' is there twice"),
         ({**SERVERS, "rewards": [{"name": "x", "servers": ["two"]}]}, "rewards.x.servers: servers has no 'two'"),
@@ -210,7 +219,9 @@ def test_an_option_of_remote_environments_that_nobody_would_read_is_refused_by_d
     agent = {"agents": {"one": "http://h:1"}}
     for name, options in (("nemo_gym", SERVERS), ("nemo_gym_agent", agent)):
         for read in (load_environment, announced_components):
-            with pytest.raises(ConfigError, match=f"env.{name}.num_workers: has no effect, {name} does its work on servers"):
+            with pytest.raises(
+                ConfigError, match=f"env.{name}.num_workers: has no effect, {name} does its work on servers"
+            ):
                 read(name, {**options, "num_workers": 2})
     with pytest.raises(ConfigError, match="rewards.x.servers: agents has no 'on'; did you mean 'one'"):
         announced_components("nemo_gym_agent", {**agent, "rewards": [{"name": "x", "servers": ["on"]}]})
@@ -222,7 +233,10 @@ def test_the_key_is_read_from_the_environment_and_never_from_the_config(monkeypa
     with pytest.raises(ConfigError, match="NO_SUCH_KEY is not set"):
         api_key("NO_SUCH_KEY")
     monkeypatch.setenv("NO_SUCH_KEY", "k")
-    assert api_key("NO_SUCH_KEY") == "k" and "k" not in vars(read_settings({**SERVERS, "api_key_env": "NO_SUCH_KEY"})).values()
+    assert (
+        api_key("NO_SUCH_KEY") == "k"
+        and "k" not in vars(read_settings({**SERVERS, "api_key_env": "NO_SUCH_KEY"})).values()
+    )
 
 
 CONFIG = "configs/gdpo_nemo_gym_multireward.yaml"

@@ -39,7 +39,9 @@ def gym_of(real_gym):
     made = []
 
     def make(*servers, **options):
-        urls = {"servers": {name: real_gym.urls[name] for name in servers}} if servers else {"head_server": real_gym.head}
+        urls = (
+            {"servers": {name: real_gym.urls[name] for name in servers}} if servers else {"head_server": real_gym.head}
+        )
         made.append(NemoGym({**urls, **options}))
         return made[-1]
 
@@ -50,7 +52,9 @@ def gym_of(real_gym):
 
 def test_the_multireward_server_pays_each_component_for_itself(real_gym, gym_of):
     row = real_gym.rows(TOOLS)[0]
-    verdicts = gym_of(TOOLS, rewards=RULES).verify([sample(row, text, index=i) for i, (text, _) in enumerate(ANSWERS.values())])
+    verdicts = gym_of(TOOLS, rewards=RULES).verify(
+        [sample(row, text, index=i) for i, (text, _) in enumerate(ANSWERS.values())]
+    )
     found = {answer: tuple(verdict.rewards.values()) for answer, verdict in zip(ANSWERS, verdicts)}
     assert found == {answer: expected for answer, (_, expected) in ANSWERS.items()}
 
@@ -59,7 +63,9 @@ def test_wrong_city_and_right_call_plus_prose_differ_under_gdpo_and_not_under_gr
     row = real_gym.rows(TOOLS)[0]
     answers = ["right", "wrong city", "right call plus prose", "wrong city", "wrong city"]
     verdicts = gym_of(TOOLS, rewards=RULES).verify([sample(row, ANSWERS[a][0], index=i) for i, a in enumerate(answers)])
-    columns = {name: [verdict.rewards[name] for verdict in verdicts] for name in ("correctness", "schema_valid", "format")}
+    columns = {
+        name: [verdict.rewards[name] for verdict in verdicts] for name in ("correctness", "schema_valid", "format")
+    }
     assert sum(column[1] for column in columns.values()) == sum(column[2] for column in columns.values()) == 2.0
     gdpo, grpo = (
         compute_advantages(columns, group_ids=[0] * 5, estimator=name).values.tolist() for name in ("gdpo", "grpo")
@@ -96,9 +102,19 @@ def test_recorded_responses_earn_what_was_recorded(real_gym, gym_of, server):
 
 def test_servers_with_different_components_share_a_batch_found_through_the_head_server(real_gym, gym_of):
     rules = [{"name": "correctness", "servers": [TOOLS]}, {"name": "answer", "path": "reward", "servers": ["mcqa"]}]
-    tool_row = {**real_gym.rows(TOOLS)[0], "agent_ref": {"type": "responses_api_agents", "name": f"{TOOLS}_simple_agent"}}
-    choice_row = {**real_gym.rows("mcqa")[0], "agent_ref": {"type": "responses_api_agents", "name": "mcqa_simple_agent"}}
-    batch = [sample(tool_row, ANSWERS["right"][0]), sample(choice_row, r"\boxed{B}", "q"), sample(choice_row, r"\boxed{A}", "q", 1)]
+    tool_row = {
+        **real_gym.rows(TOOLS)[0],
+        "agent_ref": {"type": "responses_api_agents", "name": f"{TOOLS}_simple_agent"},
+    }
+    choice_row = {
+        **real_gym.rows("mcqa")[0],
+        "agent_ref": {"type": "responses_api_agents", "name": "mcqa_simple_agent"},
+    }
+    batch = [
+        sample(tool_row, ANSWERS["right"][0]),
+        sample(choice_row, r"\boxed{B}", "q"),
+        sample(choice_row, r"\boxed{A}", "q", 1),
+    ]
     gym = gym_of(rewards=rules)
     assert gym.preflight([one.prompt for one in batch]) == {TOOLS: ("correctness",), "mcqa": ("answer",)}
     assert [dict(v.rewards) for v in gym.verify(batch)] == [
@@ -110,7 +126,9 @@ def test_servers_with_different_components_share_a_batch_found_through_the_head_
 
 def test_a_session_is_seeded_and_its_cookie_comes_back(real_gym, gym_of):
     row = {**real_gym.rows("example_session_state_mgmt")[0], "initial_count": 3, "expected_count": 3}
-    seeded, bare = (gym_of("example_session_state_mgmt", seed_session=seed).verify([sample(row, "3")]) for seed in (True, False))
+    seeded, bare = (
+        gym_of("example_session_state_mgmt", seed_session=seed).verify([sample(row, "3")]) for seed in (True, False)
+    )
     assert seeded[0].rewards == {"reward": 1.0} and bare[0].rewards == {"reward": 0.0}
 
 

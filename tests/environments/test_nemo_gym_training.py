@@ -1,4 +1,5 @@
-"""A run with real NeMo Gym as the user starts it, and the ends it comes to when its server is not what the config says."""
+"""A run with real NeMo Gym as the user starts it, and the ends it comes to when its server is not what the config
+says."""
 
 import json
 import os
@@ -17,7 +18,10 @@ TOOLS = "example_tool_call_multireward"
 @pytest.fixture(scope="module")
 def tool_model(tmp_path_factory):
     folder = tmp_path_factory.mktemp("model") / "tool_calls"
-    code = "import sys; sys.path.insert(0, sys.argv[1]); import make_tiny_model as m; m.make_tool_calling_model(sys.argv[2], 42, 90)"
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[1]); import make_tiny_model as m; "
+        "m.make_tool_calling_model(sys.argv[2], 42, 90)"
+    )
     command = [sys.executable, "-W", "ignore", "-c", code, str(REPOSITORY / "examples"), str(folder)]
     subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "2"}, stdout=subprocess.DEVNULL)
     return folder
@@ -26,8 +30,10 @@ def tool_model(tmp_path_factory):
 def test_three_steps_on_three_named_rewards(real_gym, tool_model, tmp_path):
     launched = subprocess.run(
         [
-            sys.executable, str(REPOSITORY / "examples" / "run_gdpo.py"), "--config", CONFIG, f"run.dir={tmp_path / 'run'}",
-            f"policy.model_name={tool_model}", f"env.tools.servers.{TOOLS}={real_gym.urls[TOOLS]}", "logger.console=plain",
+            sys.executable, str(REPOSITORY / "examples" / "run_gdpo.py"), "--config", CONFIG, f"run.dir={tmp_path /
+            'run'}",
+            f"policy.model_name={tool_model}", f"env.tools.servers.{TOOLS}={real_gym.urls[TOOLS]}",
+            "logger.console=plain",
             "logger.plot=false", "logger.tensorboard.enabled=false", "checkpointing.export_hf=false",
         ],
         capture_output=True, text=True, cwd=REPOSITORY, timeout=1800,
@@ -40,7 +46,9 @@ def test_three_steps_on_three_named_rewards(real_gym, tool_model, tmp_path):
         assert row["rollout/env_failed/tools"] == 0.0 and row["reward/format/missing"] == 0.0
         assert row["parity/max_abs"] < 1e-3
     assert rows[0]["reward/format/std"] > 0 and rows[0]["grad_norm"] > 0
-    samples = [json.loads(line) for line in (tmp_path / "run" / "rollouts" / "step_0001.jsonl").read_text().splitlines()]
+    samples = [
+        json.loads(line) for line in (tmp_path / "run" / "rollouts" / "step_0001.jsonl").read_text().splitlines()
+    ]
     for sample in samples:  # the verdicts are of these very completions
         calls = sample["completion"].count("<tool_call>{") == sample["completion"].count("}</tool_call>") == 1
         alone = sample["completion"].startswith("<tool_call>") and sample["completion"].endswith("</tool_call>")
@@ -52,7 +60,8 @@ def test_three_steps_on_three_named_rewards(real_gym, tool_model, tmp_path):
     "url, rewards, status, message",
     [
         ("nobody", [], 1, f"env.tools: server {TOOLS} at http://127.0.0.1:9: connection: "),
-        ("real", ["env.tools.rewards=[{name: style}]"], 2, "missing_reward: reward_components.style is not in the reply; it has reward, "),
+        ("real", ["env.tools.rewards=[{name: style}]"], 2, "missing_reward: reward_components.style is not in the "
+                                                           "reply; it has reward, "),
         ("real", ["env.tools.rewards=null", "gdpo.rewards={style: 1.0}"], 2,
          "gdpo.rewards.style: no environment gives this component; available: correctness, format, "),
     ],

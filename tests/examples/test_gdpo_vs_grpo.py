@@ -32,7 +32,11 @@ def write(run, flags: np.ndarray) -> None:
     for step, (c, f, short, a) in enumerate(flags.tolist(), start=1):
         row = {"step": step, "loss": 0.0, "reward/format/mean": f, "reward/all/mean": a}
         if run.setting == "scaled":
-            row |= {"reward/correctness/mean": 6 * c - 3, "reward/length/mean": c * short, "reward/length_flag/mean": short}
+            row |= {
+                "reward/correctness/mean": 6 * c - 3,
+                "reward/length/mean": c * short,
+                "reward/length_flag/mean": short,
+            }
         else:
             row |= {"reward/correctness/mean": c, "reward/length/mean": short}
         rows.append(json.dumps(row))
@@ -51,7 +55,11 @@ def test_every_run_of_the_comparison_is_a_valid_config_and_differs_only_where_it
         assert config.run.seed == run.seed and config.gdpo.max_num_steps == STEPS
         assert config.policy.model_name == str(tmp_path / "models" / f"small_{run.seed}")
         assert config.data.train.size >= STEPS * config.gdpo.num_prompts_per_step  # no prompt comes twice
-        assert config.gdpo.rewards == {"correctness": 1 / 6 if run.method == "control" else 1.0, "format": 1.0, "length": 1.0}
+        assert config.gdpo.rewards == {
+            "correctness": 1 / 6 if run.method == "control" else 1.0,
+            "format": 1.0,
+            "length": 1.0,
+        }
     assert len({str(run.folder) for run in runs}) == len(runs) == 14
 
 
@@ -93,7 +101,13 @@ def test_the_report_has_the_tie_the_control_and_the_limits_beside_the_win(tmp_pa
     assert comparison.main() == 0
     text = (tmp_path / "comparison.md").read_text()
     assert text in capsys.readouterr().out
-    for must in ("weights chosen by hand", "equal scale", "What this does not show", "learning rate moves more", "seeds 0, 1"):
+    for must in (
+        "weights chosen by hand",
+        "equal scale",
+        "What this does not show",
+        "learning rate moves more",
+        "seeds 0, 1",
+    ):
         assert must in text.replace("\n", " "), must
     assert (tmp_path / "comparison.png").read_bytes().startswith(b"\x89PNG")
 

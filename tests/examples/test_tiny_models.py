@@ -41,7 +41,14 @@ def tokenizers(request, tmp_path_factory):
     return tuple(AutoTokenizer.from_pretrained(folder / name) for name in ("characters", "bytes"))
 
 
-SMALL = dict(hidden_size=8, num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1, intermediate_size=8, max_position_embeddings=8)
+SMALL = dict(
+    hidden_size=8,
+    num_hidden_layers=1,
+    num_attention_heads=1,
+    num_key_value_heads=1,
+    intermediate_size=8,
+    max_position_embeddings=8,
+)
 FORMS = {
     "well-formed": r"<t>(\.*)</t><a>(\d{5})</a>",
     "no </t>": r"<t>(\.*)<a>(\d{5})</a>",
@@ -249,7 +256,9 @@ def test_the_command_line_makes_the_model_and_reports_a_taken_folder_in_one_line
 
 @pytest.mark.parametrize("function", sorted(makers.MODEL_CONFIGS))
 def test_every_factory_writes_the_configuration_that_it_promises(function, tmp_path, monkeypatch):
-    monkeypatch.setattr(makers, "_warm_up", lambda start, result, *rest, **how: shutil.copytree(start, result, dirs_exist_ok=True))
+    monkeypatch.setattr(
+        makers, "_warm_up", lambda start, result, *rest, **how: shutil.copytree(start, result, dirs_exist_ok=True)
+    )
     getattr(makers, function)(str(tmp_path / "model"), 0)
     written = json.loads((tmp_path / "model" / "config.json").read_text())
     promised = makers.MODEL_CONFIGS[function]

@@ -56,7 +56,10 @@ def table(request):
     yield found
     path = request.config.getoption("--layout-table")
     if path:
-        lines = [f"| {model} | {layout} | {packed:.1e} | {alone:.1e} |" for (model, layout), (packed, alone) in sorted(found.items())]
+        lines = [
+            f"| {model} | {layout} | {packed:.1e} | {alone:.1e} |"
+            for (model, layout), (packed, alone) in sorted(found.items())
+        ]
         write_table(Path(path), "| model | layout | packed | each sequence alone |", lines)
 
 

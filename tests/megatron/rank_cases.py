@@ -24,9 +24,18 @@ class Updates:
 
 
 def build_policy(
-    place, folder, precision="float32", temperature=1.0, keep_reference=False, updates=100, lora=None, optimizer=None, scheduler=None
+    place,
+    folder,
+    precision="float32",
+    temperature=1.0,
+    keep_reference=False,
+    updates=100,
+    lora=None,
+    optimizer=None,
+    scheduler=None,
 ):
-    """A Policy on this rank; ``optimizer`` and ``scheduler`` hold fields of the sections that differ from the layout's."""
+    """A Policy on this rank; ``optimizer`` and ``scheduler`` hold fields of the sections that differ from the
+    layout's."""
     from gdpo_nemo.megatron.policy import Policy
 
     layout = replace(
@@ -86,7 +95,8 @@ def updates(
 
 
 def packed_and_alone(place, folder, batch, count=3):
-    """``updates``, and the steps of the same updates with every sequence in a micro-batch of its own, padded by itself."""
+    """``updates``, and the steps of the same updates with every sequence in a micro-batch of its own, padded by
+    itself."""
     packed = updates(place, folder, batch, count)
     policy = build_policy(place, folder)
     return packed, train(policy, batch, spread(place, batch, budget=None), count)
@@ -214,7 +224,8 @@ def token_values(place, logits, targets, options, gradients):
 
 
 def reference_logprobs(place, folder, batch):
-    """Starting log-probs, then one update, then the reference's log-probs; and the weights before and after the last."""
+    """Starting log-probs, then one update, then the reference's log-probs; and the weights before and after the
+    last."""
     policy = build_policy(place, folder, keep_reference=True)
     assignment = spread(place, batch)
     start = policy.logprobs(batch, assignment)
@@ -307,7 +318,8 @@ def continuations(place, folder, batch, checkpoint, starts, precision="float32")
     """One update and a checkpoint; then for each of ``starts``, keywords of ``build_policy``, one update from there.
 
     Returns:
-        the weights of the checkpoint, and by start (learning rate, announced learning rate, Adam's settings by group, weights).
+        the weights of the checkpoint, and by start (learning rate, announced learning rate, Adam's settings by group,
+        weights).
     """
     from gdpo_nemo.algorithms.policy_loss import LossSettings
     from gdpo_nemo.megatron.checkpoint import load, save
@@ -373,7 +385,8 @@ def lora_updates(place, folder, batch, lora, count=2, adapter_folder=None):
 
 
 def lora_shipments(place, folders, precision):
-    """Per model folder, after an update of adapters: the merged weights that an export gives, and the packed adapters."""
+    """Per model folder, after an update of adapters: the merged weights that an export gives, and the packed
+    adapters."""
     from gdpo_nemo.weights.manifest import pack
 
     found = {}
@@ -410,7 +423,8 @@ def lora_targets_refused(place, folder, lora):
 
 
 def lora_head_gradients(place, folder, lora) -> tuple[np.ndarray, np.ndarray]:
-    """The gradient of A of lm_head's adapter: with logits in chunks that are computed twice, and with the same chunks kept."""
+    """The gradient of A of lm_head's adapter: with logits in chunks that are computed twice, and with the same chunks
+    kept."""
     import torch
 
     (model,) = build_policy(place, folder, lora=lora).chunks

@@ -19,7 +19,14 @@ from gdpo_nemo.weights.model_folder import open_weights, weight_names
 EVERY = LoraConfig(rank=4, alpha=8.0)
 ATTENTION = LoraConfig(rank=3, alpha=1.0, target_modules=["q_proj", "v_proj", "o_proj"])
 HEAD = LoraConfig(rank=4, alpha=8.0, target_modules=["k_proj", "v_proj", "lm_head"], share_a=True)
-MODELS = {"qwen2": HEAD, "llama": EVERY, "qwen2-tied": EVERY, "qwen3": EVERY, "mixtral": ATTENTION, "qwen3-moe-mixed": ATTENTION}
+MODELS = {
+    "qwen2": HEAD,
+    "llama": EVERY,
+    "qwen2-tied": EVERY,
+    "qwen3": EVERY,
+    "mixtral": ATTENTION,
+    "qwen3-moe-mixed": ATTENTION,
+}
 CPU = torch.device("cpu")
 
 
@@ -31,7 +38,8 @@ def received(folder, manifest, buffer) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("layout, precision", [("TP2+SP", "float32"), ("TP1", "bfloat16")])
 def test_a_receiver_merges_what_the_policy_would_have_exported_bit_for_bit(on_ranks, model_folder, layout, precision):
-    """For every family, fused and split; in bfloat16 the folder is float32, which the policy has rounded before it merges."""
+    """For every family, fused and split; in bfloat16 the folder is float32, which the policy has rounded before it
+    merges."""
     names = MODELS if precision == "float32" else ["qwen2-tied"]
     wanted = {name: (model_folder(name), tiny_models.make_batch(), MODELS[name]) for name in names}
     found = on_ranks(layout, rank_cases.lora_shipments, wanted, precision)[0]
@@ -83,7 +91,9 @@ def test_an_adapter_of_another_model_is_refused(shipment, change, why):
     strange = []
     for entry in manifest.entries:
         if change == "name":
-            entry = dataclasses.replace(entry, name=entry.name.replace("layers.3.self_attn.o_proj", "layers.9.self_attn.o_proj"))
+            entry = dataclasses.replace(
+                entry, name=entry.name.replace("layers.3.self_attn.o_proj", "layers.9.self_attn.o_proj")
+            )
         elif entry.name.endswith("layers.3.self_attn.o_proj.lora_B.weight"):
             entry = dataclasses.replace(entry, shape=entry.shape[::-1])
         strange.append(entry)

@@ -23,7 +23,9 @@ def continuations(on_ranks, folder, tmp_path, layout, starts, precision="float32
 
 
 @pytest.mark.parametrize("layout, model, precision", CASES)
-def test_learning_rate_decay_and_adam_settings_of_the_config_win(on_ranks, model_folder, tmp_path, layout, model, precision):
+def test_learning_rate_decay_and_adam_settings_of_the_config_win(
+    on_ranks, model_folder, tmp_path, layout, model, precision
+):
     starts = [
         {"optimizer": {"weight_decay": 0.0}},
         {"optimizer": {"weight_decay": 0.0, "lr": LR / 2}},
@@ -40,7 +42,9 @@ def test_learning_rate_decay_and_adam_settings_of_the_config_win(on_ranks, model
             shrunk = -LR * 0.3 * before if before.ndim > 1 else np.zeros_like(before)
             np.testing.assert_allclose(decayed[name] - plain[name], shrunk, atol=2e-6)
     assert {settings[:2] for settings in found[3][2]} == {((0.5, 0.9), 1e-2)}
-    assert {settings[2] for *_, groups, _ in found for settings in groups} == {2}, "Adam's count of updates did not go on"
+    assert {settings[2] for *_, groups, _ in found for settings in groups} == {2}, (
+        "Adam's count of updates did not go on"
+    )
     assert any((other[name] != decayed[name]).any() for name in saved)
 
 
@@ -58,7 +62,9 @@ SCHEDULES = {
 
 
 @pytest.mark.parametrize("layout", ["TP1", "TP2+SP+DIST"])
-def test_the_schedule_goes_on_from_the_updates_done_under_the_configs_settings(on_ranks, model_folder, tmp_path, layout):
+def test_the_schedule_goes_on_from_the_updates_done_under_the_configs_settings(
+    on_ranks, model_folder, tmp_path, layout
+):
     """The checkpoint is of a constant schedule after one update, so what follows is each schedule's second update."""
     starts = [start for start, _ in SCHEDULES.values()]
     _, found = continuations(on_ranks, model_folder("qwen3"), tmp_path, layout, starts)

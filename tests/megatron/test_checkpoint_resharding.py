@@ -47,7 +47,9 @@ def test_continuation_at_another_layout_is_the_same_run(on_ranks, model_folder, 
     assert relative_error(go_on(on_ranks, model_folder, after, checkpoint), undisturbed) < 1e-5
 
 
-@pytest.mark.parametrize("before, after", [("TP2", "DP2+DIST"), ("TP1", "TP2xPP2"), ("DP2+DIST", "PP2"), ("TP2xPP2", "CP2")])
+@pytest.mark.parametrize(
+    "before, after", [("TP2", "DP2+DIST"), ("TP1", "TP2xPP2"), ("DP2+DIST", "PP2"), ("TP2xPP2", "CP2")]
+)
 def test_plain_and_distributed_optimizers_read_each_other(on_ranks, model_folder, saved, before, after):
     checkpoint, undisturbed = saved(before)
     assert relative_error(go_on(on_ranks, model_folder, after, checkpoint), undisturbed) < 1e-5
@@ -68,7 +70,8 @@ def test_a_run_with_frozen_routers_goes_on_where_it_was(on_ranks, model_folder, 
 
 @pytest.mark.parametrize("before, after", [("TP2", "DP2+DIST"), ("DP2+DIST", "TP2")])
 def test_bfloat16_main_weights_survive_a_change_of_optimizer(on_ranks, model_folder, tmp_path, before, after):
-    """Main weights are float32: had they been read back from the bfloat16 model, the updates would differ in the third digit."""
+    """Main weights are float32: had they been read back from the bfloat16 model, the updates would differ in the third
+    digit."""
     arguments = (model_folder("qwen3"), tiny_models.make_batch(), tmp_path / "checkpoint", 2, "bfloat16")
     undisturbed = on_ranks(before, rank_cases.save_and_go_on, *arguments)[0]
     continued = on_ranks(after, rank_cases.load_and_go_on, *arguments)[0]
@@ -91,11 +94,19 @@ def test_a_checkpoint_written_beside_training_holds_the_moment_it_began(on_ranks
 def test_a_byte_that_turns_on_the_way_to_disk_is_found_by_reading_back(on_ranks, model_folder, tmp_path):
     arguments = (model_folder("qwen3"), tiny_models.make_batch(), tmp_path / "checkpoint")
     (said,) = on_ranks("TP1", rank_cases.tampered_save, *arguments)
-    assert said == "1 tensors read back otherwise than they were, the first of them model.embedding.word_embeddings.weight"
+    assert (
+        said == "1 tensors read back otherwise than they were, the first of them model.embedding.word_embeddings.weight"
+    )
 
 
 EXPERTS = "DP2xEP2+DIST"
-MIXTURE_PAIRS = [(PRODUCT, EXPERTS), (EXPERTS, PRODUCT), (EXPERTS, "TP1+DIST"), (EXPERTS, "PP2+DIST"), ("CP2+DIST", EXPERTS)]
+MIXTURE_PAIRS = [
+    (PRODUCT, EXPERTS),
+    (EXPERTS, PRODUCT),
+    (EXPERTS, "TP1+DIST"),
+    (EXPERTS, "PP2+DIST"),
+    ("CP2+DIST", EXPERTS),
+]
 MIXTURE_PAIRS += [("TP1+DIST", EXPERTS), (EXPERTS, "TP2xEP2xETP1+SP+DIST"), (EXPERTS, EXPERTS)]
 MIXTURE_PAIRS += [("DP2xEP2", "TP1+DIST"), ("TP1", EXPERTS), ("TP1", "DP2xEP2"), ("DP2xEP2", "TP1")]
 

@@ -57,7 +57,9 @@ def test_what_yarn_multiplies_queries_and_keys_by_is_known_before_the_model_is_b
     assert rotary(config)[1] == pytest.approx(attention_scaling(config.to_dict()))
 
 
-@pytest.mark.parametrize("trait", [{"attention_bias": True}, {"mlp_bias": True}, {"rope_parameters": {**YARN, "rope_type": "dynamic"}}])
+@pytest.mark.parametrize(
+    "trait", [{"attention_bias": True}, {"mlp_bias": True}, {"rope_parameters": {**YARN, "rope_type": "dynamic"}}]
+)
 def test_what_the_conversion_would_drop_is_refused(trait):
     with pytest.raises(ConfigError, match=next(iter(trait)).split("_")[0]):
         family_of(LlamaConfig(**trait))

@@ -1,6 +1,7 @@
 """Every layout computes what one process of transformers and torch computes, in float32.
 
-Every family on one rank and on two, every other layout with some of the families in turn; with ``--layout-table`` all with all.
+Every family on one rank and on two, every other layout with some of the families in turn; with ``--layout-table`` all
+with all.
 """
 
 from __future__ import annotations
@@ -81,7 +82,8 @@ def test_frozen_routers_stay_bit_for_bit_while_everything_else_is_trained(on_ran
     folder = model_folder("qwen3-moe")
     start = load_file(folder / "model.safetensors")
     frozen, trained = (
-        on_ranks(layout + flag, rank_cases.updates, folder, tiny_models.make_batch())[0].weights for flag in ("+FROZENROUTER", "")
+        on_ranks(layout + flag, rank_cases.updates, folder, tiny_models.make_batch())[0].weights
+        for flag in ("+FROZENROUTER", "")
     )
     routers = [name for name in frozen if name.endswith(".mlp.gate.weight")]
     assert len(routers) == 4

@@ -51,7 +51,9 @@ def test_round_trip_is_bit_exact(on_ranks, model_folder, layout):
     assert all(np.array_equal(tensors[name], stored[name]) for name in stored)
 
 
-@pytest.mark.parametrize("layout, model", [("TP1", "qwen3"), ("TP2+SP", "qwen3"), ("PP2", "qwen2"), ("DP2xEP2+DIST", "qwen3-moe")])
+@pytest.mark.parametrize(
+    "layout, model", [("TP1", "qwen3"), ("TP2+SP", "qwen3"), ("PP2", "qwen2"), ("DP2xEP2+DIST", "qwen3-moe")]
+)
 def test_bfloat16_stays_near_float32(on_ranks, model_folder, reference, layout, model):
     """2e-2 of loss and entropy, 5e-2 of the gradient norm: what transformers in bfloat16 is off by, too."""
     expected = reference(model).steps

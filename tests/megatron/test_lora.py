@@ -88,8 +88,10 @@ def expected(on_ranks, model_folder):
 @pytest.mark.parametrize(
     "layout, which",
     [("TP1", "every"), ("TP1", "some"), ("TP2", "every"), ("TP2+SP", "some"), ("TP2xPP2+SP+FULL", "every"),
-     ("PP2", "some"), ("DP2+DIST", "every"), ("CP2", "every"), ("TP1", "shared"), ("TP2+SP", "shared"), ("DP2+DIST", "shared"),
-     ("TP1", "head"), ("TP2", "head"), ("TP2xPP2+SP+FULL", "head"), ("DP2+DIST", "head, shared"), ("TP2+SP", "head, shared")],
+     ("PP2", "some"), ("DP2+DIST", "every"), ("CP2", "every"), ("TP1", "shared"), ("TP2+SP", "shared"), ("DP2+DIST",
+     "shared"),
+     ("TP1", "head"), ("TP2", "head"), ("TP2xPP2+SP+FULL", "head"), ("DP2+DIST", "head, shared"), ("TP2+SP",
+     "head, shared")],
 )  # fmt: skip
 def test_adapters_learn_what_they_learn_in_transformers(on_ranks, model_folder, expected, layout, which, tmp_path):
     settings, folder, steps, pairs = expected[which]
@@ -172,12 +174,16 @@ def test_experts_cannot_be_adapted_and_attention_beside_them_can(on_ranks, model
 
 
 def test_an_output_layer_that_is_the_embedding_cannot_be_adapted(on_ranks, model_folder):
-    assert "lm_head is its embedding" in on_ranks("TP1", rank_cases.lora_targets_refused, model_folder("qwen2-tied"), HEAD)[0]
+    assert (
+        "lm_head is its embedding"
+        in on_ranks("TP1", rank_cases.lora_targets_refused, model_folder("qwen2-tied"), HEAD)[0]
+    )
 
 
 @pytest.mark.parametrize("layout", ["TP1", "TP2"])
 def test_logits_that_are_computed_twice_have_the_same_dropout_both_times(on_ranks, model_folder, layout):
-    """In several chunks the logits are computed again in the backward pass; another mask would give another loss's gradient."""
+    """In several chunks the logits are computed again in the backward pass; another mask would give another loss's
+    gradient."""
     settings = dataclasses.replace(HEAD, dropout=0.5)
     for again, once in on_ranks(layout, rank_cases.lora_head_gradients, model_folder("qwen2"), settings):
         np.testing.assert_array_equal(again, once)

@@ -12,8 +12,10 @@ from gdpo_nemo.planning.memory import policy_memory
 from gdpo_nemo.planning.shape import shape_from
 
 SIZES = {
-    "small": dict(hidden_size=64, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, intermediate_size=176, vocab_size=512),
-    "large": dict(hidden_size=192, num_hidden_layers=6, num_attention_heads=6, num_key_value_heads=2, intermediate_size=512, vocab_size=2048),
+    "small": dict(hidden_size=64, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
+    intermediate_size=176, vocab_size=512),
+    "large": dict(hidden_size=192, num_hidden_layers=6, num_attention_heads=6, num_key_value_heads=2,
+    intermediate_size=512, vocab_size=2048),
 }  # fmt: skip
 PRECISION = {"small": "float32", "large": "bfloat16"}
 BUDGET = 512

@@ -13,7 +13,8 @@ CONSTANT = "component 'one' is constant in every group (mean {:.4g}): it trains 
 
 @pytest.fixture
 def follow(config, run_dir, capsys):
-    """Plays a component's values, [samples] a step, as a run would; returns what the alerts file and the console have."""
+    """Plays a component's values, [samples] a step, as a run would; returns what the alerts file and the console
+    have."""
 
     def play(*steps: list[float]) -> tuple[list[tuple[int, str, str]], str]:
         log = RunLog(config, run_dir)
@@ -21,7 +22,9 @@ def follow(config, run_dir, capsys):
         for step, values in enumerate(steps, 1):
             mean = sum(values) / len(values)
             varies = float(len(set(values)) > 1)
-            log.step({"step": step, "reward/one/mean": mean, "reward/one/std": varies, "reward/one/dead_groups": 1 - varies})
+            log.step(
+                {"step": step, "reward/one/mean": mean, "reward/one/std": varies, "reward/one/dead_groups": 1 - varies}
+            )
             alerts.update([] if varies else [CONSTANT.format(mean)], [{"one": value} for value in values])
         log.close("complete")
         return [(a["step"], a["level"], a["text"]) for a in read_alerts(run_dir)], capsys.readouterr().out

@@ -1,4 +1,5 @@
-"""Who blocks a run: processes that are lost come first, then those that an open wait is for and that wait for nobody."""
+"""Who blocks a run: processes that are lost come first, then those that an open wait is for and that wait for
+nobody."""
 
 from __future__ import annotations
 
@@ -30,7 +31,10 @@ def status(*waiting, **more):
 
 
 def test_the_rank_that_is_not_in_the_collective_of_its_peers_is_named():
-    ranks = [ProcessReport("policy rank 0", 11, "sleeping", WAITING), ProcessReport("policy rank 1", 12, "running", STUCK)]
+    ranks = [
+        ProcessReport("policy rank 0", 11, "sleeping", WAITING),
+        ProcessReport("policy rank 1", 12, "running", STUCK),
+    ]
     found = diagnose(status(("training", "policy", 9.0)), ranks)
     assert found.blocked_by == ["policy rank 1"] and not found.lost
     assert "training (policy, 9 of 59 s): policy rank 1 (process 12) is in crunch (mine/model.py:12)" in found.sentence
@@ -39,7 +43,9 @@ def test_the_rank_that_is_not_in_the_collective_of_its_peers_is_named():
 def test_a_lost_process_is_named_before_those_that_are_waited_for():
     everyone = [ProcessReport("engine 0", 11, "sleeping", STUCK), ProcessReport("policy rank 1", 12, "gone")]
     found = diagnose(status(("sampling", "engine 0", 9.0)), everyone)
-    assert found.blocked_by == ["policy rank 1"] and found.lost and "policy rank 1 (process 12) is gone" in found.sentence
+    assert (
+        found.blocked_by == ["policy rank 1"] and found.lost and "policy rank 1 (process 12) is gone" in found.sentence
+    )
 
 
 def test_the_wait_of_the_loop_for_its_rollouts_blames_nobody_by_itself():
@@ -58,7 +64,11 @@ def test_the_status_file_tells_of_waits_while_they_last(tmp_path):
     with waits.waiting("a verdict", "environments", 30.0):
         file.write(waits.current())
         (wait,) = json.loads((tmp_path / "status.json").read_text())["waits"]
-        assert (wait["what"], wait["owner"], round(wait["deadline"] - wait["since"])) == ("a verdict", "environments", 30)
+        assert (wait["what"], wait["owner"], round(wait["deadline"] - wait["since"])) == (
+            "a verdict",
+            "environments",
+            30,
+        )
         with waits.waiting("inner", "policy"):
             assert [wait.what for wait in waits.current()] == ["a verdict", "inner"]
             assert waits.WaitExpired("late").waits == waits.current()

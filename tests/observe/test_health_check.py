@@ -168,7 +168,12 @@ def test_a_reward_of_the_config_that_the_metrics_lack_is_a_miss_and_not_another_
 def test_what_holds_for_every_run_finds_each_sickness_in_a_run_without_thresholds(tmp_path, change, found):
     def row(step: int, ill: bool) -> dict:
         sound = {"grad_norm": 0.5, "policy/entropy": 0.3, "parity/mean_abs": 1e-5, "policy/clip_fraction": 0.1}
-        sound |= {"rollout/env_failed": 0.0, "reward/one/mean": 0.5, "reward/one/std": 0.5, "reward/one/dead_groups": 0.5}
+        sound |= {
+            "rollout/env_failed": 0.0,
+            "reward/one/mean": 0.5,
+            "reward/one/std": 0.5,
+            "reward/one/dead_groups": 0.5,
+        }
         return {"step": step, **sound, **(change if ill else {})}
 
     states = []
@@ -180,11 +185,19 @@ def test_what_holds_for_every_run_finds_each_sickness_in_a_run_without_threshold
 
 
 @pytest.mark.parametrize("values, sound", [([0.4, 0.9, 1.0], True), ([1.0, 1.0, 1.0], False), ([0.9, 0.4, 0.0], False)])
-def test_a_component_that_became_constant_at_its_best_is_solved_and_any_other_constant_one_is_dead(tmp_path, values, sound):
+def test_a_component_that_became_constant_at_its_best_is_solved_and_any_other_constant_one_is_dead(
+    tmp_path, values, sound
+):
     def row(step: int) -> dict:
         value = values[min(step // 5, 2)]
         varies = 0.0 if value in (0.0, 1.0) else 0.3
-        return {"step": step, "grad_norm": 0.5, "reward/one/mean": value, "reward/one/std": varies, "reward/one/dead_groups": float(not varies)}
+        return {
+            "step": step,
+            "grad_norm": 0.5,
+            "reward/one/mean": value,
+            "reward/one/std": varies,
+            "reward/one/dead_groups": float(not varies),
+        }
 
     folder = run_folder(tmp_path / "run", lambda r: row(r["step"]), 20, one=1.0)
     assert healthy(check_health(folder, thresholds_of(folder)[0])) is sound

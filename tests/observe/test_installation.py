@@ -24,7 +24,8 @@ from gdpo_nemo.observe.installation import check_installation
 
 ROOT = Path(__file__).resolve().parents[2]
 QWEN2 = {
-    "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 64,
+    "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_size": 64, "num_hidden_layers": 2,
+    "vocab_size": 64,
     "num_attention_heads": 2, "num_key_value_heads": 2, "intermediate_size": 128, "max_position_embeddings": 128,
 }  # fmt: skip
 
@@ -63,7 +64,11 @@ def test_an_absent_package_is_named(monkeypatch):
 
 def test_what_the_default_installation_builds_from_source_needs_no_compiler():
     """uv leaves its mark on what it built here; a wheel that holds machine code says that it is no pure Python."""
-    built = {d.name: "Root-Is-Purelib: false" in d.read_text("WHEEL") for d in _default_installation() if d.read_text("uv_build.json")}
+    built = {
+        d.name: "Root-Is-Purelib: false" in d.read_text("WHEEL")
+        for d in _default_installation()
+        if d.read_text("uv_build.json")
+    }
     assert "antlr4-python3-runtime" in built and [name for name, compiled in built.items() if compiled] == []
 
 
@@ -95,7 +100,10 @@ def _installed(name: str):
 
 def test_a_missing_library_ends_a_run_with_one_line_before_anything_is_written(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(installation, "_LIBRARIES", {"libc.so.6": "libc6", "libabsent.so.9": "libabsent9"})
-    line = "this machine lacks libabsent.so.9, which engines on a CPU need; on Debian and Ubuntu: apt-get install libabsent9"
+    line = (
+        "this machine lacks libabsent.so.9, which engines on a CPU need; on Debian and Ubuntu: apt-get install "
+        "libabsent9"
+    )
     assert cli.main(["train", f"run.dir={tmp_path / 'run'}", f"policy.model_name={tmp_path / 'model'}"]) == 1
     assert capsys.readouterr().err == f"error: {line}\n" and list(tmp_path.iterdir()) == []
     assert cli.main(["train", "--dry-run"]) == 0
@@ -127,5 +135,9 @@ def test_what_the_system_must_bring_is_checked_with_nothing_installed():
 def test_the_doctor_takes_the_python_versions_that_the_project_takes():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     allowed = SpecifierSet(project["requires-python"])
-    assert [f"3.{minor}" for minor in range(8, 20) if f"3.{minor}" in allowed] == [".".join(map(str, installation._PYTHON))]
-    assert (ROOT / ".python-version").read_text().strip() == "3.12" and "Python 3.12," in (ROOT / "README.md").read_text()
+    assert [f"3.{minor}" for minor in range(8, 20) if f"3.{minor}" in allowed] == [
+        ".".join(map(str, installation._PYTHON))
+    ]
+    assert (ROOT / ".python-version").read_text().strip() == "3.12" and "Python 3.12," in (
+        ROOT / "README.md"
+    ).read_text()

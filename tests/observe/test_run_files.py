@@ -1,4 +1,5 @@
-"""The record of a run: durable rows, clean numbers, truncation on resume; TensorBoard, rollouts and traces beside it."""
+"""The record of a run: durable rows, clean numbers, truncation on resume; TensorBoard, rollouts and traces beside
+it."""
 
 from __future__ import annotations
 
@@ -41,7 +42,12 @@ def test_numpy_numbers_are_written_as_numbers(tmp_path):
 @pytest.mark.parametrize("torn", ["", '{"step": 4, "loss": 0.', '{"step": 4}', "\x00\x00"])
 def test_a_resumed_log_equals_one_that_was_never_torn(tmp_path, torn):
     log = MetricsLog(tmp_path)
-    rows = [{"step": 0, "validation/a": 1.0}, {"step": 1, "loss": 0.1}, {"step": 2, "loss": 0.2}, {"step": 2, "validation/a": 2.0}]
+    rows = [
+        {"step": 0, "validation/a": 1.0},
+        {"step": 1, "loss": 0.1},
+        {"step": 2, "loss": 0.2},
+        {"step": 2, "validation/a": 2.0},
+    ]
     for row in [*rows, {"step": 3, "loss": 0.3}]:
         log.append(row)
     log.close()
@@ -79,7 +85,9 @@ def test_rollouts_read_back_at_full_precision_in_group_order(tmp_path):
     path = write_rollouts(tmp_path, 7, groups, advantages, trainer)
     assert path.name == "step_0007.jsonl"
     records = read_rollouts(path)
-    for index, (record, (group, member)) in enumerate(zip(records, [(g, t) for g in groups for t in g.trajectories], strict=True)):
+    for index, (record, (group, member)) in enumerate(
+        zip(records, [(g, t) for g in groups for t in g.trajectories], strict=True)
+    ):
         assert record["prompt_id"] == group.prompt.id and record["sample_index"] == member.sample_index
         assert record["completion_ids"] == member.completion_ids.tolist()
         assert np.array_equal(np.array(record["logprobs"], dtype=np.float32), member.logprobs)

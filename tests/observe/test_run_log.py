@@ -35,7 +35,14 @@ def play(config, steps=range(1, 8), start: int = 0, status: str = "complete") ->
 
 def test_a_run_leaves_every_file_and_a_summary(config, run_dir, capsys):
     play(config)
-    assert {p.name for p in run_dir.iterdir()} == {"metrics.jsonl", "rollouts", "tensorboard", "trace.json", "rewards.png", "report.html"}
+    assert {p.name for p in run_dir.iterdir()} == {
+        "metrics.jsonl",
+        "rollouts",
+        "tensorboard",
+        "trace.json",
+        "rewards.png",
+        "report.html",
+    }
     assert (run_dir / "rewards.png").read_bytes().startswith(b"\x89PNG")
     shown = capsys.readouterr().out
     assert sum(line.startswith("step ") for line in shown.splitlines()) == 7
@@ -61,7 +68,14 @@ def test_a_run_that_starts_over_leaves_nothing_of_the_first_try(config, run_dir)
 
 @pytest.mark.parametrize(
     "target",
-    [(log, "_plot"), (log, "_report"), (log, "write_rollouts"), (console.PlainConsole, "step"), (log, "_tensorboard"), (log, "TraceLog")],
+    [
+        (log, "_plot"),
+        (log, "_report"),
+        (log, "write_rollouts"),
+        (console.PlainConsole, "step"),
+        (log, "_tensorboard"),
+        (log, "TraceLog"),
+    ],
 )
 def test_a_failure_to_draw_warns_once_and_the_run_goes_on(config, run_dir, monkeypatch, target):
     def broken(*arguments, **named):
@@ -132,7 +146,17 @@ def test_the_live_panel_shows_rewards_trend_speed_and_time_left(run_dir):
     shown.validation(history.validation[-1])
     shown.tell("ALERT", "engine [0] is slow")
     shown.close("complete", run_dir)
-    for part in ("step 30/60", "ETA 0:30", "correctness", "2,900 tokens/s", "rollout ", "stale 0", "parity 2.0e-05", "█", "engine [0] is slow"):
+    for part in (
+        "step 30/60",
+        "ETA 0:30",
+        "correctness",
+        "2,900 tokens/s",
+        "rollout ",
+        "stale 0",
+        "parity 2.0e-05",
+        "█",
+        "engine [0] is slow",
+    ):
         assert part in text.getvalue(), part
 
 

@@ -54,8 +54,10 @@ def test_parameters_are_those_the_publishers_give(name, millions, active):
 def test_ranks_hold_the_whole_model_and_nothing_but_its_copies(name):
     shape = shape_from(KNOWN[name])
     expert = 4 if shape.experts else 1
-    config = config_of("policy.megatron_cfg.tensor_model_parallel_size=2", "policy.megatron_cfg.pipeline_model_parallel_size=2",
-                       f"policy.megatron_cfg.expert_model_parallel_size={expert}", "policy.megatron_cfg.expert_tensor_parallel_size=1",
+    config = config_of("policy.megatron_cfg.tensor_model_parallel_size=2",
+    "policy.megatron_cfg.pipeline_model_parallel_size=2",
+                       f"policy.megatron_cfg.expert_model_parallel_size={expert}",
+                       "policy.megatron_cfg.expert_tensor_parallel_size=1",
                        "cluster.num_nodes=2", "policy.generation.engines=8")  # fmt: skip
     layout = resolve_layout(config)
     held = sum(2 * dense + expert * experts for dense, experts in (shape.on_rank(layout, stage) for stage in (0, 1)))
@@ -144,7 +146,11 @@ def test_generation_beside_training_hides_the_shorter_one():
 
 
 def test_colocated_policy_and_engine_fill_one_gpu_in_turn():
-    shared = ("cluster.placement=colocated", "policy.generation.engines=8", "policy.generation.vllm_cfg.gpu_memory_utilization=0.8")
+    shared = (
+        "cluster.placement=colocated",
+        "policy.generation.engines=8",
+        "policy.generation.vllm_cfg.gpu_memory_utilization=0.8",
+    )
     config = config_of(*shared)
     rates = Rates()
     gpu = device("h100")
@@ -167,7 +173,9 @@ def test_colocated_policy_and_engine_fill_one_gpu_in_turn():
     assert stays == fullest.weights + fullest.gradients + fullest.optimizer + fullest.reserve
     least = replace(gpu, memory=stays / 0.2)  # what stays and 80 % of the device are then all of it
     assert fits(config, shape, least) == ""
-    assert "while engines sample, a policy rank keeps" in fits(config, shape, replace(least, memory=least.memory * 0.99))
+    assert "while engines sample, a policy rank keeps" in fits(
+        config, shape, replace(least, memory=least.memory * 0.99)
+    )
     assert "beside 80% of the GPU" in dict(brief(config))["shared"] and "shared" not in dict(brief(config_of()))
     offloaded = changed(config, megatron_cfg__optimizer__offload=True)
     assert stays - resting_memory(offloaded, shape) == fullest.optimizer
@@ -193,7 +201,8 @@ def test_a_calibration_recovers_the_law_its_observations_follow(tmp_path):
     assert (found.fixed, found.factor) == pytest.approx((law.fixed, law.factor))
     # One step in four that something held up does not move it.
     disturbed = [
-        Observation(work, law.seconds(work.units, work.ideal) * (3 if i % 4 == 0 else 1)) for i, work in enumerate(works * 3)
+        Observation(work, law.seconds(work.units, work.ideal) * (3 if i % 4 == 0 else 1))
+        for i, work in enumerate(works * 3)
     ]
     assert fit(disturbed[1:], Phase(1.0, 1.0)).factor == pytest.approx(law.factor, rel=1e-3)
     # Observations of one kind cannot tell the two apart: the assumed law is scaled.
@@ -212,8 +221,8 @@ def test_batches_are_worked_out_in_one_line():
         "policy.train_global_batch_size=128", "gdpo.num_prompts_per_step=64", "policy.micro_batch_tokens=3072"
     )
     assert worked_batch(config) == (
-        "64 prompts x 16 samples = 1024 samples = 8 optimizer updates of 128 = at most 16 micro-batches of at most 3072 tokens "
-        "on each of 4 data-parallel ranks"
+        "64 prompts x 16 samples = 1024 samples = 8 optimizer updates of 128 = at most 16 micro-batches of at most "
+        "3072 tokens on each of 4 data-parallel ranks"
     )
 
 

@@ -1,4 +1,5 @@
-"""``gdpo-nemo explain-advantages`` on a small recorded step: the numbers are the run's, and what a sum hides is named."""
+"""``gdpo-nemo explain-advantages`` on a small recorded step: the numbers are the run's, and what a sum hides is
+named."""
 
 from __future__ import annotations
 
@@ -67,7 +68,9 @@ def test_a_recorded_step_reads_back_with_the_advantages_of_the_run(tmp_path, cap
 def test_it_names_the_samples_that_a_sum_would_not_have_told_apart(tmp_path, capsys):
     out = shown(capsys, recorded(tmp_path, two_groups()))
     assert "one advantage to 2 pairs of samples that these keep apart, in 1 of 2 groups" in out
-    line = next(line for line in out.splitlines() if line.startswith("  samples 0 (correctness 1, format 0, length 0) and 1"))
+    line = next(
+        line for line in out.splitlines() if line.startswith("  samples 0 (correctness 1, format 0, length 0) and 1")
+    )
     ours, summed = line.split(": ")[1].split("; summed, both ")
     assert len(set(ours.split(" and "))) == 2 and float(summed) < 0
     assert out.index("prompt first") < out.index("prompt second")  # the one with something to see comes first
@@ -108,7 +111,8 @@ def test_a_prompt_drawn_twice_in_a_step_stays_two_groups(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "content, expected", [(None, "cannot be read"), ("{", "not a file of rollouts"), ('{"a": 1}\n', "not a file"), ("", "holds no")]
+    "content, expected",
+    [(None, "cannot be read"), ("{", "not a file of rollouts"), ('{"a": 1}\n', "not a file"), ("", "holds no")],
 )
 def test_a_file_that_is_none_of_rollouts_costs_one_line(tmp_path, capsys, content, expected):
     path = tmp_path / "rollouts" / "step_0001.jsonl"

@@ -34,7 +34,11 @@ F = "format"
 
 def config(*overrides: str) -> Config:
     """The demo's config with two rewards and groups of four."""
-    base = ["gdpo.num_generations_per_prompt=4", "gdpo.num_prompts_per_step=2", "gdpo.rewards={correctness: 1, format: 1}"]
+    base = [
+        "gdpo.num_generations_per_prompt=4",
+        "gdpo.num_prompts_per_step=2",
+        "gdpo.rewards={correctness: 1, format: 1}",
+    ]
     return load_config(DEMO, [*base, *overrides])
 
 
@@ -157,7 +161,11 @@ def test_the_stream_gives_every_completion_to_the_prompt_it_was_sampled_for():
     tokenizer = SimpleNamespace(batch_decode=lambda ids, **_: [str(i) for (i,) in ids])
     groups = grouped(prompts, CompletionBatch(completions, version=3, seconds=0.0), tokenizer)
     assert [g.prompt.id for g in groups] == ["a", "b", "c"]
-    assert [[t.text for t in g.trajectories] for g in groups] == [["0", "1", "2", "3"], ["4", "5", "6", "7"], ["8", "9", "10", "11"]]
+    assert [[t.text for t in g.trajectories] for g in groups] == [
+        ["0", "1", "2", "3"],
+        ["4", "5", "6", "7"],
+        ["8", "9", "10", "11"],
+    ]
     assert all(t.prompt is g.prompt and t.sample_index == j for g in groups for j, t in enumerate(g.trajectories))
 
 
@@ -186,7 +194,9 @@ def test_length_conditioned_in_yaml_equals_the_environments_own():
     shaped = []
     own = []
     for groups, conditioned in ((shaped, False), (own, True)):
-        environment = DigitSort({"correctness_values": [-3.0, 3.0], "length_if_correct": conditioned, "length_limit": 20})
+        environment = DigitSort(
+            {"correctness_values": [-3.0, 3.0], "length_if_correct": conditioned, "length_limit": 20}
+        )
         made = group("a", {}, {}, {}, {})
         for t, text in zip(made.trajectories, texts):
             t.text = text
@@ -277,7 +287,9 @@ def test_failed_trajectories_lend_a_group_no_signal():
 
 def test_signal_is_judged_on_the_rewards_as_shaped():
     wrong = group("a", {C: 0.0, "length": 1.0}, {C: 0.0, "length": 0.0})
-    conditioned = config("gdpo.rewards.length=1", "gdpo.shaping=[{component: length, condition: {on: correctness, ge: 1}}]")
+    conditioned = config(
+        "gdpo.rewards.length=1", "gdpo.shaping=[{component: length, condition: {on: correctness, ge: 1}}]"
+    )
     assert has_signal(wrong, config("gdpo.rewards.length=1")) and not has_signal(wrong, conditioned)
     made = config("gdpo.rewards={brief: 1, correctness: 0}", "gdpo.shaping=[{component: brief, length: {full: 4}}]")
     assert has_signal(group("a", {C: 0.0}, {C: 0.0}), made)
@@ -285,7 +297,9 @@ def test_signal_is_judged_on_the_rewards_as_shaped():
 
 def test_signal_may_be_judged_before_shaping():
     """Two right answers, one of which hit the limit and loses its reward."""
-    settings = config("gdpo.shaping=[{component: correctness, truncated: {value: 0.0}}]", "gdpo.dynamic_sampling.enabled=true")
+    settings = config(
+        "gdpo.shaping=[{component: correctness, truncated: {value: 0.0}}]", "gdpo.dynamic_sampling.enabled=true"
+    )
     right = group("a", {C: 1.0, F: 1.0}, {C: 1.0, F: 1.0})
     right.trajectories[1].finish_reason = "length"
     assert has_signal(right, settings)
@@ -375,7 +389,14 @@ def test_target_po_aims_every_update_by_its_own_whole_groups():
 
 
 def result(tokens: float, **changes) -> UpdateResult:
-    sums = {"tokens": tokens, "entropy": 0.5 * tokens, "ratio": tokens, "parity_abs": 0.25 * tokens, "parity_prob": 0, "parity_kl": tokens}
+    sums = {
+        "tokens": tokens,
+        "entropy": 0.5 * tokens,
+        "ratio": tokens,
+        "parity_abs": 0.25 * tokens,
+        "parity_prob": 0,
+        "parity_kl": tokens,
+    }
     maxima = {"ratio": 1.5, "parity_abs": 0.75, "parity_prob": 0.125}
     values = dict(loss=1.0, grad_norm=2.0, lr=0.1, skipped=False, sums=sums, maxima=maxima)
     return UpdateResult(**{**values, **changes})

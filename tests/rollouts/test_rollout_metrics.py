@@ -17,7 +17,9 @@ from gdpo_nemo.rollouts.stream import grouped, judge, sample_seed
 
 def sample(version: int = 0, tokens: int = 3, environment: str = "toy", **changes) -> Trajectory:
     prompt = Prompt("p", np.arange(2, dtype=np.int32), "p", environment)
-    values = dict(completion_ids=np.arange(tokens, dtype=np.int32), logprobs=np.zeros(tokens, np.float32), finish_reason="stop")
+    values = dict(
+        completion_ids=np.arange(tokens, dtype=np.int32), logprobs=np.zeros(tokens, np.float32), finish_reason="stop"
+    )
     return Trajectory(prompt, 0, policy_version=version, text="", **{**values, **changes})
 
 
@@ -30,7 +32,9 @@ def test_staleness_is_the_age_of_the_weights_that_sampled(versions, mean, most):
 def test_every_trajectory_carries_the_version_the_log_probs_and_the_end_of_its_own_completion():
     ends = ["stop", "length", "stop", "length"]
     completions = [Completion(np.full(2, i, np.int32), np.full(2, -i, np.float32), ends[i]) for i in range(4)]
-    tokenizer = SimpleNamespace(batch_decode=lambda ids, skip_special_tokens: [f"{skip_special_tokens} {i[0]}" for i in ids])
+    tokenizer = SimpleNamespace(
+        batch_decode=lambda ids, skip_special_tokens: [f"{skip_special_tokens} {i[0]}" for i in ids]
+    )
     prompts = [sample().prompt, sample().prompt]
     groups = grouped(prompts, CompletionBatch(completions, version=7, seconds=0.0), tokenizer)
     found = [t for g in groups for t in g.trajectories]
@@ -64,7 +68,11 @@ def test_a_run_stops_above_its_share_of_failures_and_not_at_it():
 
 
 def test_validation_is_the_mean_over_the_samples_that_have_a_component():
-    samples = [sample(rewards={"a": 1.0, "b": None}), sample(rewards={"a": 0.0, "b": 3.0}, tokens=5), sample(outcome=Outcome.ENV_FAILED)]
+    samples = [
+        sample(rewards={"a": 1.0, "b": None}),
+        sample(rewards={"a": 0.0, "b": 3.0}, tokens=5),
+        sample(outcome=Outcome.ENV_FAILED),
+    ]
     row = validation_metrics([Group(samples[0].prompt, samples)])
     assert row == {
         "validation/a": 0.5,
@@ -76,7 +84,12 @@ def test_validation_is_the_mean_over_the_samples_that_have_a_component():
 
 def test_a_verdict_gives_rewards_and_outcome_and_a_cut_completion_is_truncated():
     samples = [sample(finish_reason="length"), sample(finish_reason="length"), sample(), sample()]
-    verdicts = [Verdict({"a": 1.0}), Verdict({}, Outcome.ENV_FAILED, "hung"), Verdict({"a": 0.0}), Verdict({}, Outcome.ABORTED)]
+    verdicts = [
+        Verdict({"a": 1.0}),
+        Verdict({}, Outcome.ENV_FAILED, "hung"),
+        Verdict({"a": 0.0}),
+        Verdict({}, Outcome.ABORTED),
+    ]
     judge(samples, SimpleNamespace(verify=lambda trajectories: verdicts))
     assert [t.outcome for t in samples] == [Outcome.TRUNCATED, Outcome.ENV_FAILED, Outcome.OK, Outcome.ABORTED]
     assert [t.rewards for t in samples] == [{"a": 1.0}, {}, {"a": 0.0}, {}]
@@ -93,7 +106,12 @@ def test_seeds_differ_by_run_place_side_sample_and_turn_and_stay_what_they_were(
 
 def test_metrics_of_a_step_are_means_over_its_tokens_and_maxima_over_its_updates():
     def result(tokens, entropy, ratio, gap, lr):
-        sums = {"tokens": tokens, "entropy": entropy * tokens, "parity_abs": gap * tokens, "parity_kl": 0.5 * gap * tokens}
+        sums = {
+            "tokens": tokens,
+            "entropy": entropy * tokens,
+            "parity_abs": gap * tokens,
+            "parity_kl": 0.5 * gap * tokens,
+        }
         return UpdateResult(
             loss=float(tokens), grad_norm=2.0 * tokens, lr=lr, skipped=False, sums=sums,
             maxima={"ratio": ratio, "parity_abs": 3 * gap, "parity_prob": gap}, packing={"imbalance": 0.1 * tokens},

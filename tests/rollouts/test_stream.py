@@ -17,13 +17,20 @@ from gdpo_nemo.generation.requests import Completion, CompletionBatch
 from gdpo_nemo.rollouts.stream import RolloutStream, sample_seed
 
 DEMO = Path(__file__).resolve().parents[2] / "configs" / "gdpo_tiny_cpu.yaml"
-SMALL = ["gdpo.rewards={correctness: 1}", "gdpo.num_prompts_per_step=3", "gdpo.num_generations_per_prompt=2", "gdpo.max_num_steps=5"]
+SMALL = [
+    "gdpo.rewards={correctness: 1}",
+    "gdpo.num_prompts_per_step=3",
+    "gdpo.num_generations_per_prompt=2",
+    "gdpo.max_num_steps=5",
+]
 
 
 class World:
     """Prompts are numbered by their place; those in ``dead`` reward both samples alike. Engines are of version 7."""
 
-    def __init__(self, *overrides: str, dead: frozenset[int] = frozenset(), position: int = 0, step: int = 0, limit=None):
+    def __init__(
+        self, *overrides: str, dead: frozenset[int] = frozenset(), position: int = 0, step: int = 0, limit=None
+    ):
         self.config = load_config(DEMO, [*SMALL, *overrides])
         self.dead = dead
         self.asked = []
@@ -70,7 +77,9 @@ def test_a_stream_goes_on_where_the_checkpoint_says():
     rollout = world.stream.get_batch(4)
     assert world.places(rollout) == [20, 21, 22] and rollout.next_position == 23
     requests, sampling = world.asked[0]
-    assert [r.seed for r in requests] == [sample_seed(world.config.run.seed, 20 + i, j) for i in range(3) for j in range(2)]
+    assert [r.seed for r in requests] == [
+        sample_seed(world.config.run.seed, 20 + i, j) for i in range(3) for j in range(2)
+    ]
     assert [r.prompt_ids.tolist() for r in requests] == [[20], [20], [21], [21], [22], [22]]
     assert (sampling.temperature, sampling.max_new_tokens) == (1.0, 36)
 
@@ -79,7 +88,9 @@ def test_what_a_rollout_took_is_said_in_seconds_and_spans():
     world = World()
     world.stream.schedule(0)
     rollout = world.stream.get_batch(0)
-    assert rollout.generation_s == 2.0 and 0 <= rollout.verify_s < 2 and (rollout.rounds, rollout.dropped_groups) == (1, 0)
+    assert (
+        rollout.generation_s == 2.0 and 0 <= rollout.verify_s < 2 and (rollout.rounds, rollout.dropped_groups) == (1, 0)
+    )
     (lane, name, start, end), (other, verified, begun, done) = rollout.spans
     assert (lane, name, other, verified) == ("rollout", "sample 6", "verify", "verify 6")
     assert end - start == pytest.approx(2.0) and end == begun <= done
@@ -118,11 +129,17 @@ def test_leave_one_out_fills_the_step_to_its_samples_with_a_part_of_a_group():
     world.stream.schedule(0)
     rollout = world.stream.get_batch(0)
     assert [[t.sample_index for t in group.trajectories] for group in rollout.groups] == [[0, 1]] * 4 + [[0]]
-    assert world.places(rollout) == [0, 1, 2, 3, 4] and (rollout.rounds, rollout.dropped_groups, rollout.next_position) == (3, 0, 5)
+    assert world.places(rollout) == [0, 1, 2, 3, 4] and (
+        rollout.rounds,
+        rollout.dropped_groups,
+        rollout.next_position,
+    ) == (3, 0, 5)
 
 
 def test_samples_that_leave_one_out_dropped_stay_where_the_rounds_are_used_up():
-    world = World("gdpo.dynamic_sampling={enabled: true, leave_one_out: true, max_rounds: 1}", "gdpo.num_generations_per_prompt=3")
+    world = World(
+        "gdpo.dynamic_sampling={enabled: true, leave_one_out: true, max_rounds: 1}", "gdpo.num_generations_per_prompt=3"
+    )
     world.verdict = lambda t: Verdict({"correctness": float(t.sample_index == 2)})
     world.stream.schedule(0)
     rollout = world.stream.get_batch(0)
@@ -151,7 +168,11 @@ def test_dead_groups_are_replaced_by_no_prompt_past_the_limit():
     world = World("gdpo.dynamic_sampling.enabled=true", dead=frozenset(range(3)), limit=5)
     world.stream.schedule(0)
     rollout = world.stream.get_batch(0)
-    assert world.places(rollout) == [3, 4, 0] and (rollout.rounds, rollout.dropped_groups, rollout.next_position) == (2, 2, 5)
+    assert world.places(rollout) == [3, 4, 0] and (rollout.rounds, rollout.dropped_groups, rollout.next_position) == (
+        2,
+        2,
+        5,
+    )
 
 
 def test_validation_asks_for_the_same_samples_at_every_call_and_none_of_the_trainings():

@@ -41,7 +41,13 @@ def command(run_dir: Path, *overrides: str) -> str:
 
 
 def environment(logs: Path, **more: str) -> dict[str, str]:
-    return {**os.environ, "REPOSITORY": str(REPOSITORY), "LOGS": str(logs), "ENV_BIN": str(Path(sys.executable).parent), **more}
+    return {
+        **os.environ,
+        "REPOSITORY": str(REPOSITORY),
+        "LOGS": str(logs),
+        "ENV_BIN": str(Path(sys.executable).parent),
+        **more,
+    }
 
 
 def submit(logs: Path, work: str, *options: str) -> str:
@@ -54,7 +60,9 @@ def submit(logs: Path, work: str, *options: str) -> str:
 
 
 def state(job: str) -> str:
-    shown = subprocess.run(["scontrol", "show", "job", job, "--oneliner"], check=True, text=True, stdout=subprocess.PIPE)
+    shown = subprocess.run(
+        ["scontrol", "show", "job", job, "--oneliner"], check=True, text=True, stdout=subprocess.PIPE
+    )
     return dict(word.split("=", 1) for word in shown.stdout.split() if "=" in word)["JobState"]
 
 
@@ -103,12 +111,19 @@ def whole_job(work: Path) -> None:
     print(output(logs), end="")
     check(f"job {job} is COMPLETED (it is {state(job)}, {seconds:.0f} s)", state(job) == "COMPLETED")
     check("both nodes were in Ray", "2 of 2 nodes are in" in (logs / "0" / "command.log").read_text())
-    check("Ray's logs of both nodes are in one folder", all(any((logs / "0" / f"ray-{n}").iterdir()) for n in ("n1", "n2")))
-    check("the curve and the weights are those of the run without Slurm, bit for bit", same(work / "whole", work / "alone"))
+    check(
+        "Ray's logs of both nodes are in one folder",
+        all(any((logs / "0" / f"ray-{n}").iterdir()) for n in ("n1", "n2")),
+    )
+    check(
+        "the curve and the weights are those of the run without Slurm, bit for bit",
+        same(work / "whole", work / "alone"),
+    )
 
 
 def job_at_its_time_limit(work: Path) -> None:
-    """Slurm itself sends the signal, up to a minute early; the run is too long for its limit and is ended after it resumed."""
+    """Slurm itself sends the signal, up to a minute early; the run is too long for its limit and is ended after it
+    resumed."""
     logs = work / "logs" / "limit"
     folder = work / "limit"
     job = submit(
@@ -116,11 +131,16 @@ def job_at_its_time_limit(work: Path) -> None:
     )
     seconds = wait_for("the requeue", lambda: "] queued again" in output(logs), 330)
     saved = max(int(path.name.removeprefix("step_")) for path in (folder / "checkpoints").iterdir())
-    check(f"{seconds:.0f} s after its submission job {job} had saved step {saved} and was queued again", saved == len(rows(folder)))
+    check(
+        f"{seconds:.0f} s after its submission job {job} had saved step {saved} and was queued again",
+        saved == len(rows(folder)),
+    )
     wait_for("three steps after the resume", lambda: len(rows(folder)) >= saved + 3)
     subprocess.run(["scancel", "--batch", "--signal=TERM", job], check=True)
     wait_for("its end", lambda: state(job) in ("FAILED", "COMPLETED", "CANCELLED"))
-    check("no step is missing or double", [row["step"] for row in rows(folder)] == list(range(1, len(rows(folder)) + 1)))
+    check(
+        "no step is missing or double", [row["step"] for row in rows(folder)] == list(range(1, len(rows(folder)) + 1))
+    )
     check("its first steps are those of the run without Slurm", rows(folder)[:STEPS] == rows(work / "alone"))
 
 
@@ -132,20 +152,35 @@ def job_asked_to_save(work: Path) -> None:
     subprocess.run(["scancel", "--batch", "--signal=USR1", job], check=True)
     wait_for("the requeue", lambda: "] queued again" in output(logs))
     saved = [folder.name for folder in (work / "limited" / "checkpoints").iterdir()]
-    check(f"it was saved after the step ({saved}) and queued again", len(saved) == 1 and len(rows(work / "limited")) < STEPS)
+    check(
+        f"it was saved after the step ({saved}) and queued again",
+        len(saved) == 1 and len(rows(work / "limited")) < STEPS,
+    )
     wait_for("the end of the job", lambda: state(job) in ("COMPLETED", "FAILED", "TIMEOUT", "CANCELLED"))
     print(output(logs), end="")
     check(f"job {job} is COMPLETED (it is {state(job)})", state(job) == "COMPLETED")
     check("it went on from its checkpoint", "resuming from" in (logs / "1" / "command.log").read_text())
     check("the first attempt's logs are still there", "step" in (logs / "0" / "command.log").read_text())
-    check("the curve and the weights are those of the run without Slurm, bit for bit", same(work / "limited", work / "alone"))
+    check(
+        "the curve and the weights are those of the run without Slurm, bit for bit",
+        same(work / "limited", work / "alone"),
+    )
 
 
 def interactive(work: Path) -> None:
     logs = work / "logs" / "attached"
     job = submit(logs, "", "--time=10")
-    wait_for("the cluster", lambda: (logs / "0" / "command.log").exists() and "nodes are in" in (logs / "0" / "command.log").read_text())
-    ask = ["bash", str(logs / "0" / "attach.sh"), "python", "-c", "import ray; ray.init(); print('NODES', len(ray.nodes()))"]
+    wait_for(
+        "the cluster",
+        lambda: (logs / "0" / "command.log").exists() and "nodes are in" in (logs / "0" / "command.log").read_text(),
+    )
+    ask = [
+        "bash",
+        str(logs / "0" / "attach.sh"),
+        "python",
+        "-c",
+        "import ray; ray.init(); print('NODES', len(ray.nodes()))",
+    ]
     answer = subprocess.run(ask, text=True, capture_output=True, timeout=120)
     check("a command given to attach.sh runs in the cluster of both nodes", "NODES 2" in answer.stdout)
     subprocess.run(["scancel", "--batch", "--signal=TERM", job], check=True)
@@ -178,7 +213,10 @@ def main() -> None:
     wanted = sys.argv[2:]
     (work / "logs").mkdir(exist_ok=True)
     os.environ |= {"OMP_NUM_THREADS": "2", "PYTHONPATH": str(REPOSITORY)}
-    code = "import sys; sys.path.insert(0, 'examples'); import make_tiny_model as m; m.make_tiny_model(sys.argv[1], 0, steps=30)"
+    code = (
+        "import sys; sys.path.insert(0, 'examples'); import make_tiny_model as m; m.make_tiny_model(sys.argv[1], 0, "
+        "steps=30)"
+    )
     if not set(wanted) or set(wanted) - {"interactive", "allocation"}:
         subprocess.run([sys.executable, "-W", "ignore", "-c", code, str(work / "model")], check=True, cwd=REPOSITORY)
         del os.environ["OMP_NUM_THREADS"]

@@ -1,4 +1,5 @@
-"""What examples/slurm/run.sbatch keeps and removes. Slurm and Ray are replaced by a few lines of shell: their part is in run.sh."""
+"""What examples/slurm/run.sbatch keeps and removes. Slurm and Ray are replaced by a few lines of shell: their part is
+in run.sh."""
 
 from __future__ import annotations
 
@@ -29,12 +30,29 @@ def job(tmp_path):
         (programs / name).chmod(0o755)
 
     def run(**variables: str) -> tuple[int, str]:
-        slurm = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "1", "SLURM_JOB_NODELIST": "n1", "SLURM_NODEID": "0", "SLURMD_NODENAME": "n1"}
-        own = {"REPOSITORY": str(REPOSITORY), "ENV_BIN": str(programs), "COMMAND": "true", "CALLS": str(tmp_path / "calls")}
-        place = {"LOGS": str(tmp_path / "logs"), "RAY_TMP": str(tmp_path / "ray"), "PATH": f"{programs}:{os.environ['PATH']}"}
+        slurm = {
+            "SLURM_JOB_ID": "7",
+            "SLURM_JOB_NUM_NODES": "1",
+            "SLURM_JOB_NODELIST": "n1",
+            "SLURM_NODEID": "0",
+            "SLURMD_NODENAME": "n1",
+        }
+        own = {
+            "REPOSITORY": str(REPOSITORY),
+            "ENV_BIN": str(programs),
+            "COMMAND": "true",
+            "CALLS": str(tmp_path / "calls"),
+        }
+        place = {
+            "LOGS": str(tmp_path / "logs"),
+            "RAY_TMP": str(tmp_path / "ray"),
+            "PATH": f"{programs}:{os.environ['PATH']}",
+        }
         environment = {**os.environ, **slurm, **own, **place, **variables}
         script = str(REPOSITORY / "examples" / "slurm" / "run.sbatch")
-        done = subprocess.run(["bash", script], env=environment, cwd=REPOSITORY, capture_output=True, text=True, timeout=120)
+        done = subprocess.run(
+            ["bash", script], env=environment, cwd=REPOSITORY, capture_output=True, text=True, timeout=120
+        )
         return done.returncode, done.stdout + done.stderr
 
     return run

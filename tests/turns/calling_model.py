@@ -26,15 +26,16 @@ CALLS = (
     f'{OPEN}{GET}Warm"}}}}</tool_call>',
     f'{OPEN}{EXTRACT}"synonym_values": [711, 407]}}}}</tool_call>',
 )
-"""The first is of the server example_session_state_mgmt, the others of example_multi_step, whose example rows all expect
-711 and 407."""
+"""The first is of the server example_session_state_mgmt, the others of example_multi_step, whose example rows all
+expect 711 and 407."""
 WORDS = ("done", "SCORE: 7")
 """What ends an episode; the second is also what a judge is asked for."""
 WHOLE = (
     *("The term '", "' has a synonym '", "'.\n"),
     *(OPEN, GET, 'Warm"}}</tool_call>', EXTRACT, '"synonym_values": [', "711", "407", "]}}</tool_call>"),
 )
-"""Text that is one token: prompts of example_multi_step are 9,000 bytes, behind which so small a model spells no long call."""
+"""Text that is one token: prompts of example_multi_step are 9,000 bytes, behind which so small a model spells no long
+call."""
 
 
 def rows(tokenizer) -> Iterator[tuple[list[int], list[int]]]:

@@ -68,7 +68,9 @@ def byte_model(tmp_path_factory) -> Path:
     """A small model over bytes, with a chat template, that mostly writes tool calls."""
     folder = tmp_path_factory.mktemp("bytes") / "model"
     command = [sys.executable, "-W", "ignore", str(Path(__file__).with_name("calling_model.py")), str(folder)]
-    subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "2"}, stdout=subprocess.DEVNULL, cwd=REPOSITORY)
+    subprocess.run(
+        command, check=True, env={**os.environ, "OMP_NUM_THREADS": "2"}, stdout=subprocess.DEVNULL, cwd=REPOSITORY
+    )
     return folder
 
 

@@ -36,7 +36,10 @@ class Guess:
         self.turn += 1
         self.said.append(message["content"])
         done = self.turn == TURNS
-        observation = [{"role": "tool", "content": f"{self.turn}:{len(message['content'])}"}, {"role": "user", "content": "on"}]
+        observation = [
+            {"role": "tool", "content": f"{self.turn}:{len(message['content'])}"},
+            {"role": "user", "content": "on"},
+        ]
         return None if done else observation, {"length": float(len(message["content"])), "turns": 1.0}, done
 
     def cut(self):

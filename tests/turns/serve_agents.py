@@ -1,5 +1,5 @@
-"""Real NeMo Gym with agents: for every resources server named, it, a simple_agent whose model is a model server before our
-endpoint, and a simple_agent whose model is our endpoint itself (``/v1/responses``).
+"""Real NeMo Gym with agents: for every resources server named, it, a simple_agent whose model is a model server before
+our endpoint, and a simple_agent whose model is our endpoint itself (``/v1/responses``).
 
     python serve_agents.py ENDPOINT_URL SERVER...
 
@@ -75,7 +75,9 @@ def main() -> None:
         server = server_class(f"{kind}.{implementation}.app")
         settings = server.model_fields["config"].annotation(name=name, **config[name][kind][implementation])
         apps[name] = server(config=settings, server_client=client).setup_webserver()
-    agents = {name: f"http://{HOST}:{listeners[name].getsockname()[1]}" for name in listeners if name.endswith("_agent")}
+    agents = {
+        name: f"http://{HOST}:{listeners[name].getsockname()[1]}" for name in listeners if name.endswith("_agent")
+    }
     asyncio.run(serve([(apps[name], listeners[name]) for name in listeners], agents))
 
 

@@ -42,8 +42,11 @@ def said(endpoint, messages, **keys) -> dict:
     return reply.json()["choices"][0]["message"]
 
 
-def converse(endpoint, turns: int, keep=lambda message: message, opening="begin", **keys) -> tuple[list[dict], list[dict]]:
-    """A conversation of so many turns: (what the client holds in the end, the assistant's messages with their tokens)."""
+def converse(
+    endpoint, turns: int, keep=lambda message: message, opening="begin", **keys
+) -> tuple[list[dict], list[dict]]:
+    """A conversation of so many turns: (what the client holds in the end, the assistant's messages with their
+    tokens)."""
     messages = [{"role": "user", "content": opening}]
     answers = []
     for turn in range(turns):
@@ -92,7 +95,9 @@ def test_a_client_that_drops_the_token_fields_goes_on_from_them_all_the_same(end
     assert shown["tokens"] == answers[2]["prompt_token_ids"] and shown["count"] == len(shown["tokens"])
     assert endpoint.service.counts["spliced"] == 2
     other = said(endpoint, messages[:3], headers={"x-session-id": "s2"})  # another session has no such turn
-    assert endpoint.service.counts["spliced"] == 2 and other["prompt_token_ids"][:9] == answers[0]["prompt_token_ids"][:9]
+    assert (
+        endpoint.service.counts["spliced"] == 2 and other["prompt_token_ids"][:9] == answers[0]["prompt_token_ids"][:9]
+    )
 
 
 def test_a_template_that_rewrites_history_would_drift_and_does_not(stage, router):
@@ -142,7 +147,10 @@ def test_tokens_that_were_not_sampled_here_are_refused_and_never_read_as_a_turn(
     assert refused.status_code == 400 and "not sampled" in refused.json()["message"]
     with pytest.raises(BrokenEpisode, match="did not sample"):
         follow(transcript(), response_of([forged]), endpoint.service.history)
-    shifted = {**answers[0], "prompt_token_ids": answers[0]["prompt_token_ids"] + answers[0]["generation_token_ids"][:1]}
+    shifted = {
+        **answers[0],
+        "prompt_token_ids": answers[0]["prompt_token_ids"] + answers[0]["generation_token_ids"][:1],
+    }
     shifted["generation_token_ids"] = answers[0]["generation_token_ids"][1:]
     with pytest.raises(BrokenEpisode, match="did not sample"):
         follow(transcript(), response_of([shifted]), endpoint.service.history)
@@ -185,7 +193,9 @@ def test_what_would_be_sampled_otherwise_or_is_malformed_is_refused_with_a_sente
 
 def test_neutral_settings_are_taken_and_completions_stay_within_every_budget(endpoint):
     question = [{"role": "user", "content": "begin"}]
-    reply = post(endpoint, question, temperature=0.5, top_p=1, n=1, stop=[], max_tokens=5, logprobs=True, seed=None).json()
+    reply = post(
+        endpoint, question, temperature=0.5, top_p=1, n=1, stop=[], max_tokens=5, logprobs=True, seed=None
+    ).json()
     (choice,) = reply["choices"]
     ids = choice["message"]["generation_token_ids"]
     assert len(ids) <= 5 and reply["usage"]["completion_tokens"] == len(ids)
@@ -198,7 +208,9 @@ def test_neutral_settings_are_taken_and_completions_stay_within_every_budget(end
     assert httpx.get(endpoint.url + "/v1/models").json()["data"][0]["id"] == "policy"
 
 
-def test_requests_that_are_too_large_or_no_json_or_come_between_batches_are_refused(endpoint, stage, router, monkeypatch):
+def test_requests_that_are_too_large_or_no_json_or_come_between_batches_are_refused(
+    endpoint, stage, router, monkeypatch
+):
     url = endpoint.url + "/v1/chat/completions"
     assert httpx.post(url, content=b"{").status_code == 400
     assert httpx.post(url, content=b"[" * 500 + b"]" * 500).status_code == 400

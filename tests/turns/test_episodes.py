@@ -46,7 +46,8 @@ def four_turns(stage, pool):
 
 
 def test_only_what_the_policy_wrote_is_unmasked_and_the_rest_is_the_templates_own_text(four_turns, stage):
-    """Token by token: behind each turn the environment's part closes the turn (if the policy did not) and says its words."""
+    """Token by token: behind each turn the environment's part closes the turn (if the policy did not) and says its
+    words."""
     end = stage.tokenizer.eos_token_id
     closed = []
     for trajectory in four_turns:
@@ -66,11 +67,15 @@ def test_only_what_the_policy_wrote_is_unmasked_and_the_rest_is_the_templates_ow
             assert ended or len(wrote) == 10
         assert trajectory.num_policy_tokens == sum(map(len, parts[::2])) == trajectory.loss_mask.sum()
         assert trajectory.rewards["turns"] == 4.0
-    assert not all(closed)  # at least one turn was cut before its end, so that both cases were seen or the harder one was
+    assert not all(
+        closed
+    )  # at least one turn was cut before its end, so that both cases were seen or the harder one was
 
 
 def test_logprobs_of_four_turns_are_those_of_one_megatron_forward_pass(four_turns, stage):
-    sequences = [TrainSequence(t.prompt.token_ids, t.completion_ids, t.logprobs, loss_mask=t.loss_mask) for t in four_turns]
+    sequences = [
+        TrainSequence(t.prompt.token_ids, t.completion_ids, t.logprobs, loss_mask=t.loss_mask) for t in four_turns
+    ]
     for sequence, found in zip(sequences, stage.policy.logprobs(sequences)):
         assert np.array_equal(np.isnan(found), ~sequence.loss_mask)
         assert np.abs(found - sequence.sampler_logprobs)[sequence.loss_mask].max() < 1e-4
@@ -80,7 +85,8 @@ def test_logprobs_of_four_turns_are_those_of_one_megatron_forward_pass(four_turn
 
 
 def test_the_gradient_does_not_depend_on_what_stands_under_the_mask(four_turns, stage):
-    """Sampler log-probs, old log-probs and reference log-probs of observations are never read; their tokens are context."""
+    """Sampler log-probs, old log-probs and reference log-probs of observations are never read; their tokens are
+    context."""
     from gdpo_nemo.algorithms import LossSettings
 
     written = sum(t.num_policy_tokens for t in four_turns)
@@ -89,7 +95,9 @@ def test_the_gradient_does_not_depend_on_what_stands_under_the_mask(four_turns, 
         sequences = []
         for place, t in enumerate(four_turns):
             values = np.where(t.loss_mask, t.logprobs, fill).astype(np.float32)
-            sequence = TrainSequence(t.prompt.token_ids, t.completion_ids, values, 1.0 - place, 1.0 / written, values, values)
+            sequence = TrainSequence(
+                t.prompt.token_ids, t.completion_ids, values, 1.0 - place, 1.0 / written, values, values
+            )
             sequence.loss_mask = t.loss_mask
             sequences.append(sequence)
         return stage.policy.train(sequences, LossSettings(reference_policy_kl_penalty=0.1))
@@ -118,7 +126,9 @@ def test_packing_trains_exactly_the_unmasked_tokens_on_every_context_rank():
         for rank in range(size):
             rows = pack_rows(sequences, [0, 1, 2], context_rank=rank, context_size=size, positions=halves)
             seen += zip(rows.sequence.tolist(), rows.offset.tolist(), rows.targets.tolist())
-        wanted = [(i, o, int(s.completion_ids[o])) for i, s in enumerate(sequences) for o in np.flatnonzero(s.loss_mask)]
+        wanted = [
+            (i, o, int(s.completion_ids[o])) for i, s in enumerate(sequences) for o in np.flatnonzero(s.loss_mask)
+        ]
         assert sorted(seen) == sorted(wanted)
 
 
@@ -135,7 +145,9 @@ def test_budgets_end_an_episode_as_truncated_and_the_environment_has_the_last_wo
 
 
 def test_the_first_prompt_may_come_from_reset_and_equal_seeds_replay_a_batch(stage, pool):
-    first, again = (play([chat_prompt(stage, "opened")], context(stage, pool, samples=6, max_turns=2))[0] for _ in range(2))
+    first, again = (
+        play([chat_prompt(stage, "opened")], context(stage, pool, samples=6, max_turns=2))[0] for _ in range(2)
+    )
     assert first[0].prompt.text == "<|start|>user\nbegin<|end|>\n<|start|>assistant\n"
     for one, other in zip(first, again):
         assert np.array_equal(one.completion_ids, other.completion_ids)
@@ -165,4 +177,6 @@ def test_an_authors_mistake_in_an_episode_stops_the_run_with_its_line(pool, what
     prompt = Prompt("p", np.zeros(1, np.int32), "", "awkward", {"what": what, "when": 1})
     (reply,) = pool.step([EpisodeStep(prompt, 0, 0)])
     with pytest.raises(RunError, match=line):
-        pool.step([EpisodeStep(prompt, 0, 0, reply.state, {"role": "assistant", "content": "", "finish_reason": "stop"})])
+        pool.step(
+            [EpisodeStep(prompt, 0, 0, reply.state, {"role": "assistant", "content": "", "finish_reason": "stop"})]
+        )

@@ -35,7 +35,9 @@ REWARDS = [
 
 @pytest.fixture(scope="module")
 def endpoint(stage):
-    service = Service(EngineRouter(stage.fleet, 2), stage.conversation, Budgets(5, 400, stage.config.policy.max_total_sequence_length))
+    service = Service(
+        EngineRouter(stage.fleet, 2), stage.conversation, Budgets(5, 400, stage.config.policy.max_total_sequence_length)
+    )
     made = Endpoint(service, "127.0.0.1", 0)
     yield made
     made.close()
@@ -49,7 +51,9 @@ def agents(endpoint, tmp_path_factory):
     environment = {**os.environ, "PYTHONWARNINGS": "ignore", "RAY_USAGE_STATS_ENABLED": "0"}
     environment.pop("PYTHONPATH", None)
     with open(log, "w") as errors:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment, cwd=log.parent)
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment, cwd=log.parent
+        )
     line = process.stdout.readline()
     assert line, log.read_text()
     yield json.loads(line)
@@ -60,9 +64,14 @@ def agents(endpoint, tmp_path_factory):
 def prompts_of(environment, server: str, count: int, agent: str = "agent") -> list[Prompt]:
     [packages] = installed().parent.parent.glob("lib/python3.*/site-packages")
     lines = (packages / "resources_servers" / server / "data" / "example.jsonl").read_text().splitlines()[:count]
-    rows = [{**json.loads(line), "agent_ref": {"type": "responses_api_agents", "name": f"{server}_{agent}"}} for line in lines]
+    rows = [
+        {**json.loads(line), "agent_ref": {"type": "responses_api_agents", "name": f"{server}_{agent}"}}
+        for line in lines
+    ]
     fields = [environment.read_row(row) for row in rows]
-    return [Prompt(f"{server}/{i}", np.zeros(1, np.int32), "", "agents", f, f["messages"]) for i, f in enumerate(fields)]
+    return [
+        Prompt(f"{server}/{i}", np.zeros(1, np.int32), "", "agents", f, f["messages"]) for i, f in enumerate(fields)
+    ]
 
 
 def test_turns_of_real_agents_are_the_sampled_tokens_masked_and_rewarded_by_name(stage, endpoint, agents):
@@ -92,9 +101,12 @@ def test_turns_of_real_agents_are_the_sampled_tokens_masked_and_rewarded_by_name
 
 
 def check_multi_step(stage, trajectories) -> None:
-    """Rewards follow from what the policy wrote, tools have answered it, and a call that cannot be read is no reward."""
+    """Rewards follow from what the policy wrote, tools have answered it, and a call that cannot be read is no
+    reward."""
     for t in trajectories:
-        assert t.trains or not t.rewards and t.detail.startswith("server_error"), t.detail  # its verifier reads any arguments
+        assert t.trains or not t.rewards and t.detail.startswith("server_error"), (
+            t.detail
+        )  # its verifier reads any arguments
     played = [t for t in trajectories if t.trains]
     assert len(played) >= len(trajectories) / 2
     for t in played:
@@ -106,7 +118,8 @@ def check_multi_step(stage, trajectories) -> None:
 
 
 def test_agents_whose_model_server_is_the_endpoint_itself_play_the_same_episodes(stage, endpoint, agents):
-    """/v1/responses against NeMo Gym's own model server before /v1/chat/completions: the same tokens, masks and rewards."""
+    """/v1/responses against NeMo Gym's own model server before /v1/chat/completions: the same tokens, masks and
+    rewards."""
     environment = NemoGymAgent({"agents": agents, "retries": 0})
     kinds = ("agent", "direct_agent")
     context = stage.context(None, samples=8, max_turns=2, max_tokens=400, endpoint=endpoint, sampling=SAMPLING)

@@ -17,7 +17,13 @@ from gdpo_nemo.rollouts.agents import follow
 from gdpo_nemo.rollouts.context import Transcript
 
 SAMPLING = Sampling(0.5, 1.0, -1, 80)
-TOOL = {"type": "function", "name": "get_counter_value", "description": "", "parameters": {"type": "object"}, "strict": True}
+TOOL = {
+    "type": "function",
+    "name": "get_counter_value",
+    "description": "",
+    "parameters": {"type": "object"},
+    "strict": True,
+}
 CHAT_TOOL = {"type": "function", "function": {key: TOOL[key] for key in ("name", "description", "parameters")}}
 
 
@@ -136,7 +142,13 @@ def test_a_conversation_without_room_gets_an_incomplete_answer_without_tokens(en
 
 
 def test_settings_that_change_nothing_are_taken_and_instructions_come_first(endpoint):
-    neutral = {"temperature": 0.5, "top_p": 1, "text": {"format": {"type": "text"}}, "tool_choice": "auto", "store": False}
+    neutral = {
+        "temperature": 0.5,
+        "top_p": 1,
+        "text": {"format": {"type": "text"}},
+        "tool_choice": "auto",
+        "store": False,
+    }
     reply = ask(endpoint, "begin", instructions="Be brief.", max_output_tokens=3, **neutral).json()
     assert reply["usage"]["output_tokens"] <= 3
     for role in ("system", "developer"):  # one role to templates

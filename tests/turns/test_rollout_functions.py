@@ -63,7 +63,10 @@ def test_what_breaks_the_contract_stops_the_run_with_a_sentence(stage, function,
         ("rollout.function=nowhere.py:f", "rollout.function: no such file: nowhere.py"),
         ("rollout.function=json.nothing", "rollout.function: json has no 'nothing'"),
         ("rollout.endpoint.enabled=true", "rollout.endpoint: has no effect"),
-        ("env.agents={plugin: nemo_gym_agent, agents: {a: 'http://127.0.0.1:1'}}", "rollout.endpoint.enabled: must be true"),
+        (
+            "env.agents={plugin: nemo_gym_agent, agents: {a: 'http://127.0.0.1:1'}}",
+            "rollout.endpoint.enabled: must be true",
+        ),
     ],
 )
 def test_settings_of_turns_that_cannot_work_are_refused_before_anything_starts(override, message):

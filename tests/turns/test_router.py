@@ -36,7 +36,10 @@ def test_a_request_joins_those_under_way_and_is_drawn_as_it_would_be_alone(stage
     """Other settings and all; nobody waits for the longest before it."""
     long = requests(12)
     short = requests(3, of=40)
-    alone = [stage.fleet.collect(stage.fleet.submit(part, how, 0)).completions for part, how in ((long, LONG), (short, SHORT))]
+    alone = [
+        stage.fleet.collect(stage.fleet.submit(part, how, 0)).completions
+        for part, how in ((long, LONG), (short, SHORT))
+    ]
     first = [router.sample(0, request, LONG) for request in long]
     await_work(router)
     second = [router.sample(0, request, SHORT) for request in short]

@@ -39,7 +39,10 @@ def test_models_and_adapters_are_written_with_the_modes_of_new_files(tmp_path, u
     tensors = [("a", torch.ones(8)), ("b", torch.ones(8))]
     write_model(whole, iter(tensors), config, made)
     write_model(shards, iter(tensors), config, made, shard_bytes=8)
-    matrices = {"base_model.model.q_proj.lora_A.weight": torch.ones(1, 2), "base_model.model.q_proj.lora_B.weight": torch.ones(2, 1)}
+    matrices = {
+        "base_model.model.q_proj.lora_A.weight": torch.ones(1, 2),
+        "base_model.model.q_proj.lora_B.weight": torch.ones(2, 1),
+    }
     write_adapter(adapter, matrices, Adapters(1, 1.0, 0.0, "base"))
     assert len(list(shards.glob("*.safetensors"))) == 2 and list(whole.glob("tokenizer*"))
     assert [modes(folder) for folder in (whole, shards, adapter)] == [{0o666 & ~umask}] * 3

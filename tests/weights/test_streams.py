@@ -1,4 +1,5 @@
-"""What streams of buckets promise: every byte proven, bounded memory on both ends, a lost end noticed, nothing left behind."""
+"""What streams of buckets promise: every byte proven, bounded memory on both ends, a lost end noticed, nothing left
+behind."""
 
 from __future__ import annotations
 
@@ -80,7 +81,9 @@ def test_flipped_swapped_and_shifted_bytes_change_the_checksum(data, values, dty
 
 
 def test_blocks_that_change_places_and_lengths_that_differ_change_the_checksum():
-    blocks = torch.randint(-(2**15), 2**15, (2 * _BLOCK,), dtype=torch.int16, generator=torch.Generator().manual_seed(0))
+    blocks = torch.randint(
+        -(2**15), 2**15, (2 * _BLOCK,), dtype=torch.int16, generator=torch.Generator().manual_seed(0)
+    )
     assert int(checksum(blocks)) != int(checksum(blocks.roll(_BLOCK)))
     assert len({int(checksum(torch.zeros(n))) for n in (0, 1, 2, _BLOCK, _BLOCK + 1)}) == 5
 
@@ -93,7 +96,11 @@ def test_buckets_give_back_what_they_were_filled_with(bucket_bytes):
     manifest = outline(model(), 3)
     buckets = divide(manifest, bucket_bytes)
     assert [e for b in buckets for e in b.entries] == list(manifest.entries)
-    received = [pair for b, data in zip(buckets, filled(manifest, iter(model()), bucket_bytes, CPU), strict=True) for pair in b.open(data)]
+    received = [
+        pair
+        for b, data in zip(buckets, filled(manifest, iter(model()), bucket_bytes, CPU), strict=True)
+        for pair in b.open(data)
+    ]
     assert same(received, model())
 
 

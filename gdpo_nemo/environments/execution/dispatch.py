@@ -32,7 +32,9 @@ class EnvironmentPools:
         shared = {name: options for name, options in environments.items() if name not in own}
         # The shared pool, which comes first, is also what refuses unknown environments.
         self._pools = [EnvironmentPool(shared, workers, timeout_s, seed)]
-        self._pools += [EnvironmentPool({name: environments[name]}, number, timeout_s, seed) for name, number in own.items()]
+        self._pools += [
+            EnvironmentPool({name: environments[name]}, number, timeout_s, seed) for name, number in own.items()
+        ]
         self._place = {name: place for place, name in enumerate(own, start=1)}
 
     def verify(self, trajectories: Sequence[Trajectory]) -> list[Verdict]:

@@ -34,12 +34,14 @@ class Played:
 
 class NemoGymAgent:
     """Episodes of NeMo Gym agents (nemo-gym 0.4 to 0.7), by /run. Their model is the run's own endpoint
-    (``rollout.endpoint``): the agent's model server is given its URL as ``base_url`` and ``return_token_id_information``.
+    (``rollout.endpoint``): the agent's model server is given its URL as ``base_url`` and
+    ``return_token_id_information``.
 
     Options:
         agents: base URLs by the name in a row's ``agent_ref``; where there is one, all rows go to it.
         rewards, check_sum, api_key_env: as of ``nemo_gym``.
-        concurrency (64): episodes under way. deadline_s (600): seconds one may take, retries included. retries (1): further
+        concurrency (64): episodes under way. deadline_s (600): seconds one may take, retries included. retries (1):
+        further
             attempts at an episode after a transport failure, a 5xx or a 429.
         max_reply_bytes (64 MiB), max_json_depth (100): of a reply, which repeats all tokens in every turn.
     """
@@ -134,7 +136,9 @@ class NemoGymAgent:
                     pause = random.uniform(0.5, 1.0) * min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2**attempts)
                     pause = pause if failure.retry_after_s is None else failure.retry_after_s
                     if not failure.retried or attempts > self._options.retries or loop.time() + pause >= deadline:
-                        return Failure(failure.kind, f"{name}: {failure.detail} ({attempts} attempts)", status=failure.status)
+                        return Failure(
+                            failure.kind, f"{name}: {failure.detail} ({attempts} attempts)", status=failure.status
+                        )
                 await asyncio.sleep(pause)
 
     def _read(self, reply: Mapping[str, Any], agent: str) -> Played:
@@ -160,8 +164,14 @@ class NemoGymAgent:
 
 
 def run_body(prompt: Prompt, task: int, sample: int, sampling: Mapping[str, float]) -> bytes:
-    """What /run is sent: the row with the run's sampling settings, without nulls, which are refused where a key may be absent."""
+    """What /run is sent: the row with the run's sampling settings, without nulls, which are refused where a key may be
+    absent."""
     row = prompt.fields[ROW]
     given = {key: value for key, value in row["responses_create_params"].items() if value is not None}
-    body = {**row, "responses_create_params": {**given, **sampling}, "_ng_task_index": task, "_ng_rollout_index": sample}
+    body = {
+        **row,
+        "responses_create_params": {**given, **sampling},
+        "_ng_task_index": task,
+        "_ng_rollout_index": sample,
+    }
     return json.dumps(body).encode()

@@ -74,7 +74,9 @@ class HttpClient:
         self._concurrency = concurrency
         self._session: aiohttp.ClientSession | None = None
 
-    async def post(self, url: str, body: Mapping[str, Any] | bytes, cookies: Cookies, timeout_s: float) -> dict[str, Any]:
+    async def post(
+        self, url: str, body: Mapping[str, Any] | bytes, cookies: Cookies, timeout_s: float
+    ) -> dict[str, Any]:
         """The JSON object that the server answers with status 200. Raises Failure for everything else."""
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
         reply = await self._exchange("POST", url, data, cookies, timeout_s)
@@ -140,7 +142,9 @@ class HttpClient:
     async def _body(self, response: aiohttp.ClientResponse) -> bytes:
         encoding = response.headers.get("Content-Encoding", "identity")
         if encoding != "identity":
-            raise Failure(FailureKind.BAD_REPLY, f"the reply is compressed ({printable(encoding, 20)}), which was not asked for")
+            raise Failure(
+                FailureKind.BAD_REPLY, f"the reply is compressed ({printable(encoding, 20)}), which was not asked for"
+            )
         length = response.content_length or 0
         if length > self._max_bytes:
             raise Failure(FailureKind.TOO_LARGE, f"the reply has {length} bytes (max_reply_bytes is {self._max_bytes})")
@@ -158,7 +162,11 @@ class HttpClient:
         status = response.status
         if 300 <= status < 400:
             target = urlsplit(response.headers.get("Location", "")).netloc.rpartition("@")[2]
-            return Failure(FailureKind.REDIRECT, f"HTTP {status} to {self._clean(target, 80)!r}; redirects are not followed", status=status)
+            return Failure(
+                FailureKind.REDIRECT,
+                f"HTTP {status} to {self._clean(target, 80)!r}; redirects are not followed",
+                status=status,
+            )
         said = await self._excerpt(response)
         text = f"HTTP {status}{': ' + said if said else ''}"
         if status == 429:
@@ -198,4 +206,6 @@ def _raise_file_limit(wanted: int) -> None:
     """Let this process open ``wanted`` more files than it is sure to need, as far as it may."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard), hard))
+        resource.setrlimit(
+            resource.RLIMIT_NOFILE, (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard), hard)
+        )

@@ -1,6 +1,7 @@
 """NeMo Gym's JSONL rows: what the model reads of them, and what a server is sent.
 
-A row is kept as it is. Servers drop what they do not declare, so nothing is ever read back from a reply but its verdict.
+A row is kept as it is. Servers drop what they do not declare, so nothing is ever read back from a reply but its
+verdict.
 """
 
 from __future__ import annotations
@@ -123,4 +124,7 @@ def _arguments(arguments: Any) -> Any:
 def _chat_tool(tool: Any) -> dict[str, Any]:
     if not isinstance(tool, Mapping) or tool.get("type") != "function":
         raise ConfigError("responses_create_params.tools holds a tool that is no function")
-    return {"type": "function", "function": {key: tool[key] for key in ("name", "description", "parameters") if key in tool}}
+    return {
+        "type": "function",
+        "function": {key: tool[key] for key in ("name", "description", "parameters") if key in tool},
+    }

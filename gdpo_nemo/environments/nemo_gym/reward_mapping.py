@@ -50,7 +50,8 @@ def read_rules(entries: Any) -> tuple[RewardRule, ...]:
 def rewards_of(
     reply: Mapping[str, Any], rules: Sequence[RewardRule], server: str, check_sum: bool = False
 ) -> dict[str, float | None]:
-    """The components in ``reply``, by the rules; without rules those of ``reward_components`` and the scalar ``reward``.
+    """The components in ``reply``, by the rules; without rules those of ``reward_components`` and the scalar
+    ``reward``.
 
     Args:
         server: who sent the reply.
@@ -86,7 +87,9 @@ def _found(reply: Mapping[str, Any]) -> dict[str, float | None]:
     if "reward" not in values and reply.get("reward") is not None:
         values["reward"] = reply["reward"]
     if not values:
-        raise Failure(FailureKind.MISSING_REWARD, f"neither reward nor reward_components is in the reply{_present(reply)}")
+        raise Failure(
+            FailureKind.MISSING_REWARD, f"neither reward nor reward_components is in the reply{_present(reply)}"
+        )
     if len(values) > MAX_COMPONENTS:
         raise Failure(FailureKind.BAD_REPLY, f"{len(values)} components, more than {MAX_COMPONENTS}")
     for name in values:

@@ -37,7 +37,9 @@ class Routes:
         if len(self.servers) == 1:
             return next(iter(self.servers))
         if agent is None:
-            raise ConfigError(f"a row has no agent_ref, which is needed to choose between {', '.join(sorted(self.servers))}")
+            raise ConfigError(
+                f"a row has no agent_ref, which is needed to choose between {', '.join(sorted(self.servers))}"
+            )
         known = [*self.servers, *self.agents]
         raise ConfigError(f"no server for the agent {agent!r} of a row{nearest(agent, known)}; name it in agents")
 
@@ -59,7 +61,9 @@ def routes_of(text: Any, settings: Settings) -> Routes:
     try:
         config = yaml.safe_load(text) if isinstance(text, str) else None
     except (yaml.YAMLError, RecursionError) as error:
-        raise Failure(FailureKind.BAD_REPLY, f"the head server's configuration is no YAML: {printable(str(error), 80)}") from None
+        raise Failure(
+            FailureKind.BAD_REPLY, f"the head server's configuration is no YAML: {printable(str(error), 80)}"
+        ) from None
     if not isinstance(config, Mapping):
         raise Failure(FailureKind.BAD_REPLY, "the head server sent no configuration")
     head = urlsplit(settings.head_server).hostname

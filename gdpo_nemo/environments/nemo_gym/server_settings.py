@@ -108,7 +108,8 @@ def read_settings(options: Mapping[str, Any] | None) -> Settings:
 
 
 def base_url(key: str, url: Any) -> str:
-    """The URL without a slash at its end. Raises ConfigError for anything but http(s) with a host and without secrets."""
+    """The URL without a slash at its end. Raises ConfigError for anything but http(s) with a host and without
+    secrets."""
     if not isinstance(url, str):
         raise ConfigError(f"{key}: must be a URL such as http://127.0.0.1:12503, not {url!r}")
     try:
@@ -117,7 +118,9 @@ def base_url(key: str, url: Any) -> str:
     except ValueError as error:
         raise ConfigError(f"{key}: not a URL ({error})") from None
     if parts.username or parts.password or parts.query or parts.fragment:
-        raise ConfigError(f"{key}: must hold no user, password or query; put a key into a variable and name it in api_key_env")
+        raise ConfigError(
+            f"{key}: must hold no user, password or query; put a key into a variable and name it in api_key_env"
+        )
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ConfigError(f"{key}: must be a URL such as http://127.0.0.1:12503, not {url!r}")
     return url.rstrip("/")

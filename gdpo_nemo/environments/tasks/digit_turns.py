@@ -19,9 +19,9 @@ _WELL_FORMED = re.compile(r"<t>[^<>]*</t><a>[^<>]*</a>")
 
 
 class DigitTurns:
-    """The environment. Components: ``first`` and ``second`` (the share of places that hold the right digit in the turn's
-    last run of digits) and ``format`` (the share of turns in form). Option: ``always_two`` (true: a right first answer is
-    asked again, too).
+    """The environment. Components: ``first`` and ``second`` (the share of places that hold the right digit in the
+    turn's last run of digits) and ``format`` (the share of turns in form). Option: ``always_two`` (true: a right first
+    answer is asked again, too).
     """
 
     reward_names = ("first", "second", "format")

@@ -29,7 +29,8 @@ class Math:
         chosen = read_options("math", options, gold_key="answer", time_limit_s=2, math_verify_impl="default")
         if chosen.math_verify_impl not in _VERIFIERS:
             raise ConfigError(
-                f"environment math: option math_verify_impl must be {' or '.join(_VERIFIERS)}, not {chosen.math_verify_impl!r}"
+                f"environment math: option math_verify_impl must be {' or '.join(_VERIFIERS)}, not "
+                f"{chosen.math_verify_impl!r}"
             )
         self._gold_key = chosen.gold_key
         self._limit = chosen.time_limit_s

@@ -60,7 +60,8 @@ class Functions:
     dataset, each a list with one entry per completion. For rows that hold chat messages, prompts and completions are
     message lists, otherwise text. Functions without ``**kwargs`` get only what they ask for. Async functions run
     concurrently. A ``Failure`` in the place of a reward masks the sample. The completions of one call are some of the
-    step's, but always all samples of a prompt (except when a call that had failed is repeated for one sample at a time).
+    step's, but always all samples of a prompt (except when a call that had failed is repeated for one sample at a
+    time).
     """
 
     def __init__(self, options: Mapping[str, Any] | None = None):
@@ -77,7 +78,9 @@ class Functions:
         returned = {f.name: _call(f, columns) for f in self._functions if not f.is_async}
         returned.update(asyncio.run(_call_all([f for f in self._functions if f.is_async], columns)))
         rewards = {f.name: _values(f, returned[f.name], trajectories) for f in self._functions}
-        return [self._verdict({name: rewards[name][row] for name in self.reward_names}) for row in range(len(trajectories))]
+        return [
+            self._verdict({name: rewards[name][row] for name in self.reward_names}) for row in range(len(trajectories))
+        ]
 
     def _verdict(self, rewards: Mapping[str, float | Failure | None]) -> Verdict:
         failures = {name: value for name, value in rewards.items() if isinstance(value, Failure)}

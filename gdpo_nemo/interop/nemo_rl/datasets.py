@@ -26,7 +26,9 @@ class _Dataset(NamedTuple):
 _DATASETS = {
     "OpenMathInstruct-2": _Dataset("nvidia/OpenMathInstruct-2", "train_1M", "problem", "expected_answer", 1_000_000),
     "DeepScaler": _Dataset("agentica-org/DeepScaleR-Preview-Dataset", "train", "problem", rows=40_315),
-    "DAPOMath17K": _Dataset("BytedTsinghua-SIA/DAPO-Math-17k", "train", "prompt", "reward_model.ground_truth", 1_791_700),
+    "DAPOMath17K": _Dataset(
+        "BytedTsinghua-SIA/DAPO-Math-17k", "train", "prompt", "reward_model.ground_truth", 1_791_700
+    ),
     "DAPOMathAIME2024": _Dataset("BytedTsinghua-SIA/AIME-2024", "train", "prompt", "reward_model.ground_truth"),
     "AIME2024": _Dataset("HuggingFaceH4/aime_2024", "train", "problem"),
     "gsm8k": _Dataset("openai/gsm8k:main", "train", "question", rows=7_473),
@@ -46,7 +48,8 @@ def env_name(recipe: Recipe) -> str:
 
 
 def components(recipe: Recipe) -> tuple[str, dict[str, Any], tuple[str, ...]] | None:
-    """(our environment, its options, its components that count, sorted by name as their weights are); None: none is like theirs."""
+    """(our environment, its options, its components that count, sorted by name as their weights are); None: none is
+    like theirs."""
     name = env_name(recipe)
     processor = str(recipe.get("data.train.processor") or recipe.get("data.default.processor") or "")
     if name == "math_multi_reward" or (name in _MATH and "gdpo" in processor):
@@ -76,10 +79,14 @@ def data(recipe: Recipe, account: Account) -> None:
 def _split(recipe: Recipe, account: Account, split: str, environment: str) -> None:
     section = f"data.{split}"
     if isinstance(recipe.get(section), list):
-        account.blocks(section, f"names {len(recipe.get(section))} data sets, and one is one file here; write them into one")
+        account.blocks(
+            section, f"names {len(recipe.get(section))} data sets, and one is one file here; write them into one"
+        )
         return
     name = recipe.get(f"{section}.dataset_name")
-    path = recipe.get(f"{section}.data_path") or recipe.get(f"data.{'val' if split == 'validation' else split}_data_path")
+    path = recipe.get(f"{section}.data_path") or recipe.get(
+        f"data.{'val' if split == 'validation' else split}_data_path"
+    )
     if not (path or name):
         if split == "train":
             account.set("data.train.environment", environment, "the recipe names no training data")
@@ -87,7 +94,9 @@ def _split(recipe: Recipe, account: Account, split: str, environment: str) -> No
         return
     known = _DATASETS.get(name or "")
     if known is None and not path:
-        account.blocks(f"{section}.dataset_name", f"the data set {name} is not known here; name its file or its place on the hub")
+        account.blocks(
+            f"{section}.dataset_name", f"the data set {name} is not known here; name its file or its place on the hub"
+        )
     subset = recipe.get(f"{section}.subset")
     where = path or (known.path if known else f"unknown/{name}")
     where = f"{where.partition(':')[0]}:{subset}" if subset else where
@@ -115,7 +124,8 @@ def _own(recipe: Recipe, split: str, key: str) -> Any:
 
 
 def _prompts(recipe: Recipe, account: Account, split: str) -> None:
-    """System message and the text around the problem; none where the recipe has none, whatever our environment brings."""
+    """System message and the text around the problem; none where the recipe has none, whatever our environment
+    brings."""
     if env_name(recipe) == "nemo_gym":
         return
     system, around = (_own(recipe, split, key) for key in ("system_prompt_file", "prompt_file"))
@@ -131,7 +141,9 @@ def _prompts(recipe: Recipe, account: Account, split: str) -> None:
     except (IndexError, KeyError, ValueError):
         template = None
     if template is None or "{prompt}" not in template:
-        account.differs(f"data.{split}.prompt_file", f"{around} was not found or cannot be filled in, so prompts are bare")
+        account.differs(
+            f"data.{split}.prompt_file", f"{around} was not found or cannot be filled in, so prompts are bare"
+        )
     else:
         account.set(f"data.{split}.prompt_template", template, f"the text of {around}")
 
@@ -151,11 +163,15 @@ def _held_out(recipe: Recipe, account: Account) -> None:
     if not size or path is None:
         return
     if recipe.names_validation:
-        account.differs("data.train.split_validation_size", "validation has its own data alone; there the held-out rows join it")
+        account.differs(
+            "data.train.split_validation_size", "validation has its own data alone; there the held-out rows join it"
+        )
         return
     cut = recipe.cut
     if not cut:
-        what = f"{size} of the training rows are not held out, so nothing is validated: write them to a file of their own"
+        what = (
+            f"{size} of the training rows are not held out, so nothing is validated: write them to a file of their own"
+        )
         account.differs("data.train.split_validation_size", what)
         return
     base = account.values.get("data.train.split", ("train", ""))[0]
@@ -163,11 +179,14 @@ def _held_out(recipe: Recipe, account: Account) -> None:
         if f"data.train.{key}" in account.values:
             account.set(f"data.validation.{key}", account.values[f"data.train.{key}"][0], "that of data.train")
     account.set("data.train.split", f"{base}[:{cut}]", f"without the held-out rows (split_validation_size {size})")
-    account.set("data.validation.split", f"{base}[{cut}:]", f"split_validation_size {size}; the last rows, there random ones")
+    account.set(
+        "data.validation.split", f"{base}[{cut}:]", f"split_validation_size {size}; the last rows, there random ones"
+    )
 
 
 def _length(recipe: Recipe, account: Account) -> None:
-    """max_num_steps, or the steps of max_num_epochs where those are fewer; both where the steps of an epoch are not known."""
+    """max_num_steps, or the steps of max_num_epochs where those are fewer; both where the steps of an epoch are not
+    known."""
     steps = recipe.get("grpo.max_num_steps")
     epochs = recipe.get("grpo.max_num_epochs")
     known = _DATASETS.get(recipe.get("data.train.dataset_name") or "")
@@ -209,8 +228,15 @@ def _validation(recipe: Recipe, account: Account) -> None:
     if most:
         batch = recipe.get("grpo.val_batch_size", 256)
         if most < batch:
-            account.differs("grpo.val_batch_size", f"{most} held-out prompts are asked; there none, as they fill no batch of {batch}")
+            account.differs(
+                "grpo.val_batch_size",
+                f"{most} held-out prompts are asked; there none, as they fill no batch of {batch}",
+            )
         most = most // batch * batch or most  # whole batches alone
-        account.set("gdpo.val_prompts", max(1, -(-most // repeat)), "max_val_samples" + (f", {repeat} of each prompt" if repeat > 1 else ""))
+        account.set(
+            "gdpo.val_prompts",
+            max(1, -(-most // repeat)),
+            "max_val_samples" + (f", {repeat} of each prompt" if repeat > 1 else ""),
+        )
     temperature = recipe.get("policy.generation.val_temperature", recipe.get("policy.generation.temperature", 1.0))
     account.set("gdpo.val_temperature", float(temperature), "val_temperature")

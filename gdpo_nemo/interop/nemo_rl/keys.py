@@ -1,4 +1,5 @@
-"""What each key of a NeMo-RL recipe is here: one rule a key, or a pattern for a family of keys. The first that fits counts."""
+"""What each key of a NeMo-RL recipe is here: one rule a key, or a pattern for a family of keys. The first that fits
+counts."""
 
 from __future__ import annotations
 
@@ -11,11 +12,15 @@ _RECOMPUTE = f"{_MEGATRON}.recompute"
 
 
 def _of_dtensor(act: Act) -> Act:
-    return where(lambda recipe: not recipe.megatron, act, idle("belongs to DTensor, which this recipe does not train with"))
+    return where(
+        lambda recipe: not recipe.megatron, act, idle("belongs to DTensor, which this recipe does not train with")
+    )
 
 
 def _of_megatron(act: Act) -> Act:
-    return where(lambda recipe: recipe.megatron, act, idle("belongs to Megatron, which this recipe does not train with"))
+    return where(
+        lambda recipe: recipe.megatron, act, idle("belongs to Megatron, which this recipe does not train with")
+    )
 
 
 def _of_mixture(act: Act) -> Act:
@@ -53,7 +58,8 @@ GRPO = [
     ("grpo.max_rollout_turns", to("rollout.turns.max_turns")),
     ("grpo.normalize_rewards", combined("gdpo.estimator")),
     ("grpo.use_leave_one_out_baseline", where(
-        lambda r: r.get("grpo.use_dynamic_sampling"), combined("gdpo.estimator", "gdpo.dynamic_sampling.leave_one_out"), combined("gdpo.estimator"))),
+        lambda r: r.get("grpo.use_dynamic_sampling"), combined("gdpo.estimator",
+        "gdpo.dynamic_sampling.leave_one_out"), combined("gdpo.estimator"))),
     ("grpo.adv_estimator.reward_weights", combined("gdpo.rewards")),
     ("grpo.adv_estimator.*", combined("gdpo.estimator")),
     ("grpo.adv_estimator", combined("gdpo.estimator")),
@@ -71,7 +77,8 @@ GRPO = [
     ("grpo.seed", to("run.seed")),
     ("grpo.use_dynamic_sampling", to("gdpo.dynamic_sampling.enabled")),
     ("grpo.dynamic_sampling_max_gen_batches", gated(
-        "grpo.use_dynamic_sampling", to("gdpo.dynamic_sampling.max_rounds", note="there the run ends after them, here the step goes on"))),
+        "grpo.use_dynamic_sampling", to("gdpo.dynamic_sampling.max_rounds", note="there the run ends after them, here "
+                                                                                 "the step goes on"))),
     ("grpo.batch_multiplier", where(
         lambda r: r.get("grpo.use_dynamic_sampling"), combined("gdpo.dynamic_sampling.batch_multiplier"),
         missing("without use_dynamic_sampling NeMo-RL refuses it; here it does nothing", 1, 1.0))),
@@ -86,7 +93,8 @@ GRPO = [
     ("grpo.reward_shaping", combined("gdpo.shaping")),
     ("grpo.reward_scaling.*", gated("grpo.reward_scaling.enabled", combined("gdpo.shaping"))),
     ("grpo.reward_scaling", combined("gdpo.shaping")),
-    ("grpo.seq_logprob_error_threshold", missing("sequences are not masked by their log-prob error; loss_fn.off_policy masks by ratio")),
+    ("grpo.seq_logprob_error_threshold", missing("sequences are not masked by their log-prob error; loss_fn.off_policy "
+                                                 "masks by ratio")),
     ("grpo.*_tool_call*", missing("make it a reward component")),
     ("grpo.*malformed_thinking*", missing("make it a reward component")),
     ("grpo.*best_at_k*", missing("no best-of-k objective", 0, 1, 1.0)),
@@ -97,7 +105,8 @@ GRPO = [
     ("grpo.debug_payload_metrics", idle("a diagnosis")),
     ("grpo.async_grpo.enabled", combined("rollout.max_staleness")),
     ("grpo.async_grpo.max_trajectory_age_steps", gated("grpo.async_grpo.enabled", combined("rollout.max_staleness"))),
-    ("grpo.async_grpo.max_generation_failures", idle("rollout.max_env_failure_share counts failed samples; a dead engine is replaced")),
+    ("grpo.async_grpo.max_generation_failures", idle("rollout.max_env_failure_share counts failed samples; a dead "
+                                                     "engine is replaced")),
     ("grpo.async_grpo.in_flight_weight_updates", gated(
         "grpo.async_grpo.enabled", missing("a sample is of one version: engines change weights between batches"))),
     ("grpo.async_grpo.recompute_kv_cache_after_weight_updates", idle("the prefix cache is dropped with every update")),
@@ -124,7 +133,8 @@ LOSS = [
         lambda r: r.updates == 1, idle("with one update a step the ratio is 1 here too"),
         missing("several updates a step take the ratio to the log-probs before them"))),
     ("loss_fn.use_importance_sampling_correction", combined("loss_fn.off_policy.mode")),
-    ("loss_fn.truncated_importance_sampling_*", gated("loss_fn.use_importance_sampling_correction", combined("loss_fn.off_policy.mode"))),
+    ("loss_fn.truncated_importance_sampling_*", gated("loss_fn.use_importance_sampling_correction",
+    combined("loss_fn.off_policy.mode"))),
     ("loss_fn.positive_example_nll_weight", missing("no likelihood term", 0, 0.0)),
 ]  # fmt: skip
 
@@ -150,12 +160,14 @@ def _lora_rules(section: str) -> list[tuple[str, Act]]:
         return where(lambda recipe: recipe.lora == section, act, idle("adapters are off"))
 
     return [
-        (f"{section}.enabled", where(lambda r: r.lora in (section, ""), combined("policy.lora.rank"), idle("of the trainer that is not used"))),
+        (f"{section}.enabled", where(lambda r: r.lora in (section, ""), combined("policy.lora.rank"),
+        idle("of the trainer that is not used"))),
         (f"{section}.dim", on(combined("policy.lora.rank"))),
         (f"{section}.alpha", on(to("policy.lora.alpha", float))),
         (f"{section}.dropout", on(to("policy.lora.dropout", float))),
         (f"{section}.dropout_position", on(where(
-            lambda r: r.get(f"{section}.dropout"), fixed("pre", "dropout comes before the adapter"), idle("there is no dropout")))),
+            lambda r: r.get(f"{section}.dropout"), fixed("pre", "dropout comes before the adapter"), idle("there is no "
+                                                                                                          "dropout")))),
         (f"{section}.target_modules", on(combined("policy.lora.target_modules"))),
         (f"{section}.match_all_linear", on(combined("policy.lora.target_modules"))),
         (f"{section}.exclude_modules", on(missing("every layer of policy.lora.target_modules is adapted"))),
@@ -167,7 +179,9 @@ def _lora_rules(section: str) -> list[tuple[str, Act]]:
 
 
 _OTHER_TOKENIZER = where(
-    lambda r: r.get("policy.tokenizer.name") == r.get("policy.model_name"), idle("the model's own"), to("policy.tokenizer_name")
+    lambda r: r.get("policy.tokenizer.name") == r.get("policy.model_name"),
+    idle("the model's own"),
+    to("policy.tokenizer_name"),
 )
 
 POLICY = [
@@ -180,7 +194,8 @@ POLICY = [
     ("policy.train_global_batch_size", to("policy.train_global_batch_size")),
     ("policy.train_micro_batch_size", combined("policy.micro_batch_tokens")),
     ("policy.sequence_packing.enabled", idle("packing is always on, and does not change the gradient")),
-    ("policy.*.train_mb_tokens", idle("policy.micro_batch_tokens bounds a micro-batch, whose size does not change the gradient")),
+    ("policy.*.train_mb_tokens", idle("policy.micro_batch_tokens bounds a micro-batch, whose size does not change the "
+                                      "gradient")),
     ("policy.sequence_packing.*", idle("how packs are filled")),
     ("policy.dynamic_batching.*", idle("packing is always on, and does not change the gradient")),
     ("policy.logprob_batch_size", idle("log-probs use the micro-batches of training")),
@@ -198,7 +213,8 @@ POLICY = [
         f"{_MEGATRON}.optimizer.weight_decay", note="here of matrices, there of norms and biases too"))),
     ("policy.optimizer.kwargs.eps", _of_dtensor(to(f"{_MEGATRON}.optimizer.adam_eps"))),
     ("policy.optimizer.kwargs.betas", _of_dtensor(
-        lambda value, r: RuleResult({f"{_MEGATRON}.optimizer.adam_beta1": value[0], f"{_MEGATRON}.optimizer.adam_beta2": value[1]}))),
+        lambda value, r: RuleResult({f"{_MEGATRON}.optimizer.adam_beta1": value[0],
+        f"{_MEGATRON}.optimizer.adam_beta2": value[1]}))),
     ("policy.optimizer.kwargs.foreach", idle("how torch runs AdamW")),
     ("policy.optimizer.kwargs.fused", idle("how torch runs AdamW")),
     ("policy.optimizer.kwargs.*", _of_dtensor(missing("main weights and moments are float32"))),
@@ -210,11 +226,13 @@ POLICY = [
     ("policy.dtensor_cfg.context_parallel_size", _of_dtensor(to(f"{_MEGATRON}.context_parallel_size"))),
     ("policy.dtensor_cfg.sequence_parallel", _of_dtensor(combined(f"{_MEGATRON}.sequence_parallel"))),
     ("policy.dtensor_cfg.activation_checkpointing", _of_dtensor(to(_RECOMPUTE, lambda on: "full" if on else "none"))),
-    ("policy.dtensor_cfg.expert_parallel_size", _of_dtensor(_of_mixture(to(f"{_MEGATRON}.expert_model_parallel_size")))),
+    ("policy.dtensor_cfg.expert_parallel_size",
+    _of_dtensor(_of_mixture(to(f"{_MEGATRON}.expert_model_parallel_size")))),
     ("policy.dtensor_cfg.automodel_kwargs.force_hf", idle("which implementation computes the model")),
     ("policy.dtensor_cfg.*", idle("how DTensor splits and computes the model")),
     ("policy.router_replay.*", _of_mixture(missing("the sampler's routing is not replayed in training"))),
-    ("policy.draft*", idle("a draft model makes sampling faster; what the policy samples and learns is the same, its states are detached")),
+    ("policy.draft*", idle("a draft model makes sampling faster; what the policy samples and learns is the same, its "
+                           "states are detached")),
     ("policy.quant_cfg", missing("no training through a quantiser")),
     ("policy.quant_*", idle("how a quantiser is calibrated")),
     ("policy.disable_modelopt_layer_spec", idle("how a quantiser is attached")),
@@ -223,7 +241,8 @@ POLICY = [
 ]  # fmt: skip
 
 _SIZES = (
-    "tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size", "context_parallel_size",
+    "tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size",
+    "context_parallel_size",
     "expert_model_parallel_size", "expert_tensor_parallel_size",
 )  # fmt: skip
 _OPTIMIZER = ("lr", "min_lr", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad")
@@ -233,12 +252,16 @@ MEGATRON = [
     (f"{_MEGATRON}.enabled", idle("Megatron trains here, whatever trained there")),
     *((f"{_MEGATRON}.{name}", _of_megatron(to(f"{_MEGATRON}.{name}"))) for name in _SIZES),
     (f"{_MEGATRON}.sequence_parallel", _of_megatron(combined(f"{_MEGATRON}.sequence_parallel"))),
-    (f"{_MEGATRON}.num_layers_in_first_pipeline_stage", _of_megatron(to(f"{_MEGATRON}.num_layers_in_first_pipeline_stage"))),
-    (f"{_MEGATRON}.num_layers_in_last_pipeline_stage", _of_megatron(to(f"{_MEGATRON}.num_layers_in_last_pipeline_stage"))),
-    (f"{_MEGATRON}.pipeline_dtype", _of_megatron(fixed(lambda r: r.get("policy.precision"), "the pipeline carries policy.precision"))),
+    (f"{_MEGATRON}.num_layers_in_first_pipeline_stage",
+    _of_megatron(to(f"{_MEGATRON}.num_layers_in_first_pipeline_stage"))),
+    (f"{_MEGATRON}.num_layers_in_last_pipeline_stage",
+    _of_megatron(to(f"{_MEGATRON}.num_layers_in_last_pipeline_stage"))),
+    (f"{_MEGATRON}.pipeline_dtype", _of_megatron(fixed(lambda r: r.get("policy.precision"), "the pipeline carries "
+                                                                                            "policy.precision"))),
     (f"{_MEGATRON}.activation_checkpointing", _of_megatron(combined(_RECOMPUTE))),
     (f"{_MEGATRON}.recompute_granularity", gated(f"{_MEGATRON}.activation_checkpointing", combined(_RECOMPUTE))),
-    (f"{_MEGATRON}.recompute_*", idle("a matter of memory; recompute: selective means attention, full means whole layers")),
+    (f"{_MEGATRON}.recompute_*", idle("a matter of memory; recompute: selective means attention, full means whole "
+                                      "layers")),
     (f"{_MEGATRON}.empty_unused_memory_level", idle("memory stays with the allocator")),
     (f"{_MEGATRON}.freeze_moe_router", _of_megatron(_of_mixture(where(
         lambda r: r.lora, idle("adapters leave the routers as they are"), to(f"{_MEGATRON}.freeze_moe_router"))))),
@@ -249,7 +272,8 @@ MEGATRON = [
     (f"{_MEGATRON}.moe_aux_loss_coeff", _of_megatron(_of_mixture(missing("no balancing loss", 0, 0.0)))),
     (f"{_MEGATRON}.moe_*", idle("how a mixture is computed")),
     (f"{_MEGATRON}.track_moe_metrics", idle("a metric")),
-    (f"{_MEGATRON}.mtp_loss_scaling_factor", _of_megatron(gated(f"{_MEGATRON}.mtp_num_layers", missing("no multi-token prediction", 0, 0.0)))),
+    (f"{_MEGATRON}.mtp_loss_scaling_factor",
+     _of_megatron(gated(f"{_MEGATRON}.mtp_num_layers", missing("no multi-token prediction", 0, 0.0)))),
     (f"{_MEGATRON}.mtp_num_layers", _of_megatron(missing("no multi-token prediction", 0))),
     (f"{_MEGATRON}.mtp_*", gated(f"{_MEGATRON}.mtp_num_layers", missing("no multi-token prediction"))),
     (f"{_MEGATRON}.freeze_*", _of_megatron(missing("parts for images and sound are not here"))),
@@ -260,11 +284,13 @@ MEGATRON = [
     (f"{_MEGATRON}.optimizer.optimizer", _of_megatron(fixed("adam", "AdamW"))),
     *((f"{_MEGATRON}.optimizer.{name}", _of_megatron(to(f"{_MEGATRON}.optimizer.{name}"))) for name in _OPTIMIZER),
     (f"{_MEGATRON}.optimizer.use_distributed_optimizer", _of_megatron(to(f"{_MEGATRON}.use_distributed_optimizer"))),
-    (f"{_MEGATRON}.optimizer.bf16", _of_megatron(fixed(lambda r: r.get("policy.precision") == "bfloat16", "follows policy.precision"))),
+    (f"{_MEGATRON}.optimizer.bf16", _of_megatron(fixed(lambda r: r.get("policy.precision") == "bfloat16",
+    "follows policy.precision"))),
     (f"{_MEGATRON}.optimizer.fp16", _of_megatron(fixed(False, "no float16"))),
     (f"{_MEGATRON}.optimizer.params_dtype", _of_megatron(fixed("float32", "main weights are float32"))),
     (f"{_MEGATRON}.optimizer.sgd_momentum", idle("AdamW has none")),
-    (f"{_MEGATRON}.optimizer.use_precision_aware_optimizer", idle("moments are float32 either way, unless their dtype is set")),
+    (f"{_MEGATRON}.optimizer.use_precision_aware_optimizer", idle("moments are float32 either way, unless their dtype "
+                                                                  "is set")),
     (f"{_MEGATRON}.optimizer.*_dtype", _of_megatron(fixed("float32", "main weights and moments are float32"))),
     (f"{_MEGATRON}.optimizer.optimizer_cpu_offload", _of_megatron(to(f"{_MEGATRON}.optimizer.offload"))),
     (f"{_MEGATRON}.optimizer.*offload*", idle("all of the optimizer moves to the host, or nothing")),
@@ -283,9 +309,11 @@ MEGATRON = [
     (f"{_MEGATRON}.fp8_cfg.enabled", _of_megatron(combined(f"{_MEGATRON}.fp8"))),
     (f"{_MEGATRON}.fp8_cfg.fp8", _fp8(_of_megatron(to(f"{_MEGATRON}.fp8")))),
     (f"{_MEGATRON}.fp8_cfg.fp8_recipe", _fp8(_of_megatron(to(f"{_MEGATRON}.fp8_recipe")))),
-    (f"{_MEGATRON}.fp8_cfg.fp8_param", _fp8(_of_megatron(missing("parameters stay in policy.precision; matrix products are in 8 bits")))),
+    (f"{_MEGATRON}.fp8_cfg.fp8_param", _fp8(_of_megatron(missing("parameters stay in policy.precision; matrix products "
+                                                                 "are in 8 bits")))),
     (f"{_MEGATRON}.fp8_cfg*", idle("a detail of FP8's kernels")),
-    (f"{_MEGATRON}.num_layers_at_*_in_bf16", gated(f"{_MEGATRON}.first_last_layers_bf16", _fp8(missing("all layers are in 8 bits")))),
+    (f"{_MEGATRON}.num_layers_at_*_in_bf16", gated(f"{_MEGATRON}.first_last_layers_bf16", _fp8(missing("all layers are "
+                                                                                                       "in 8 bits")))),
     (f"{_MEGATRON}.first_last_layers_bf16", _fp8(missing("all layers are in 8 bits"))),
     (f"{_MEGATRON}.env_vars*", idle("set environment variables where the run is started")),
     (f"{_MEGATRON}.force_reconvert_from_hf", idle("weights are read from the Hugging Face folder at every start")),
@@ -294,7 +322,8 @@ MEGATRON = [
     (f"{_MEGATRON}.train_iters", idle("NeMo-RL sets it itself")),
     (f"{_MEGATRON}.attention_backend", idle("which kernel computes attention")),
     *((f"{_MEGATRON}.{name}", idle("how it is computed, stored or shown")) for name in (
-        "checkpoint*", "cuda_graph_*", "fine_grained_activation_offloading", "offload_modules", "use_gloo_process_groups",
+        "checkpoint*", "cuda_graph_*", "fine_grained_activation_offloading", "offload_modules",
+        "use_gloo_process_groups",
         "clear_memory_caches_before_refit", "radio_force_cpe_eval_mode", "gradient_accumulation_fusion",
         "inference_*", "cp_normalize", "calculate_per_token_loss", "do_not_average_loss", "scale_loss_by_dp_cp_size")),
 ]  # fmt: skip

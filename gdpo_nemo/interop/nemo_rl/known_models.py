@@ -1,4 +1,5 @@
-"""What is known of a recipe's model: from its config.json where the folder is here, else from what its name on the hub tells."""
+"""What is known of a recipe's model: from its config.json where the folder is here, else from what its name on the hub
+tells."""
 
 from __future__ import annotations
 
@@ -68,10 +69,16 @@ def known_model(name: str) -> KnownModel:
         return _of_folder(Path(name))
     for pattern, kind, mixture in _NAMES:
         if re.fullmatch(pattern, name, re.IGNORECASE if pattern.startswith(".") else 0):
-            refusal = "" if kind in FAMILIES else f"{name!r} is {kind}, which is not supported; supported: {', '.join(sorted(FAMILIES))}"
+            refusal = (
+                ""
+                if kind in FAMILIES
+                else f"{name!r} is {kind}, which is not supported; supported: {', '.join(sorted(FAMILIES))}"
+            )
             tied = next((tied for pattern, tied in _TIED if re.fullmatch(pattern, name)), None)
             return KnownModel(kind, mixture, refusal, tied)
-    return KnownModel("", refusal=f"{name!r} does not tell a supported family; supported: {', '.join(sorted(FAMILIES))}")
+    return KnownModel(
+        "", refusal=f"{name!r} does not tell a supported family; supported: {', '.join(sorted(FAMILIES))}"
+    )
 
 
 def _of_folder(folder: Path) -> KnownModel:

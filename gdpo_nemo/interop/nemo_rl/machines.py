@@ -27,7 +27,9 @@ def _model(recipe: Recipe, account: Account) -> None:
     if backend != "vllm":
         account.blocks("policy.generation.backend", f"{backend} is not a sampling engine here; vllm is")
     if recipe.model.mixture and recipe.lora:
-        account.blocks(recipe.lora, "the experts of a mixture cannot be adapted; name the attention's layers in target_modules")
+        account.blocks(
+            recipe.lora, "the experts of a mixture cannot be adapted; name the attention's layers in target_modules"
+        )
 
 
 def _batches(recipe: Recipe, account: Account) -> None:
@@ -44,7 +46,11 @@ def _batches(recipe: Recipe, account: Account) -> None:
 def _lengths(recipe: Recipe, account: Account) -> None:
     longest = recipe.get("policy.max_total_sequence_length", 1024)
     wanted = recipe.get("policy.generation.max_new_tokens", longest)
-    why = "max_new_tokens" if wanted < longest else f"{wanted}: completions end with the context, and a prompt has a token"
+    why = (
+        "max_new_tokens"
+        if wanted < longest
+        else f"{wanted}: completions end with the context, and a prompt has a token"
+    )
     account.set("policy.generation.max_new_tokens", min(wanted, longest - 1), why)
 
 
@@ -53,9 +59,15 @@ def _switches(recipe: Recipe, account: Account) -> None:
     trained = _MEGATRON if recipe.megatron else "policy.dtensor_cfg"
     tensor = recipe.get(f"{trained}.tensor_{'model_' if recipe.megatron else ''}parallel_size", 1)
     if tensor > 1 and (recipe.get(f"{trained}.sequence_parallel") or recipe.model.mixture):
-        account.set(f"{_MEGATRON}.sequence_parallel", True, "sequence_parallel, which a mixture under tensor parallelism needs")
+        account.set(
+            f"{_MEGATRON}.sequence_parallel", True, "sequence_parallel, which a mixture under tensor parallelism needs"
+        )
     if recipe.megatron and recipe.get(f"{_MEGATRON}.activation_checkpointing"):
-        account.set(f"{_MEGATRON}.recompute", recipe.get(f"{_MEGATRON}.recompute_granularity", "full"), "activation_checkpointing")
+        account.set(
+            f"{_MEGATRON}.recompute",
+            recipe.get(f"{_MEGATRON}.recompute_granularity", "full"),
+            "activation_checkpointing",
+        )
     if not recipe.megatron:
         account.set(f"{_MEGATRON}.use_distributed_optimizer", True, "DTensor shards optimizer states, too")
         if recipe.get("policy.max_grad_norm") is not None:
@@ -111,7 +123,11 @@ def _colocated(account: Account, nodes: int, each: int, model: int, engine: int)
     engines = max(1, sum(n // engine for n in ranks))
     account.set("cluster.placement", "colocated", "colocated.enabled")
     account.set("cluster.gpus_per_node", each, why)
-    account.set("policy.generation.engines", engines, f"{engines} x {engine} of {nodes * each} GPUs sample when it is their turn")
+    account.set(
+        "policy.generation.engines",
+        engines,
+        f"{engines} x {engine} of {nodes * each} GPUs sample when it is their turn",
+    )
 
 
 def _engines(total: int, model: int, engine: int, wanted: int) -> int:

@@ -5,7 +5,12 @@ from __future__ import annotations
 from gdpo_nemo.interop.nemo_rl.rules import combined, fixed, gated, idle, missing, to, where
 
 _VLLM = "policy.generation.vllm_cfg"
-_END_TOKENS = {"llama": {128001, 128008, 128009}, "qwen2": {151643, 151645}, "qwen3": {151643, 151645}, "qwen3_moe": {151643, 151645}}
+_END_TOKENS = {
+    "llama": {128001, 128008, 128009},
+    "qwen2": {151643, 151645},
+    "qwen3": {151643, 151645},
+    "qwen3_moe": {151643, 151645},
+}
 """End-of-text and end-of-turn tokens, which end a completion here without being named."""
 
 
@@ -58,7 +63,8 @@ GENERATION = [
 
 DATA = [
     ("data.max_input_seq_length", fixed(
-        lambda r: r.get("policy.max_total_sequence_length"), "prompts may fill the context here; there longer ones than this are masked")),
+        lambda r: r.get("policy.max_total_sequence_length"), "prompts may fill the context here; there longer ones "
+                                                             "than this are masked")),
     ("data.shuffle", to("data.train.shuffle")),
     ("data.*system_prompt_file", combined("data.train.system_prompt")),
     ("data.*prompt_file", combined("data.train.prompt_template")),
@@ -98,7 +104,8 @@ REST = [
     ("env.should_log_nemo_gym_responses", idle("rollouts/ of the run folder has every sample")),
     ("env.should_use_nemo_gym", combined("env")),
     ("env.nemo_gym*", idle("NeMo Gym's servers have their own configuration, and are started beside the run")),
-    ("env.math.*", where(_verifies, missing("an option of NeMo-RL's environment"), idle("of an environment that the recipe does not use"))),
+    ("env.math.*", where(_verifies, missing("an option of NeMo-RL's environment"), idle("of an environment that the "
+                                                                                        "recipe does not use"))),
     ("env.*", idle("of an environment that the recipe does not use, or that is named as missing")),
     ("env", combined("env")),
     ("logger.tensorboard_enabled", to("logger.tensorboard.enabled")),
@@ -127,7 +134,8 @@ REST = [
         lambda r: not r.stale, fixed("in_order", "a step is generated and trained with one version"),
         missing("one loop schedules and updates; rollout.max_staleness bounds the age"))),
     ("async_rl.sampler*", missing("one loop schedules and updates; rollout.max_staleness bounds the age")),
-    ("async_rl.min_groups_for_streaming_train", idle("a step's gradient is gathered when all of its groups are there, not as they arrive")),
+    ("async_rl.min_groups_for_streaming_train", idle("a step's gradient is gathered when all of its groups are there, "
+                                                     "not as they arrive")),
     ("async_rl*", idle("limits and watchdogs of another scheduler")),
     ("data_plane*", idle("how trajectories travel between processes")),
     ("_teachers*", missing("no distillation")),

@@ -42,7 +42,9 @@ def _estimator(recipe: Recipe, account: Account) -> None:
     elif name == "grpo" and normalize:
         account.set("gdpo.estimator", "grpo", "normalize_rewards")
     elif name == "grpo":
-        account.set("gdpo.estimator", "rloo" if leave_one_out else "dr_grpo", "rewards less their baseline, not divided")
+        account.set(
+            "gdpo.estimator", "rloo" if leave_one_out else "dr_grpo", "rewards less their baseline, not divided"
+        )
         return
     else:
         account.set("gdpo.estimator", "grpo", f"in place of {name!r}")
@@ -58,11 +60,15 @@ def _reinforce_plus_plus(recipe: Recipe, account: Account) -> None:
     options = {"batch_unit": "token", "batch_rows": "scored", "ddof": 0, "batch_epsilon": 0.0, "residue": 0.0}
     account.set("gdpo.options", options, "reinforce_plus_plus weighs the batch by tokens")
     if recipe.get("grpo.overlong_filtering"):
-        account.differs("grpo.overlong_filtering", "truncated samples count in the batch's mean and deviation; there they do not")
+        account.differs(
+            "grpo.overlong_filtering", "truncated samples count in the batch's mean and deviation; there they do not"
+        )
     if not recipe.get("grpo.adv_estimator.minus_baseline", True):
         account.differs("grpo.adv_estimator.minus_baseline", "the group's mean is always subtracted")
     if recipe.get("loss_fn.use_kl_in_reward") and recipe.get("loss_fn.reference_policy_kl_penalty"):
-        account.differs("loss_fn.use_kl_in_reward", "no KL of single tokens in the advantages, and there none in the loss")
+        account.differs(
+            "loss_fn.use_kl_in_reward", "no KL of single tokens in the advantages, and there none in the loss"
+        )
 
 
 # -- rewards ----------------------------------------------------------------------------------------------------
@@ -83,7 +89,10 @@ def _rewards(recipe: Recipe, account: Account) -> None:
     rewards = {name: float(weight) for name, weight in zip(names, weights)}
     account.set("env", {plugin: options}, f"in place of {env_name(recipe)}")
     if plugin == "gsm8k" and not options:
-        account.differs(f"env.{env_name(recipe)}.math_verify_impl", "the answer in the tags is compared; there the whole text is searched")
+        account.differs(
+            f"env.{env_name(recipe)}.math_verify_impl",
+            "the answer in the tags is compared; there the whole text is searched",
+        )
     rules = [*_scaling(recipe, names), *_lengths(recipe, account, names)]
     if rules:
         account.set("gdpo.shaping", rules, "reward_scaling and reward_shaping")
@@ -94,9 +103,15 @@ def _rewards(recipe: Recipe, account: Account) -> None:
     account.set("gdpo.group_by", "prompt", "NeMo-RL's groups are samples of equal prompt tokens")
     if recipe.get("grpo.use_dynamic_sampling"):
         multiple = float(recipe.get("grpo.batch_multiplier", 1.0))
-        account.set("gdpo.dynamic_sampling.batch_multiplier", multiple, "batch_multiplier; every round is a whole batch")
+        account.set(
+            "gdpo.dynamic_sampling.batch_multiplier", multiple, "batch_multiplier; every round is a whole batch"
+        )
         if recipe.get("grpo.use_leave_one_out_baseline"):
-            account.set("gdpo.dynamic_sampling.leave_one_out", True, "grpo.use_leave_one_out_baseline judges samples, not groups")
+            account.set(
+                "gdpo.dynamic_sampling.leave_one_out",
+                True,
+                "grpo.use_leave_one_out_baseline judges samples, not groups",
+            )
     if recipe.get("grpo.use_dynamic_sampling") and any("overlong" in rule or "truncated" in rule for rule in rules):
         account.set("gdpo.dynamic_sampling.before_shaping", True, "NeMo-RL judges unshaped_total_reward")
 
@@ -166,7 +181,6 @@ def _loss(recipe: Recipe, account: Account) -> None:
         account.set("rollout.max_staleness", recipe.staleness, "how old a trajectory may be")
         account.set("loss_fn.old_logprobs", "trainer", "the ratio starts from the trainer's log-probs there")
 
-
     for name, all_tokens in (("top_p", 1.0), ("top_k", -1)):
         if recipe.get(f"policy.generation.{name}", all_tokens) != all_tokens:
             what = "the trainer's log-probs are of the whole distribution; there they are of the one that is sampled"
@@ -189,8 +203,12 @@ def _off_policy(recipe: Recipe, account: Account) -> None:
         mode = "icepop"
         level = "geometric"
     account.set("loss_fn.off_policy.mode", mode, f"use_importance_sampling_correction, {kind or 'not truncated'}")
-    account.set("loss_fn.off_policy.level", level, "seq-mask-tis judges sequences" if level == "geometric" else "of the weights")
-    account.set("loss_fn.off_policy.ratio_max", float("inf" if kind is None else high), "truncated_importance_sampling_ratio")
+    account.set(
+        "loss_fn.off_policy.level", level, "seq-mask-tis judges sequences" if level == "geometric" else "of the weights"
+    )
+    account.set(
+        "loss_fn.off_policy.ratio_max", float("inf" if kind is None else high), "truncated_importance_sampling_ratio"
+    )
     if low and mode != "truncate":
         account.set("loss_fn.off_policy.ratio_min", float(low), "truncated_importance_sampling_ratio_min")
     if low and kind == "tis":
@@ -237,7 +255,11 @@ def _torch_warmup(recipe: Recipe, account: Account) -> tuple[int, float]:
     first = named[0][1]
     straight = kinds[0] == "LinearLR" and first.get("end_factor", 1.0) == 1.0 and set(kinds[1:]) <= {"ConstantLR"}
     steps = first.get("total_iters", 5)
-    if not straight or any(k.get("factor", 1 / 3) != 1.0 for _, k in named[1:]) or (milestones and milestones[0] != steps):
+    if (
+        not straight
+        or any(k.get("factor", 1 / 3) != 1.0 for _, k in named[1:])
+        or (milestones and milestones[0] != steps)
+    ):
         account.differs("policy.scheduler", f"the learning rate is constant; there it follows {', '.join(kinds)}")
         return 0, 0.0
     return steps, lr * first.get("start_factor", 1 / 3)

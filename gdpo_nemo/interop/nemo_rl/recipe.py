@@ -1,6 +1,7 @@
 """Reading a NeMo-RL recipe: its parents, its interpolations, and the defaults that NeMo-RL fills in.
 
-Held against NVIDIA-NeMo/RL at 7ea279ab: ``utils/config.py`` (inheritance, resolvers), ``GRPOConfig``, ``ClippedPGLossConfig``.
+Held against NVIDIA-NeMo/RL at 7ea279ab: ``utils/config.py`` (inheritance, resolvers), ``GRPOConfig``,
+``ClippedPGLossConfig``.
 """
 
 from __future__ import annotations
@@ -119,7 +120,8 @@ class Recipe:
 
     @property
     def cut(self) -> str:
-        """Where ``held_out`` cuts the training rows, as a slice of a hub data set's split has it; empty: no such slice."""
+        """Where ``held_out`` cuts the training rows, as a slice of a hub data set's split has it; empty: no such
+        slice."""
         size = self.held_out
         if not size or self.get("data.train.data_path"):
             return ""

@@ -3,7 +3,8 @@
 A recipe's ``defaults:`` chain and its ``${...}`` are resolved first (``recipe.py``); then each leaf meets the
 first rule of the table (``keys.py``) whose pattern fits. Keys that only make sense together are worked out in
 ``objective.py``, ``datasets.py`` and ``machines.py``. What comes out is one of three things: the same run, a run that
-differs in named ways that change the result, or no run, with the reason. A key that no rule knows counts as a difference.
+differs in named ways that change the result, or no run, with the reason. A key that no rule knows counts as a
+difference.
 """
 
 from __future__ import annotations
@@ -84,12 +85,16 @@ class Translation:
         reasons = self.blockers or self.differences
         heads = {
             SAME: "same: every key that changes the result is done as NeMo-RL does it",
-            DIFFERS: f"runs but differs in {len(reasons)} way{'s' * (len(reasons) != 1)} that matter{'s' * (len(reasons) == 1)}:",
+            DIFFERS: f"runs but differs in {len(reasons)} way{'s' * (len(reasons) != 1)} that "
+            f"matter{'s' * (len(reasons) == 1)}:",
             CANNOT_RUN: "cannot run:",
         }
         lines = [heads[self.status], *(f"  {name}: {why}" for name, why in reasons.items())]
         if self.blockers and self.differences:
-            lines += [f"and would differ in {len(self.differences)}:", *(f"  {name}: {why}" for name, why in self.differences.items())]
+            lines += [
+                f"and would differ in {len(self.differences)}:",
+                *(f"  {name}: {why}" for name, why in self.differences.items()),
+            ]
         if self.variables:
             lines.append(f"environment variables to set where it starts: {', '.join(self.variables)}")
         return "\n".join(lines)

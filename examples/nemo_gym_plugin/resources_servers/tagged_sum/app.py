@@ -1,8 +1,8 @@
 """A NeMo Gym resources server with three rewards: the sum of two numbers, answered in tags.
 
-Components, each 0 or 1: ``correctness`` (the answer equals ``expected_answer``), ``whole_number`` (it is digits with at most a
-sign) and ``tags`` (a think block and an answer block, nothing else). Without answer tags the last line is the answer, so
-that each can be had without the others. ``reward`` is their mean.
+Components, each 0 or 1: ``correctness`` (the answer equals ``expected_answer``), ``whole_number`` (it is digits with at
+most a sign) and ``tags`` (a think block and an answer block, nothing else). Without answer tags the last line is the
+answer, so that each can be had without the others. ``reward`` is their mean.
 """
 
 from __future__ import annotations
