@@ -14,13 +14,17 @@ import shutil
 import zlib
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Callable
+from typing import Callable, Iterator
 
 from gdpo_nemo.errors import RunError
 
 _FILES = "files.json"
 _STATE = "state.json"
 _NAME = re.compile(r"step_(\d+)")
+
+
+UPDATES_UNKNOWN = -1
+"""``RunState.updates`` of a checkpoint that was written before updates were recorded."""
 
 
 @dataclass
@@ -31,8 +35,8 @@ class RunState:
     """Steps done."""
     position: int = 0
     """Prompts dealt to those steps."""
-    updates: int | None = 0
-    """Optimizer updates that those steps consist of, skipped ones included; None: written before this was recorded."""
+    updates: int = 0
+    """Optimizer updates of those steps, skipped ones included; ``UPDATES_UNKNOWN`` in a state without that number."""
     data: str = ""
     """Fingerprint of the training prompts."""
     model: str = ""
@@ -96,6 +100,8 @@ class Checkpoints:
     def finish(self, wait: Callable[[], None]) -> Path:
         """Make the checkpoint that was begun a whole one; ``wait()`` returns when its files are there. Raises as
         ``save``."""
+        if self._begun is None:
+            raise RuntimeError("no checkpoint was begun")
         (final, temporary) = self._begun
         self._begun = None
         with self._all_or_nothing(final, temporary):
@@ -108,7 +114,7 @@ class Checkpoints:
         return final
 
     @contextlib.contextmanager
-    def _all_or_nothing(self, final: Path, temporary: Path):
+    def _all_or_nothing(self, final: Path, temporary: Path) -> Iterator[None]:
         try:
             yield
         except (OSError, RunError) as error:
@@ -144,8 +150,11 @@ class Checkpoints:
 def read_state(folder: Path) -> RunState:
     """The driver's state in a checkpoint folder. Raises RunError: it cannot be read."""
     try:
-        return RunState(**{"updates": None, **json.loads((folder / _STATE).read_text())})
-    except (OSError, ValueError, TypeError) as error:
+        saved = json.loads((folder / _STATE).read_text())
+        if saved.get("updates") is None:
+            saved["updates"] = UPDATES_UNKNOWN
+        return RunState(**saved)
+    except (AttributeError, OSError, ValueError, TypeError) as error:
         raise RunError(f"checkpoint {folder} is damaged ({_STATE} is not readable: {type(error).__name__})") from None
 
 

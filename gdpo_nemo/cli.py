@@ -13,7 +13,7 @@ import os
 import signal
 import sys
 from pathlib import Path
-from typing import Sequence
+from typing import Any, Sequence
 
 from gdpo_nemo import __version__
 from gdpo_nemo.commands import (
@@ -45,7 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     terminated = _Terminated()
     try:
         with answered_by(terminated):
-            return arguments.command(arguments)
+            status: int = arguments.command(arguments)
+            return status
     except ConfigError as error:
         return _fail(error, 2)
     except GdpoError as error:
@@ -102,10 +103,10 @@ def _fail(error: Exception, status: int) -> int:
 class _Version(argparse.Action):
     """Prints the versions that the packages' metadata have, without an import."""
 
-    def __init__(self, **options):
+    def __init__(self, **options: Any):
         super().__init__(nargs=0, **options)
 
-    def __call__(self, parser: argparse.ArgumentParser, *_) -> None:
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
         from importlib.metadata import PackageNotFoundError, version
 
         found = {}

@@ -122,6 +122,8 @@ def _make_model(config: Config) -> None:
     """Run ``policy.model_factory`` in a process of its own: making a model may train it, with imports the driver must
     not have."""
     name = config.policy.model_name
+    if config.policy.model_factory is None:
+        raise ConfigError("policy.model_factory: names no function")
     path, function = find_function("policy.model_factory", config.policy.model_factory)
     print(f"{name} does not exist: making it with {path.name}:{function}", flush=True)
     code = (

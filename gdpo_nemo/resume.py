@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from gdpo_nemo.checkpoints import Checkpoints, RunState, model_fingerprint
+from gdpo_nemo.checkpoints import UPDATES_UNKNOWN, Checkpoints, RunState, model_fingerprint
 from gdpo_nemo.config.changes import Change, check_changes, find_changes
 from gdpo_nemo.config.layout import prompt_limit, prompts_per_round, updates_per_step
 from gdpo_nemo.config.load import save_config, to_yaml
@@ -48,7 +48,7 @@ def find_start(config: Config, run_dir: Path, inputs: Inputs) -> Start:
         ConfigError: the folder holds a run on other data, of another model, or with a setting that cannot change.
     """
     checkpoints = _checkpoints(config, run_dir)
-    damaged = []
+    damaged: list[str] = []
     data = inputs.prompts.fingerprint
     model = model_fingerprint(inputs.folder)
     found = checkpoints.newest(damaged.append) if config.checkpointing.enabled else None
@@ -61,7 +61,7 @@ def find_start(config: Config, run_dir: Path, inputs: Inputs) -> Start:
                 f"run.dir: {run_dir} was started with another {what}; use another run.name or the same {what}"
             )
     changes = _changes(config, path, run_dir)
-    if state.updates is None:  # written before checkpoints knew it
+    if state.updates == UPDATES_UNKNOWN:  # written before checkpoints knew it
         state.updates = state.step * updates_per_step(config)
     remarks = [
         f"resuming from {path} after step {state.step}",
@@ -134,7 +134,7 @@ def record_config(config: Config, run_dir: Path, step: int) -> None:
     save_config(config, file)
 
 
-def _config_of(checkpoint: Path, run_dir: Path) -> dict:
+def _config_of(checkpoint: Path, run_dir: Path) -> dict[str, Any]:
     """The config that a checkpoint was written under; for one without it, that of the run's last start.
 
     Raises:

@@ -17,6 +17,7 @@ def validate(config: Config) -> list[str]:
     """
     notes = validate_alone(config)
     announced = [announced_components(name, options) for name, options in config.env.items()]
-    if None not in announced:  # else one of them would have to run its author's code, which is done at the start
-        check_components(config, {component for names in announced for component in names})
+    known = [names for names in announced if names is not None]
+    if len(known) == len(announced):  # else one of them would have to run its author's code, which is done at the start
+        check_components(config, {component for names in known for component in names})
     return notes

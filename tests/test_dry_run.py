@@ -122,9 +122,7 @@ def test_only_the_beginning_of_a_large_file_is_read(config, tmp_path, capsys, mo
     assert "data.train: the first 8 rows of" in capsys.readouterr().out
 
 
-def test_prompts_are_tokenised_where_the_tokenizer_is_here_and_long_ones_are_counted(
-    config, tmp_path, capsys, byte_model
-):
+def test_prompts_are_tokenised_if_the_tokenizer_is_local_and_long_ones_counted(config, tmp_path, capsys, byte_model):
     rows = [*ROWS, {"question": "long " * 40, "answer": "#### 1"}]
     path = jsonl(tmp_path / "train.jsonl", rows)
     model = f"policy.model_name={byte_model}"
@@ -148,7 +146,7 @@ def test_a_dataset_on_the_hub_is_left_to_the_run_and_it_says_so(config, tmp_path
     assert "data.train: openai/gsm8k:main is on the hub, unchecked" in capsys.readouterr().out
 
 
-def test_a_dataset_with_several_configurations_needs_one_and_is_told_which_there_are(config, tmp_path, capsys):
+def test_a_dataset_with_several_configurations_needs_one_and_lists_them(config, tmp_path, capsys):
     folder = tmp_path / "several"
     folder.mkdir()
     for name, rows in (("main", ROWS), ("socratic", ROWS[:5])):

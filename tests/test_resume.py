@@ -131,7 +131,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_a_checkpoint_cannot_be_continued_with_is_refused_and_nothing_is_written(run, config_file, inputs, case):
+def test_a_setting_that_cannot_change_on_resume_is_refused_and_nothing_is_written(run, config_file, inputs, case):
     before, now, sentence = REFUSED[case]
     folder = run(*before)
     found = contents(folder)

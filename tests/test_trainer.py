@@ -150,7 +150,7 @@ def test_a_run_that_is_asked_to_stop_saves_after_the_step_and_ends():
 
 
 @pytest.mark.parametrize("stale", [0, 1])
-def test_a_step_says_how_stale_its_samples_are_and_measures_parity_only_where_they_are_not(stale):
+def test_a_step_reports_staleness_and_measures_parity_only_on_policy(stale):
     recorder = Recorder(f"rollout.max_staleness={stale}", "loss_fn.old_logprobs=trainer", stale=stale)
     recorder.trainer.state.step = 3
     recorder.trainer.step()

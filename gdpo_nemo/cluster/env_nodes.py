@@ -89,7 +89,7 @@ class EnvironmentNodes:
 
     def _start(self, index: int):
         load = self._loads[index]
-        section = {}
+        section: dict[str, Any] = {}
         for name, options in self._local.items():
             if "num_workers" not in options or options["num_workers"] is None:
                 section |= {name: options} if SHARED in load else {}

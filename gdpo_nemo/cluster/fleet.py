@@ -71,7 +71,7 @@ class EngineFleet:
         self._config = config
         self._folder = folder
         self._placement = placement or here(config)
-        self._devices = devices
+        self._devices = devices or ()
         self._timeout_s = config.rollout.generation_timeout_s
         self._lock = threading.RLock()
         self._deaths: Counter[int] = Counter()
@@ -249,23 +249,23 @@ class EngineFleet:
         failures = 0
         while left and self._weights is not None:
             before = list(self._actors)
-            left = self._deliver(left)
+            left = self._deliver(self._weights, left)
             # Deaths are counted by ``_replace``; several engines may die, one after the other.
             failures += bool(left) and all(map(operator.is_, before, self._actors))
             if failures > _REPLACEMENTS:
                 raise RunError(f"new weights did not reach the engines in {failures} attempts")
 
-    def _deliver(self, engines: list[int]) -> list[int]:
+    def _deliver(self, weights: Transport, engines: list[int]) -> list[int]:
         """One delivery; returns the engines that need another."""
         # Each must have come to it before the sender starts, which does not wait for long.
-        waiting = [(index, self._actors[index].expect.remote(self._weights.manifest)) for index in engines]
+        waiting = [(index, self._actors[index].expect.remote(weights.manifest)) for index in engines]
         for index, ref in waiting:
             try:
                 gather([ref], "updating the engines' weights", self._timeout_s, f"engine {index}")
             except WorkerDied as error:
                 self._replace(index, error)
                 return engines
-        refs, sent = self._weights.ship({index: self._actors[index] for index in engines})
+        refs, sent = weights.ship({index: self._actors[index] for index in engines})
         again = []
         if sent:
             try:

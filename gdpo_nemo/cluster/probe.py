@@ -111,8 +111,10 @@ class Probe:
         """The mean difference of the engine that is farthest from the policy.
 
         Raises:
-            RunError: it is above the limit.
+            RunError: it is above the limit, or no limit is known yet.
         """
+        if self.limit is None:
+            raise RunError("the probe has no limit yet; calibrate it on the model that both loaded")
         mine = self.by_policy(policy)
         worst = 0.0
         for index, theirs in enumerate(self.by_engines(fleet)):

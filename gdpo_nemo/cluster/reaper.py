@@ -52,7 +52,8 @@ class Reaper:
     def close(self) -> None:
         """Let the watcher end what is still there, and wait for it."""
         os.environ.pop(MARK, None)
-        self._process.stdin.close()
+        if self._process.stdin is not None:
+            self._process.stdin.close()
         self._process.wait()
 
 

@@ -8,7 +8,7 @@ this run (validation, checkpoints) are only noted: turning a feature off should 
 
 from __future__ import annotations
 
-from functools import reduce
+from functools import partial
 from typing import Any, Callable, NamedTuple
 
 from gdpo_nemo.config.placement import chosen_transport
@@ -31,6 +31,12 @@ def _validates(config: Config) -> bool:
     return config.gdpo.val_period > 0 or config.gdpo.val_at_start
 
 
+def _reads_file(split: str, config: Config) -> bool:
+    """Whether the split's rows come from a file; true, too, where there is no such split."""
+    dataset = getattr(config.data, split)
+    return dataset is None or dataset.path is not None
+
+
 _VLLM = "policy.generation.vllm_cfg"
 _MEGATRON = "policy.megatron_cfg"
 _OFF_POLICY = "loss_fn.off_policy"
@@ -50,12 +56,14 @@ EFFECTS = (
     ),
     Effect(
         ("loss_fn.aggregation",),
-        lambda c: c.loss_fn.type != "target_po" or c.loss_fn.reference_policy_kl_penalty or c.loss_fn.entropy_bonus,
+        lambda c: (
+            c.loss_fn.type != "target_po" or bool(c.loss_fn.reference_policy_kl_penalty or c.loss_fn.entropy_bonus)
+        ),
         "with loss_fn.type target_po alone, whose coefficients weigh the sequences",
     ),
     Effect(
         ("gdpo.epsilon",),
-        lambda c: c.gdpo.estimator not in ("dr_grpo", "rloo") or c.gdpo.batch_norm,
+        lambda c: c.gdpo.estimator not in ("dr_grpo", "rloo") or bool(c.gdpo.batch_norm),
         "with an estimator that divides by no standard deviation",
     ),
     Effect(
@@ -149,7 +157,7 @@ EFFECTS = (
     *(
         Effect(
             tuple(f"data.{split}.{key}" for key in ("prompt_key", "columns", "environment_key")),
-            lambda c, split=split: getattr(c.data, split) is None or getattr(c.data, split).path is not None,
+            partial(_reads_file, split),
             f"without data.{split}.path: the environment makes the prompts",
         )
         for split in ("train", "validation")
@@ -180,9 +188,12 @@ def _changed(config: Config, key: str) -> bool:
     section = value_of(config, key.rpartition(".")[0])
     if section is None:
         return False
-    return value_of(config, key) != getattr(type(section)(), key.rpartition(".")[2])
+    return bool(value_of(config, key) != getattr(type(section)(), key.rpartition(".")[2]))
 
 
 def value_of(config: Config, key: str) -> Any:
     """The value at a dotted key of the schema; None below a section that is null."""
-    return reduce(lambda node, name: getattr(node, name, None), key.split(".") if key else [], config)
+    node: Any = config
+    for name in key.split(".") if key else []:
+        node = getattr(node, name, None)
+    return node

@@ -14,8 +14,8 @@ SHARED = None
 def worker_pools(config: Config) -> dict[str | None, int]:
     """Worker processes of every environment that has its own, and of those that share (``rollout.env_workers``)."""
     own = {name: (options or {}).get("num_workers") for name, options in config.env.items()}
-    shared = {SHARED: config.rollout.env_workers} if None in own.values() else {}
-    return {**shared, **{name: number for name, number in own.items() if isinstance(number, int)}}
+    pools: dict[str | None, int] = {SHARED: config.rollout.env_workers} if None in own.values() else {}
+    return pools | {name: number for name, number in own.items() if isinstance(number, int)}
 
 
 def place_workers(config: Config) -> list[dict[str | None, int]]:

@@ -6,7 +6,7 @@ Calls the algorithms' own checks, those parts of them that need no torch, so tha
 from __future__ import annotations
 
 import math
-from typing import Callable, Iterable
+from typing import Any, Callable, Iterable
 
 from gdpo_nemo.algorithms.rewards import CREATING, check_shaping, parse_condition, transformation_of
 from gdpo_nemo.algorithms.selection import check_selection
@@ -66,7 +66,7 @@ def _check_shaping_alone(config: Config) -> None:
         raise ConfigError(f"gdpo.shaping: {error}") from None
 
 
-def check_estimator(config: Config, own: Callable | None = None) -> None:
+def check_estimator(config: Config, own: Callable[..., Any] | None = None) -> None:
     """The estimator and its options make sense together.
 
     Args:
@@ -106,7 +106,7 @@ def _check_loss(config: Config) -> None:
     except ValueError as error:
         raise ConfigError(f"loss_fn.{error}") from None
     group = config.gdpo.num_generations_per_prompt
-    if loss.type == "target_po" and updates_per_step(config) > 1 and size % group:
+    if loss.type == "target_po" and size and size % group and updates_per_step(config) > 1:
         raise ConfigError(
             f"policy.train_global_batch_size: {size} splits groups of {group} samples between updates, which "
             "loss_fn.type target_po cannot have; use a multiple of gdpo.num_generations_per_prompt"

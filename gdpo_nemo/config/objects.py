@@ -58,6 +58,8 @@ def _load_file(place: str) -> ModuleType:
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))
     spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ConfigError(f"cannot import {place}: no Python file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, replace
+from typing import Iterable
 
 from gdpo_nemo.config.env_workers import place_workers
 from gdpo_nemo.config.layout import Layout, resolve_layout
@@ -110,8 +111,8 @@ def _colocated(layout: Layout, policy: tuple[int, ...]) -> Places:
 
 def _on_cpus(layout: Layout, nodes: int) -> Places:
     processes = layout.policy_ranks + layout.engine_ranks
-    room = next(room for room in range(1, processes + 1) if _fill(layout, nodes, room))
-    return _fill(layout, nodes, room)
+    # A node with room for all processes takes every one of them, so the search ends.
+    return next(places for room in range(1, processes + 1) if (places := _fill(layout, nodes, room)))
 
 
 def _fill(layout: Layout, nodes: int, room: int) -> Places | None:
@@ -119,12 +120,14 @@ def _fill(layout: Layout, nodes: int, room: int) -> Places | None:
     free = [room] * nodes
     policy = [_take(free, range(nodes), layout.tensor) for _ in range(layout.policy_ranks // layout.tensor)]
     engines = [_take(free, reversed(range(nodes)), layout.engine_tensor) for _ in range(layout.engines)]
-    if None in policy or None in engines:
+    found = [node for node in policy if node is not None]
+    found_engines = [node for node in engines if node is not None]
+    if len(found) < len(policy) or len(found_engines) < len(engines):
         return None
-    return Places(tuple(node for node in policy for _ in range(layout.tensor)), tuple(engines))
+    return Places(tuple(node for node in found for _ in range(layout.tensor)), tuple(found_engines))
 
 
-def _take(free: list[int], order, size: int) -> int | None:
+def _take(free: list[int], order: Iterable[int], size: int) -> int | None:
     node = next((node for node in order if free[node] >= size), None)
     if node is not None:
         free[node] -= size

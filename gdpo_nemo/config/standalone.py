@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from gdpo_nemo.config.files import check_model, local_model_config
 from gdpo_nemo.config.layout import resolve_layout
@@ -29,7 +30,7 @@ def parse_layout(text: str) -> MegatronConfig:
     Raises:
         ConfigError: an unknown name or a size that is no positive number.
     """
-    fields: dict[str, object] = {"data_parallel_size": 1}
+    fields: dict[str, Any] = {"data_parallel_size": 1}
     for part in filter(None, text.split(",")):
         name, _, value = part.strip().partition("=")
         if name in FLAGS and not value:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import math
+from typing import Callable, Sequence
 
 from gdpo_nemo.config.choices import LORA_TARGETS
 from gdpo_nemo.config.effects import SWITCHED_OFF, keys_without_effect, value_of
@@ -101,11 +102,12 @@ def _check_names(config: Config) -> None:
 
 def check_ranges(config: Config) -> None:
     """Refuses numbers outside the range of their key. Raises ConfigError."""
-    for keys, good, rule in (
+    bounds: tuple[tuple[Sequence[str], Callable[[float], bool], str], ...] = (
         (_AT_LEAST_ONE, lambda v: v >= 1, "at least 1"),
         (_NOT_NEGATIVE, lambda v: v >= 0, "0 or more"),
         (_POSITIVE, lambda v: v > 0, "more than 0"),
-    ):
+    )
+    for keys, good, rule in bounds:
         for key in keys:
             value = value_of(config, key)
             if value is not None and not good(value):

@@ -25,7 +25,7 @@ def output_items(text: str, tool_parser: str = "none", split_reasoning: bool = F
     if split_reasoning and _THINK.match(text):
         thought, text = split_thought(text)
         items.append({"id": "rs_0", "type": "reasoning", "summary": [{"type": "summary_text", "text": thought}]})
-    calls = []
+    calls: list[tuple[str, str]] = []
     if tool_parser == "hermes":
         text, calls = _split_calls(text)
     if text or not (items or calls):

@@ -8,7 +8,7 @@ templates harmless that write earlier messages differently once others follow (t
 
 from __future__ import annotations
 
-from typing import Any, Mapping, Sequence
+from typing import Any, Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -34,7 +34,7 @@ class Conversation:
         self.chat = chat
 
     def prompt(
-        self, messages: str | Sequence[Message], tools: Sequence[Mapping] | None = None
+        self, messages: str | Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None
     ) -> tuple[str, np.ndarray]:
         """(text, int32 [tokens]) of the first prompt. Raises RunError where the template refuses the messages."""
         if isinstance(messages, str) and not self.chat:
@@ -47,7 +47,7 @@ class Conversation:
         history: Sequence[Message] | None,
         observation: str | Sequence[Message],
         last_token: int,
-        tools: Sequence[Mapping] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> np.ndarray:
         """int32 [tokens]: what lies between the policy's last token and its next one.
 
@@ -73,21 +73,23 @@ class Conversation:
         ids = self._tokens(text.partition(PLACEHOLDER)[2])
         return ids[1:] if len(ids) and ids[0] == last_token else ids
 
-    def text(self, token_ids: Sequence[int]) -> str:
+    def text(self, token_ids: Iterable[int]) -> str:
         """What tokens say, without special tokens."""
-        return self._tokenizer.decode([int(t) for t in token_ids], skip_special_tokens=True)
+        text: str = self._tokenizer.decode([int(t) for t in token_ids], skip_special_tokens=True)
+        return text
 
     @staticmethod
     def messages(observation: str | Sequence[Message]) -> list[Message]:
         """An observation as messages; text is the user's."""
         return [{"role": "user", "content": observation}] if isinstance(observation, str) else list(observation)
 
-    def _rendered(self, messages: Sequence[Message], tools: Sequence[Mapping] | None) -> str:
+    def _rendered(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None) -> str:
         extra = {"tools": list(tools)} if tools else {}
         try:
-            return self._tokenizer.apply_chat_template(
+            text: str = self._tokenizer.apply_chat_template(
                 list(messages), tokenize=False, add_generation_prompt=True, **extra
             )
+            return text
         except Exception as error:  # a template may raise anything
             raise RunError(f"the chat template refuses a conversation: {first_line(error)}") from error
 

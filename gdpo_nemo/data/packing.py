@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 import math
 from dataclasses import dataclass
-from typing import Any, Mapping, Sequence
+from typing import Any, Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -141,7 +141,8 @@ def attention_cost(model: Mapping[str, Any]) -> float:
         active = experts
     layer = hidden * size * 2 * (heads + groups) + 3 * hidden * width * active
     layers = model["num_hidden_layers"]
-    return layers * heads * size / (layers * layer + hidden * model["vocab_size"])
+    per_token: float = layers * heads * size / (layers * layer + hidden * model["vocab_size"])
+    return per_token
 
 
 def measure(
@@ -205,7 +206,7 @@ def pack_rows(
     context_rank: int = 0,
     context_size: int = 1,
     total_multiple: int = 1,
-    positions=None,
+    positions: Callable[[int, int, int], Sequence[int] | np.ndarray] | None = None,
 ) -> PackedRows:
     """Lay out the sequences at ``members`` of the batch, in that order; an empty micro-batch becomes one padded token
     row.
@@ -230,7 +231,9 @@ def pack_rows(
         n = len(s)
         whole[:p] = s.prompt_ids
         whole[p:n] = s.completion_ids
-        places = np.arange(length) if context_size == 1 else np.asarray(positions(length, context_rank, context_size))
+        places = np.arange(length)
+        if positions is not None and context_size > 1:
+            places = np.asarray(positions(length, context_rank, context_size))
         tokens.append(whole[places])
         local = np.flatnonzero((places >= p - 1) & (places < n - 1))
         if s.loss_mask is not None:

@@ -14,7 +14,7 @@ MAX_BODY_BYTES = 64 * 2**20
 _MAX_DEPTH = 100
 _MAX_MESSAGES = 10_000
 _MAX_TOKENS = 2**20
-_NEUTRAL = {
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
     "n": (1,),
     "stream": (False,),
     "stop": ([], ""),
@@ -82,7 +82,7 @@ def read_object(body: bytes) -> dict[str, Any]:
 def read_request(request: Mapping[str, Any], sampling: Sampling, session: str) -> ChatRequest:
     """What of a chat request counts. Raises Refused, status 400."""
     _check_sampling(request, sampling)
-    limits = [request.get(key) for key in ("max_tokens", "max_completion_tokens") if request.get(key) is not None]
+    limits = [value for key in ("max_tokens", "max_completion_tokens") if (value := request.get(key)) is not None]
     if any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in limits):
         raise Refused(400, "max_tokens must be a whole number of at least 1")
     user = request.get("user")

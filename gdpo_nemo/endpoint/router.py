@@ -68,7 +68,7 @@ class EngineRouter:
 
     def _serve(self, engine: int) -> None:
         drawing = InflightRequests(engine)
-        waiting = {}
+        waiting: dict[str, _Asked] = {}
         while (arrived := self._arrived(engine, wait=not waiting)) is not None:
             waiting |= {asked.name: asked for asked in arrived}
             start = time.monotonic()

@@ -64,7 +64,7 @@ class Service:
         was changed by the client, so that the prompt was rendered anew), refused."""
         self._sampling: Sampling | None = None
         self._entropy = 0
-        self._drawn = Counter()
+        self._drawn: Counter[bytes] = Counter()
         self._phase = threading.Lock()
         self._lock = threading.Lock()
 
@@ -243,7 +243,7 @@ def _answer(turn: Turn, message: dict[str, Any], request: ChatRequest) -> dict[s
         },
     }
     if request.wants_logprobs:
-        entry = {"bytes": None, "top_logprobs": []}
+        entry: dict[str, Any] = {"bytes": None, "top_logprobs": []}
         content = [{"token": f"token_id:{i}", "logprob": value, **entry} for i, value in zip(ids, logprobs)]
         choice["logprobs"] = {"content": content}
     usage = {"prompt_tokens": len(turn.prompt_ids), "completion_tokens": len(ids)}

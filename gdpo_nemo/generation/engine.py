@@ -6,7 +6,7 @@ import os
 import socket
 import tempfile
 import time
-from typing import Mapping, Sequence
+from typing import Any, Mapping, Sequence
 
 import numpy as np
 
@@ -65,7 +65,7 @@ class Engine:
 
         from gdpo_nemo.weights import vllm_receiver
 
-        placed = (
+        placed: dict[str, Any] = (
             dict(
                 enforce_eager=True,
                 kv_cache_memory_bytes=config.kv_cache_memory_bytes,

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -117,8 +118,9 @@ def _rectangle(members, lengths, bounds, rank, size, device) -> Rectangle:
         # Padded queries (position -1) would see nothing and turn into NaN; let them see the first key.
         visible = torch.arange(longest)[None, None, :] <= query_positions.clamp(min=0)[:, :, None]
         mask = visible[:, None].to(device)
-    moved = [tensor.to(device) for tensor in (*queries.tensors(), *keys.tensors())]
-    return Rectangle(*moved, mask)
+    table, back, rows = (tensor.to(device) for tensor in queries.tensors())
+    key_table, key_back, key_rows = (tensor.to(device) for tensor in keys.tensors())
+    return Rectangle(table, back, rows, key_table, key_back, key_rows, mask)
 
 
 class _Filler:
@@ -126,16 +128,16 @@ class _Filler:
 
     def __init__(self, width: int):
         self.width = width
-        self.table = []
-        self.back = []
-        self.rows = []
+        self.table: list[torch.Tensor] = []
+        self.back: list[torch.Tensor] = []
+        self.rows: list[torch.Tensor] = []
 
     def add(self, rows: torch.Tensor) -> None:
         self.back.append(torch.arange(len(rows)) + len(self.table) * self.width)
         self.rows.append(rows)
         self.table.append(F.pad(rows, (0, self.width - len(rows))))
 
-    def tensors(self):
+    def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         return torch.stack(self.table), torch.cat(self.back), torch.cat(self.rows)
 
 
@@ -236,7 +238,7 @@ class PackedAttention(MegatronModule):
     ):
         """query [local tokens, heads, size], key and value [local tokens, groups, size] -> [local tokens, heads *
         size]."""
-        packing = packed_seq_params
+        packing: Any = packed_seq_params
         query = self._rotate(query, packing)
         key = self._rotate(key, packing)
         repeats = query.size(1) // key.size(1)
@@ -277,7 +279,9 @@ class PackedAttention(MegatronModule):
         q = _Unroll.apply(query, rectangle.queries, rectangle.queries_back, rectangle.rows)
         k, v = (_Unroll.apply(x, rectangle.keys, rectangle.keys_back, rectangle.key_rows) for x in (key, value))
         out = F.scaled_dot_product_attention(
-            *(x.transpose(1, 2) for x in (q, k, v)),
+            q.transpose(1, 2),
+            k.transpose(1, 2),
+            v.transpose(1, 2),
             attn_mask=rectangle.mask,
             is_causal=rectangle.mask is None,
             dropout_p=drop,

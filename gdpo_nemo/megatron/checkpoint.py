@@ -13,6 +13,7 @@ import shutil
 import threading
 import zlib
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -232,7 +233,7 @@ def _rename_main_weights(wanted: dict, there) -> dict:
         by number, those that are the model's own weights there. The model asks for these, too, and a tensor can be read
         but once in one go: they are read apart (see ``_read_apart``).
     """
-    apart = {}
+    apart: dict[str, Any] = {}
     for tensor in nested_values(wanted):
         key = getattr(tensor, "key", "")
         prefix = next((p for p in _MAIN_WEIGHTS[:2] if key.startswith(p)), None)

@@ -63,6 +63,8 @@ class _Finder(importlib.abc.MetaPathFinder):
 class _Loader(importlib.machinery.SourceFileLoader):
     def get_code(self, fullname):
         module = super().get_code(fullname)
+        if module is None:
+            raise ImportError(f"no source of {fullname}", name=fullname)
         twin = _TWIN.get(fullname, "cpu")
         constants = tuple(_rewrite(c, twin) if isinstance(c, types.CodeType) else c for c in module.co_consts)
         return module.replace(co_consts=constants)
@@ -192,7 +194,8 @@ def _pair_shapes_of_two_stages() -> None:
         pending = [dist.isend(shape, peer, group=group) for shape in sent]
         pending += [dist.irecv(shape, peer, group=group) for shape in received.values()]
         for request in pending:
-            request.wait()
+            if request is not None:  # None on ranks outside the group, of which these are none
+                request.wait()
         return tuple(received[name].tolist() if name in received else [0, 0, 0] for name in ("prev", "next"))
 
     P2PCommunicator._communicate_shapes = exchange

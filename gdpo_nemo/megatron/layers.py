@@ -56,7 +56,8 @@ class RMSNorm(torch.nn.Module):
         super().__init__()
         self.eps = eps
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=_device()))
-        self.weight.sequence_parallel = config.sequence_parallel
+        # Megatron sums the gradients of the parameters that carry this mark over the tensor group.
+        setattr(self.weight, "sequence_parallel", config.sequence_parallel)  # noqa: B010
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.rms_norm(x, self.weight.shape, self.weight, self.eps)

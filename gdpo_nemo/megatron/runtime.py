@@ -8,6 +8,7 @@ import random
 import socket
 import warnings
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -71,7 +72,7 @@ def initialize(
     meeting: dict = dict(init_method=init_method)
     if init_method.startswith("tcp://"):
         host, _, port = init_method.removeprefix("tcp://").rpartition(":")
-        given = dict(master_listen_fd=listener.detach()) if listener else {}
+        given: dict[str, Any] = dict(master_listen_fd=listener.detach()) if listener else {}
         meeting = dict(
             store=dist.TCPStore(host, int(port), world_size, rank == 0, timeout, wait_for_workers=False, **given)
         )

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
-from typing import Any, Sequence
+from typing import Any, Callable, Sequence
 
 import numpy as np
 
@@ -85,7 +85,7 @@ def _lengths(folder: Path, row: dict[str, Any]) -> Lengths:
 def calibrate(runs: Sequence[Run], device: Device, start: Rates) -> Rates:
     """Rates fitted to the steps of ``runs``; what they cannot tell stays as in ``start``."""
 
-    def phase(name: str, work, initial: Phase) -> Phase:
+    def phase(name: str, work: Callable[[Run, Lengths], Work], initial: Phase) -> Phase:
         seen = [
             Observation(work(run, lengths), row[name])
             for run in runs
@@ -94,7 +94,7 @@ def calibrate(runs: Sequence[Run], device: Device, start: Rates) -> Rates:
         ]
         return fit(seen, initial) if seen else initial
 
-    def share(value) -> float:
+    def share(value: Callable[[Config, Lengths], float]) -> float:
         return median(value(run.config, lengths) for run in runs for lengths in run.lengths)
 
     return replace(

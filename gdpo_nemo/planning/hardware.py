@@ -118,7 +118,7 @@ def load_rates(path: str | Path) -> Rates:
     """
     try:
         content: dict[str, Any] = json.loads(Path(path).read_text(encoding="utf-8"))
-        phases = {name: Phase(**content.pop(name)) for name in ("generation", "training", "sync")}
+        phases: dict[str, Any] = {name: Phase(**content.pop(name)) for name in ("generation", "training", "sync")}
         unknown = set(content) - {f.name for f in fields(Rates)}
         if unknown:
             raise KeyError(sorted(unknown)[0])

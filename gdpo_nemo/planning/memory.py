@@ -179,7 +179,7 @@ def _residual(config: Config, shape: Shape, layout: Layout) -> float:
 
 def _layer_floats(config: Config, shape: Shape, layout: Layout) -> tuple[float, float, float]:
     """(norms and their inputs, core attention, the rest) of one layer, floats per local token."""
-    gpu = layout.gpus and config.policy.megatron_cfg.transformer_engine is not False
+    gpu = layout.gpus > 0 and config.policy.megatron_cfg.transformer_engine is not False
     sharded = layout.tensor if config.policy.megatron_cfg.sequence_parallel else 1
     norms = 2 * (2 if gpu else _norm_floats(config)) * shape.hidden / sharded
     query = shape.query / layout.tensor
@@ -221,7 +221,7 @@ def resting_memory(config: Config, shape: Shape) -> int:
 # -- engines ----------------------------------------------------------------------------------------------------
 
 
-def engine_memory(config: Config, shape: Shape, device_bytes: int | None) -> EngineMemory:
+def engine_memory(config: Config, shape: Shape, device_bytes: int) -> EngineMemory:
     """One rank of an engine. On a GPU of ``device_bytes`` the cache takes what utilisation leaves beside the
     weights."""
     vllm = config.policy.generation.vllm_cfg

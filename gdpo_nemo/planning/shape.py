@@ -159,6 +159,7 @@ def shape_from(content: Mapping[str, Any]) -> Shape:
     layers = content["num_hidden_layers"]
     family = FAMILIES[content["model_type"]]
     experts = num_experts(content)
+    expert_ffn = content[family.experts.width] if experts and family.experts else 0
     # Mixture layers are counted, not placed: which ones are dense moves little between pipeline stages.
     dense = len(content.get("mlp_only_layers") or ())
     return Shape(
@@ -172,7 +173,7 @@ def shape_from(content: Mapping[str, Any]) -> Shape:
         tied=bool(content.get("tie_word_embeddings", False)),
         experts=experts,
         active_experts=content["num_experts_per_tok"] if experts else 0,
-        expert_ffn=content[family.experts.width] if experts else 0,
+        expert_ffn=expert_ffn,
         mixture_layers=(layers - dense) // (content.get("decoder_sparse_step") or 1) if experts else 0,
         qkv_bias=family.qkv_bias,
         qk_norm=family.qk_norm,

@@ -91,7 +91,17 @@ def _candidates(
                         yield candidate
 
 
-def _evaluated(base, shape, device, rates, gpus, tensor, pipeline, engines, engine_tensor) -> Candidate | None:
+def _evaluated(
+    base: Config,
+    shape: Shape,
+    device: Device,
+    rates: Rates,
+    gpus: int,
+    tensor: int,
+    pipeline: int,
+    engines: int,
+    engine_tensor: int,
+) -> Candidate | None:
     """The layout with its time; None where it does not divide the GPUs, leaves ranks without samples, or does not
     fit."""
     config = changed(

@@ -163,7 +163,7 @@ class _Step:
 
 
 def _same(values: np.ndarray, i: int, j: int) -> bool:
-    return abs(values[i] - values[j]) <= _EQUAL * max(np.abs(values).max(), 1e-12)
+    return bool(abs(values[i] - values[j]) <= _EQUAL * max(np.abs(values).max(), 1e-12))
 
 
 def _heading(path: Path, step: _Step) -> Text:

@@ -9,7 +9,7 @@ trajectory is a failure, counted and masked.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, Mapping, Sequence
+from typing import Any, Mapping, Protocol, Sequence
 
 import numpy as np
 
@@ -27,7 +27,31 @@ class BrokenEpisode(Exception):
     """What was returned is no trajectory; the message says why."""
 
 
-def play_with_agents(environment, prompts: Sequence[Prompt], context: RolloutContext) -> list[list[Trajectory]]:
+class AgentEpisode(Protocol):
+    """What an agent made of one prompt."""
+
+    @property
+    def response(self) -> Mapping[str, Any]:
+        """The agent's reply, in the form of OpenAI's Responses API."""
+        ...
+
+    @property
+    def rewards(self) -> Mapping[str, float | None]:
+        """Components by name; None: not applicable."""
+        ...
+
+
+class AgentEnvironment(Protocol):
+    """An environment whose agents sample from the endpoint by themselves."""
+
+    def play(self, prompts: Sequence[Prompt], sampling: Mapping[str, float]) -> Sequence[AgentEpisode | Failure]:
+        """Run one episode per prompt; ``sampling`` holds temperature and top_p."""
+        ...
+
+
+def play_with_agents(
+    environment: AgentEnvironment, prompts: Sequence[Prompt], context: RolloutContext
+) -> list[list[Trajectory]]:
     """The rollout function of environments whose agents call the endpoint.
 
     Raises:
@@ -53,7 +77,7 @@ def play_with_agents(environment, prompts: Sequence[Prompt], context: RolloutCon
     return [finished[i : i + context.samples] for i in range(0, len(finished), context.samples)]
 
 
-def _transcript(t: Transcript, result, history: History) -> Transcript:
+def _transcript(t: Transcript, result: AgentEpisode | Failure, history: History) -> Transcript:
     if isinstance(result, Failure):
         t.outcome = Outcome.ENV_FAILED
         t.detail = str(result)

@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Callable, Protocol, Sequence
+from typing import TYPE_CHECKING, Callable, Mapping, Protocol, Sequence
 
 import numpy as np
 
 from gdpo_nemo.data.conversation import Conversation
 from gdpo_nemo.data.records import Outcome, Prompt, Trajectory
-from gdpo_nemo.environments.execution.pool import EnvironmentPool
+from gdpo_nemo.environments.execution.executor import EnvironmentExecutor
 from gdpo_nemo.errors import RunError
 from gdpo_nemo.generation.requests import Completion, CompletionBatch, SampleRequest, Sampling
 
@@ -40,7 +40,7 @@ class RolloutContext:
     """Draws completions on the engines with the settings of the batch; waits for them."""
     conversation: Conversation
     """Turns messages into the tokens of a prompt or of a continuation."""
-    pool: EnvironmentPool
+    pool: EnvironmentExecutor
     """The environments of the config, in their worker processes."""
     max_turns: int
     max_tokens: int
@@ -91,7 +91,8 @@ class Transcript:
     @property
     def token_ids(self) -> np.ndarray:
         """int32: everything so far, the prompt of the next turn."""
-        return np.concatenate([self.prompt.token_ids, np.array(self.ids, np.int32)]).astype(np.int32)
+        ids: np.ndarray = np.concatenate([self.prompt.token_ids, np.array(self.ids, np.int32)]).astype(np.int32)
+        return ids
 
     def append_policy_tokens(self, completion: Completion, version: int) -> None:
         """Append a turn of the policy."""
@@ -102,13 +103,13 @@ class Transcript:
         self.turns = self.turns + 1
         self.finish_reason = completion.finish_reason
 
-    def append_env_tokens(self, token_ids: Sequence[int]) -> None:
+    def append_env_tokens(self, token_ids: Sequence[int] | np.ndarray) -> None:
         """Append tokens of the environment, which are never trained."""
         self.ids += [int(token) for token in token_ids]
         self.logprobs += [math.nan] * len(token_ids)
         self.mask += [False] * len(token_ids)
 
-    def add_rewards(self, rewards) -> None:
+    def add_rewards(self, rewards: Mapping[str, float | None]) -> None:
         """Add rewards up; None leaves a component as it is."""
         for name, value in rewards.items():
             before = self.rewards.get(name)
@@ -134,7 +135,7 @@ class Transcript:
         )
 
 
-def checked(made, prompts: Sequence[Prompt], context: RolloutContext, name: str) -> list[list[Trajectory]]:
+def checked(made: object, prompts: Sequence[Prompt], context: RolloutContext, name: str) -> list[list[Trajectory]]:
     """What a rollout function returned, if it is what the contract asks for.
 
     Raises:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Callable, Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Callable, Collection, Mapping, Sequence, cast
 
 from gdpo_nemo.cluster.fleet import EngineFleet
 from gdpo_nemo.config.messages import first_line
@@ -13,11 +13,11 @@ from gdpo_nemo.config.schema import Config
 from gdpo_nemo.data.conversation import Conversation
 from gdpo_nemo.data.records import Prompt, Trajectory
 from gdpo_nemo.environments.episodes import has_turns
-from gdpo_nemo.environments.execution.pool import EnvironmentPool
+from gdpo_nemo.environments.execution.executor import EnvironmentExecutor
 from gdpo_nemo.environments.registry import load_environments
 from gdpo_nemo.errors import ConfigError, GdpoError, RunError
 from gdpo_nemo.generation.requests import CompletionBatch, SampleRequest, Sampling
-from gdpo_nemo.rollouts.agents import play_with_agents
+from gdpo_nemo.rollouts.agents import AgentEnvironment, play_with_agents
 from gdpo_nemo.rollouts.context import RolloutContext, RolloutFunction, checked
 from gdpo_nemo.rollouts.learning import longest_completion
 from gdpo_nemo.rollouts.turns import play
@@ -42,7 +42,7 @@ class RolloutRunner:
         ConfigError: see ``rollout_functions``. RunError: the endpoint cannot listen.
     """
 
-    def __init__(self, config: Config, fleet: EngineFleet, pool: EnvironmentPool, tokenizer: Any):
+    def __init__(self, config: Config, fleet: EngineFleet, pool: EnvironmentExecutor, tokenizer: Any):
         self._config = config
         self._fleet = fleet
         self._pool = pool
@@ -126,7 +126,7 @@ def rollout_functions(config: Config) -> dict[str, RolloutFunction]:
     if config.rollout.function is not None:
         return dict.fromkeys(config.env, _own_function(config.rollout.function))
     found: dict[str, RolloutFunction] = {
-        name: partial(play_with_agents, environment) if name in with_agents else play
+        name: partial(play_with_agents, cast(AgentEnvironment, environment)) if name in with_agents else play
         for name, environment in environments.items()
         if name in with_agents or has_turns(environment)
     }
@@ -168,7 +168,8 @@ def _own_function(reference: str) -> RolloutFunction:
         raise ConfigError(f"rollout.function: {error}") from error
     if not callable(function):
         raise ConfigError(f"rollout.function: {reference} is not callable")
-    return function
+    own: RolloutFunction = function
+    return own
 
 
 def _run(function: RolloutFunction, prompts: Sequence[Prompt], context: RolloutContext) -> list[list[Trajectory]]:

@@ -12,16 +12,16 @@ import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Sequence
+from typing import Any, Sequence
 
 import numpy as np
 
-from gdpo_nemo.cluster.fleet import EngineFleet
+from gdpo_nemo.cluster.fleet import EngineFleet, Ticket
 from gdpo_nemo.config.layout import prompts_per_round
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.data.prompts import PromptSource
 from gdpo_nemo.data.records import Group, Outcome, Prompt, Trajectory
-from gdpo_nemo.environments.execution.pool import EnvironmentPool
+from gdpo_nemo.environments.execution.executor import EnvironmentExecutor
 from gdpo_nemo.generation.requests import CompletionBatch, SampleRequest, Sampling
 from gdpo_nemo.rollouts.functions import RolloutRunner, SamplingJob, needs_verdict
 from gdpo_nemo.rollouts.learning import part_with_signal
@@ -65,8 +65,8 @@ class RolloutStream:
         config: Config,
         prompts: PromptSource,
         fleet: EngineFleet,
-        pool: EnvironmentPool,
-        tokenizer,
+        pool: EnvironmentExecutor,
+        tokenizer: Any,
         position: int,
         step: int,
         limit: int | None = None,
@@ -127,7 +127,7 @@ class RolloutStream:
 
     # -- one batch ----------------------------------------------------------------------------------------------
 
-    def _submit(self, position: int, count: int):
+    def _submit(self, position: int, count: int) -> tuple[Ticket | None, list[Prompt]]:
         prompts = self._prompts.batch(position, count)
         if self._player.plays(prompts[0]):
             return None, prompts
@@ -139,13 +139,13 @@ class RolloutStream:
         ]
         return self._fleet.submit(requests, self._sampling), prompts
 
-    def _complete(self, ticket, prompts: list[Prompt], position: int) -> Rollout:
+    def _complete(self, ticket: Ticket | None, prompts: list[Prompt], position: int) -> Rollout:
         rollout = self._verified(ticket, prompts, position)
         if self._config.gdpo.dynamic_sampling.enabled:
             self._replace_dead(rollout)
         return rollout
 
-    def _verified(self, ticket, prompts: list[Prompt], position: int) -> Rollout:
+    def _verified(self, ticket: Ticket | None, prompts: list[Prompt], position: int) -> Rollout:
         if ticket is None:
             return self._played(prompts, position)
         batch = self._fleet.collect(ticket)
@@ -195,7 +195,7 @@ class RolloutStream:
             position = self._position
             count = int(min(per_round or -(-missing // size), self._left()))
             self._position += count
-            extra = self._verified(*self._submit(position, count), self._position)
+            extra = self._verified(*self._submit(position, count), position=self._position)
             kept += self._parted(extra.groups)[0]
             rollout.next_position = self._position
             rollout.generation_s += extra.generation_s
@@ -265,7 +265,7 @@ def sample_seed(run_seed: int, position: int, sample: int, turn: int = 0) -> int
     return int(np.random.SeedSequence(entropy).generate_state(1)[0] >> 1)
 
 
-def grouped(prompts: Sequence[Prompt], batch: CompletionBatch, tokenizer) -> list[Group]:
+def grouped(prompts: Sequence[Prompt], batch: CompletionBatch, tokenizer: Any) -> list[Group]:
     """Completions, which come prompt by prompt, as groups of trajectories without verdicts."""
     per_prompt = len(batch.completions) // len(prompts)
     texts = tokenizer.batch_decode([c.token_ids.tolist() for c in batch.completions], skip_special_tokens=True)
@@ -288,7 +288,7 @@ def grouped(prompts: Sequence[Prompt], batch: CompletionBatch, tokenizer) -> lis
     return groups
 
 
-def judge(trajectories: Sequence[Trajectory], pool: EnvironmentPool) -> None:
+def judge(trajectories: Sequence[Trajectory], pool: EnvironmentExecutor) -> None:
     """Fill in rewards and outcomes. A failure of the environment is an outcome, never a reward."""
     for trajectory, verdict in zip(trajectories, pool.verify(trajectories)):
         trajectory.rewards = dict(verdict.rewards)

@@ -92,11 +92,11 @@ def _turn(playing: Sequence[_Play], turn: int, context: RolloutContext) -> None:
     replies = context.pool.step([p.step(answer) for p, answer in zip(playing, answers)])
     for p, answer, reply in zip(playing, answers, replies):
         _take(p, reply)
-        if not p.done and turn + 1 < context.max_turns:
+        if not p.done and reply.observation is not None and turn + 1 < context.max_turns:
             _hear(p, answer, reply.observation, context)
 
 
-def _hear(p: _Play, answer: Message, observation, context: RolloutContext) -> None:
+def _hear(p: _Play, answer: Message, observation: str | Sequence[Message], context: RolloutContext) -> None:
     """Append what the environment said; a trajectory that it leaves no room in is left for ``_cut``."""
     t = p.transcript
     talk = context.conversation

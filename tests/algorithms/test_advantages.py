@@ -118,7 +118,7 @@ def test_a_constant_component_contributes_exactly_zero(seed, constant, size, est
 
 
 @pytest.mark.parametrize("constant", [1 / 3, 0.7, 0.1, 0.3])
-def test_a_batch_without_signal_stays_zero_where_one_pass_float32_gives_noise_of_order_one(constant):
+def test_a_batch_without_signal_stays_zero_where_one_pass_float32_gives_noise(constant):
     """E[x^2] - E[x]^2 in float32, then a batch norm without epsilon, makes +-1 of nothing in another trainer."""
     rewards = np.full((64, 2), np.float32(constant))
     rewards[32:] = np.float32(1 / 3)

@@ -333,7 +333,7 @@ def test_extreme_log_ratios_stay_finite(kind):
     assert total.isfinite() and torch.autograd.grad(total, logprobs)[0].isfinite().all()
 
 
-def test_parity_is_measured_against_the_trainer_even_when_the_sampler_serves_as_old_policy():
+def test_parity_is_measured_against_the_trainer_even_if_the_sampler_is_old_policy():
     logprobs = torch.tensor([-1.0, -2.0])
     sampler = torch.tensor([-1.5, float("nan")])
     ids = torch.tensor([0, 0])

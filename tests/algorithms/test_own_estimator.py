@@ -74,7 +74,7 @@ def divides_by_the_deviation(table, settings):
     return Terms(terms, np.ones(len(std), bool))
 
 
-def test_terms_that_are_not_finite_are_refused_with_estimator_component_group_and_value():
+def test_non_finite_terms_are_refused_with_estimator_component_group_and_value():
     rewards = {"correct": [0.0, 1.0, 1.0, 1.0], "short": [0.0] * 4}
     with pytest.raises(
         ValueError,
@@ -189,7 +189,7 @@ def test_an_own_estimator_that_gives_nan_is_refused_before_any_process_starts(tm
         check_own_estimator(config(f"{raising}:mine"))
 
 
-def test_an_own_estimator_that_gives_nan_in_a_step_ends_the_run_instead_of_masking_it(tmp_path):
+def test_a_custom_estimator_that_returns_nan_ends_the_run_instead_of_masking(tmp_path):
     file = tmp_path / "broken.py"
     file.write_text(BROKEN_FOR_CONSTANT_GROUPS)
     constant = groups()

@@ -92,7 +92,7 @@ def test_two_rollouts_show_the_sample_standard_deviation():
         torch.testing.assert_close(grpo, torch.tensor([-half, half]).double())
 
 
-def test_opposed_rewards_leave_a_trace_of_epsilon_that_is_not_lifted_to_an_advantage():
+def test_the_trace_of_epsilon_of_opposed_rewards_does_not_become_an_advantage():
     """Rewards of different scale cancel up to epsilon; the formula as printed makes +-1 of what is left."""
     rewards = np.array([[0, 3], [0, 3], [3, -3], [3, -3], [0, 3], [3, -3], [0, 3], [3, -3]])
     ids = np.repeat([0, 1], 4)

@@ -60,7 +60,7 @@ def coefficients(scores, groups, **options):
     return target_po_coefficients(zeros, zeros, scores, groups, **{"length_normalize": False, **options})
 
 
-def test_scores_are_whitened_with_the_population_deviation_and_flat_groups_pull_nowhere():
+def test_scores_are_whitened_by_population_std_and_flat_groups_pull_nowhere():
     pull = coefficients([0.0, 1, 0, 0], [0, 0, 1, 1]) * 2
     target = torch.softmax(torch.tensor([-1.0, 1.0]).double(), 0)
     torch.testing.assert_close(pull, torch.cat([target - 0.5, torch.zeros(2).double()]))

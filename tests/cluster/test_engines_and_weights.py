@@ -252,7 +252,7 @@ def test_the_reference_model_stays_where_training_started(parts):
     assert not np.array_equal(now, later) and not np.array_equal(now, reference)
 
 
-def test_a_killed_engine_is_replaced_with_the_newest_weights_and_its_samples_are_drawn_again(parts, tmp_path):
+def test_a_killed_engine_is_replaced_with_newest_weights_and_its_samples_redrawn(parts, tmp_path):
     """The policy has trained on by then, so the weights come from what was kept; both engines join the next
     broadcast."""
     transport = make_transport("gloo", parts.policy, tmp_path, bucket_bytes=100_000, keep=True)
@@ -269,7 +269,7 @@ def test_a_killed_engine_is_replaced_with_the_newest_weights_and_its_samples_are
     assert draw(parts.fleet, wanted).version == 21
 
 
-def test_an_engine_that_an_update_has_replaced_already_is_not_replaced_again_by_whoever_waits_for_the_dead_one(parts):
+def test_an_engine_replaced_by_an_update_is_not_replaced_again_by_those_who_wait(parts):
     """The engine is stopped while it is asked, so that it dies with the call, and the update is the first to notice."""
     parts.sync.publish(22)
     wanted = requests(16)
@@ -300,7 +300,7 @@ class BreaksOff:
         raise PeerLost("halfway")
 
 
-def test_an_engine_that_got_half_an_update_does_not_sample_before_it_has_a_whole_one(parts):
+def test_an_engine_with_half_an_update_does_not_sample_before_a_whole_one(parts):
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
     parts.sync.publish(40)
     before = draw(parts.fleet, requests(8))

@@ -61,7 +61,7 @@ def test_hangs_crashes_and_mistakes_are_what_they_are_beside_the_driver(nodes):
     assert lengths(nodes.verify(trajectories(["still", "works"]))) == [5.0, 5.0]
 
 
-def test_an_actor_that_is_killed_is_replaced_and_asked_again_and_its_workers_go_with_it(nodes):
+def test_a_killed_actor_is_replaced_and_asked_again_and_its_workers_end(nodes):
     before = hosts()
     orphans = [child for host in before for child in host.children()]
     answers: list = []

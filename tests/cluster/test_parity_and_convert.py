@@ -58,7 +58,7 @@ def record(digit_model, tmp_path_factory) -> Path:
     return file
 
 
-def test_parity_holds_between_one_rank_a_layout_and_vllm_and_a_false_record_is_caught(gdpo_nemo, digit_model, record):
+def test_parity_of_one_rank_a_layout_and_vllm_holds_and_catches_a_false_record(gdpo_nemo, digit_model, record):
     status, out, err = gdpo_nemo(
         "parity", "--model", digit_model, "--layout", "tensor=2,sequence", "--engine", "--record", record, "--json"
     )

@@ -47,7 +47,7 @@ def test_a_file_wins_over_its_parents_and_later_parents_over_earlier(minimal, tm
     assert gdpo.rewards == {"correctness": 1.0, "format": 0.5}
 
 
-def test_rewards_given_as_a_mapping_are_all_there_are_while_a_dotted_override_changes_one(minimal, tmp_path):
+def test_a_mapping_of_rewards_replaces_all_and_a_dotted_override_changes_one(minimal, tmp_path):
     child = tmp_path / "child.yaml"
     child.write_text("defaults: minimal.yaml\ngdpo: {rewards: {brevity: 2}}\n")
     assert load_config(child).gdpo.rewards == {"brevity": 2.0}

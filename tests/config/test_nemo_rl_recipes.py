@@ -252,7 +252,7 @@ def test_adapters_are_on_the_layers_that_have_them_there(tmp_path, model, adapte
         ),
     ],
 )
-def test_the_run_ends_with_its_epochs_and_a_round_of_dynamic_sampling_is_a_whole_batch(tmp_path, grpo, expected):
+def test_the_run_ends_with_its_epochs_and_dynamic_sampling_takes_whole_batches(tmp_path, grpo, expected):
     path = tmp_path / "recipe.yaml"
     path.write_text(
         f"defaults: {FOLDER / 'gdpo_gsm8k.yaml'}\n"

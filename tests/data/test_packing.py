@@ -82,7 +82,7 @@ def test_padding_share_counts_what_the_layout_adds():
     assert measure(shares, [5, 3], 1, 12, 0.0)["padding_share"] == pytest.approx(1 - 8 / 12)
 
 
-def test_attention_costs_a_token_of_qwen2_5_7b_as_much_as_its_weights_at_some_seventy_thousand_tokens():
+def test_attention_equals_the_weights_of_qwen2_5_7b_at_some_seventy_thousand_tokens():
     model = dict(hidden_size=3584, num_attention_heads=28, num_key_value_heads=4, intermediate_size=18944,
                  num_hidden_layers=28, vocab_size=152064)  # fmt: skip
     weights = 28 * (3584 * 128 * 2 * 32 + 3 * 3584 * 18944) + 3584 * 152064
@@ -156,7 +156,7 @@ def test_an_empty_micro_batch_is_padding_without_rows(size, tensor):
 
 
 @pytest.mark.parametrize("count, ranks, multiple", [(0, 1, 1), (1, 2, 1), (5, 2, 1), (5, 2, 4), (8, 2, 4), (9, 3, 2)])
-def test_sequences_that_go_singly_are_dealt_evenly_in_the_multiple_that_pipelines_need(count, ranks, multiple):
+def test_single_sequences_are_spread_evenly_in_the_multiple_of_the_pipeline(count, ranks, multiple):
     shares = assign_singly(count, ranks, multiple)
     assert len(shares) == ranks and len({len(share) for share in shares}) == 1
     each = len(shares[0])

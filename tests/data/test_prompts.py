@@ -212,7 +212,7 @@ def test_the_system_prompt_is_the_configs_else_the_rows_else_the_environments(tm
     assert (prompt.messages is not None) == ("messages" in row)
 
 
-def test_special_tokens_come_from_the_tokenizer_or_from_the_template_and_never_twice(tmp_path):
+def test_special_tokens_come_from_tokenizer_or_template_and_never_twice(tmp_path):
     path = write(tmp_path / "a.jsonl", [{"prompt": "hi"}])
     [plain] = source(DatasetConfig(path=path), tokenizer=character_tokenizer(bos=True)).head()
     [chat] = source(DatasetConfig(path=path), tokenizer=character_tokenizer(chat=True, bos=True)).head()

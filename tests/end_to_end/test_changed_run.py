@@ -77,7 +77,7 @@ def test_the_reference_of_a_penalty_that_is_added_later_is_the_starting_model(ch
     assert "policy/reference_kl" not in trained[1] and trained[2]["policy/reference_kl"] > 1e-6
 
 
-def test_rewards_that_come_and_go_are_measured_throughout_and_weighed_while_they_count(changed):
+def test_rewards_that_come_and_go_are_always_measured_and_weighed_while_they_count(changed):
     trained = [row for row in rows(changed[0]) if "loss" in row]
     means = [{name: row[f"reward/{name}/mean"] for name in ("correctness", "format", "length")} for row in trained]
     weights = [{"correctness": 1.0, "format": 1.0}] * 2 + [{"correctness": 1.0, "length": 0.5}] * 2

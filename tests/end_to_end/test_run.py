@@ -324,9 +324,7 @@ class Patient(DigitSort):
 """
 
 
-def test_tensor_parallel_ranks_make_the_same_first_update_and_who_blocks_them_is_named(
-    undisturbed, tmp_path, digit_model
-):
+def test_tensor_ranks_make_the_same_first_update_and_a_blocking_rank_is_named(undisturbed, tmp_path, digit_model):
     """One run, three faults in turn: a hanging verifier, a stopped engine, a stopped rank. The last one lasts beyond
     its deadline, and the run itself says who it was."""
     (tmp_path / "mine.py").write_text(HANGING)

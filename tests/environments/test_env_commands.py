@@ -55,7 +55,7 @@ def broken(tmp_path_factory):
     return folder
 
 
-def test_an_installed_plugin_is_found_through_its_entry_point_checked_and_ready_to_train(plugin, broken):
+def test_an_installed_plugin_is_found_by_its_entry_point_and_ready_to_train(plugin, broken):
     package, site = plugin
     program = (
         "import sys; from gdpo_nemo.cli import main\n"

@@ -133,7 +133,7 @@ def test_a_function_may_use_signals(pool):
     assert values(pool.verify(trajectories(["a", "slow", "b"], "limited"))) == [1.0, None, 1.0]
 
 
-def test_timers_and_handlers_that_a_function_leaves_behind_do_not_strike_the_next_one(pool):
+def test_timers_and_handlers_left_by_a_function_do_not_reach_the_next_one(pool):
     # One worker, one group to a shard: both calls meet in one process.
     assert values(pool.verify([trajectory("arm", "untidy")])) == [1.0]
     assert values(pool.verify([trajectory("next", "untidy")])) == [1.0]
@@ -154,7 +154,7 @@ def test_a_failure_in_the_place_of_a_reward_masks_the_sample_and_no_other(pool):
     assert (failed.outcome, failed.detail, failed.rewards) == (Outcome.ENV_FAILED, "value: server is down", {})
 
 
-def test_an_environment_with_workers_of_its_own_has_that_many_and_waits_for_no_other(tmp_path):
+def test_an_environment_with_its_own_workers_waits_for_no_other(tmp_path):
     section = {
         "env": {"plugin": f"{HOSTILE}:Hostile", "num_workers": 2, "meeting": str(tmp_path)},
         "misbehaving": {"plugin": "functions", "functions": {"value": f"{PLACE}:misbehaving"}},

@@ -102,7 +102,7 @@ def test_advantages_normalise_a_component_where_it_is_and_let_it_be_where_it_is_
     assert found == pytest.approx((np.array(sums) - np.mean(sums)) / (np.std(sums, ddof=1) + 1e-6), abs=1e-9)
 
 
-def test_an_environment_that_fails_leaves_the_others_advantages_as_they_would_be_without_it(batch):
+def test_a_failing_environment_leaves_the_advantages_of_the_others_unchanged(batch):
     config, groups = batch
     others = groups[1:]
     alone = advantages_of(others, config).values.numpy()

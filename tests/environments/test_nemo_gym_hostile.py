@@ -217,7 +217,7 @@ def test_a_server_that_always_hangs_costs_two_deadlines_and_not_one_per_sample(s
     gym.close()
 
 
-def test_a_group_closes_when_it_has_enough_and_its_stragglers_are_cut_at_the_deadline(servers):
+def test_a_group_with_enough_verdicts_closes_and_cuts_stragglers_at_the_deadline(servers):
     timing = {"min_valid": 3, "straggler_grace_s": 1, "group_deadline_s": 4, "deadline_s": 60, "request_timeout_s": 60}
     gym = NemoGym({"servers": {"main": servers[0].url}, "rewards": RULES, **timing})
     slow = {"misdeed": "slow", "seconds": 30}

@@ -215,7 +215,7 @@ def test_options_that_cannot_work_are_refused_in_one_line(options, message):
     assert "\n" not in str(error.value) and "pass@" not in str(error.value)
 
 
-def test_an_option_of_remote_environments_that_nobody_would_read_is_refused_by_dry_run_too():
+def test_a_remote_environment_option_without_effect_is_refused_by_dry_run_too():
     agent = {"agents": {"one": "http://h:1"}}
     for name, options in (("nemo_gym", SERVERS), ("nemo_gym_agent", agent)):
         for read in (load_environment, announced_components):

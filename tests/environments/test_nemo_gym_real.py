@@ -100,7 +100,7 @@ def test_recorded_responses_earn_what_was_recorded(real_gym, gym_of, server):
         assert {name: verdict.rewards[name] for name in verdict.rewards if name != "reward"} == expected
 
 
-def test_servers_with_different_components_share_a_batch_found_through_the_head_server(real_gym, gym_of):
+def test_servers_of_different_components_share_a_batch_through_the_head_server(real_gym, gym_of):
     rules = [{"name": "correctness", "servers": [TOOLS]}, {"name": "answer", "path": "reward", "servers": ["mcqa"]}]
     tool_row = {
         **real_gym.rows(TOOLS)[0],
@@ -146,7 +146,7 @@ def test_preflight_names_the_field_that_a_row_lacks(real_gym, gym_of):
         gym_of("format_verification").preflight([sample(row, "x").prompt])
 
 
-def test_a_server_of_ones_own_runs_under_nemo_gym_and_its_config_takes_its_three_rewards(gym_of):
+def test_a_custom_server_runs_under_nemo_gym_and_gives_its_three_rewards(gym_of):
     """examples/nemo_gym_plugin, with the rows and the rewards of configs/gdpo_nemo_gym_plugin.yaml."""
     config = load_config(REPOSITORY / "configs" / "gdpo_nemo_gym_plugin.yaml", [])
     row = json.loads((REPOSITORY / config.data.train.path).read_text().splitlines()[0])

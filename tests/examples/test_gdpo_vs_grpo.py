@@ -47,7 +47,7 @@ def rising(rate: float) -> np.ndarray:
     return np.clip(np.linspace(0.0, rate, STEPS)[:, None] * np.ones(4), 0, 1)
 
 
-def test_every_run_of_the_comparison_is_a_valid_config_and_differs_only_where_it_says(tmp_path):
+def test_runs_of_the_comparison_are_valid_and_differ_only_where_they_say(tmp_path):
     runs = every_run(tmp_path)
     configs = {run: load_config(EXAMPLES.parent / "configs" / "gdpo_tiny_cpu.yaml", run.overrides()) for run in runs}
     for run, config in configs.items():
@@ -69,7 +69,7 @@ def test_raw_flags_are_shown_whatever_was_trained(tmp_path):
         np.testing.assert_allclose(comparison.flags_of(run), rising(0.9), atol=1e-12)
 
 
-def test_a_goal_is_reached_by_the_mean_of_five_steps_and_one_past_the_end_where_never():
+def test_a_goal_is_reached_by_the_mean_of_five_steps_or_one_past_the_end():
     curves = np.zeros((1, STEPS, 4))
     curves[0, 9:, 0] = 0.5  # a mean of 0.5 needs five such steps: 10 to 14
     curves[0, :, 1] = 1.0

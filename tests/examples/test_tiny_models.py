@@ -123,7 +123,7 @@ def test_warm_up_never_shows_a_held_out_prompt():
     assert all(re.fullmatch(r"\d{5}=", prompt) and not is_held_out(prompt[:5]) for prompt in prompts)
 
 
-def test_warm_up_shows_every_form_defect_and_body_length_in_the_shares_that_were_measured():
+def test_warm_up_has_every_form_defect_and_body_length_in_the_measured_shares():
     rows = [(prompt[:5], *parsed(completion)) for prompt, completion in texts(20_000)]
     share = {form: sum(row[1] == form for row in rows) / len(rows) for form in FORMS}
     assert share.pop("well-formed") == pytest.approx(0.4, abs=0.015)

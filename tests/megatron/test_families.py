@@ -52,7 +52,7 @@ YARN = dict(rope_type="yarn", rope_theta=1e6, factor=4.0, original_max_position_
 
 
 @pytest.mark.parametrize("more", [{}, {"attention_factor": 1.0}, {"mscale": 0.7, "mscale_all_dim": 1.0}])
-def test_what_yarn_multiplies_queries_and_keys_by_is_known_before_the_model_is_built(more):
+def test_the_yarn_factor_of_queries_and_keys_is_known_before_the_build(more):
     config = Qwen2Config(hidden_size=64, num_attention_heads=2, num_key_value_heads=2, rope_parameters={**YARN, **more})
     assert rotary(config)[1] == pytest.approx(attention_scaling(config.to_dict()))
 

@@ -185,9 +185,7 @@ def test_what_holds_for_every_run_finds_each_sickness_in_a_run_without_threshold
 
 
 @pytest.mark.parametrize("values, sound", [([0.4, 0.9, 1.0], True), ([1.0, 1.0, 1.0], False), ([0.9, 0.4, 0.0], False)])
-def test_a_component_that_became_constant_at_its_best_is_solved_and_any_other_constant_one_is_dead(
-    tmp_path, values, sound
-):
+def test_a_component_constant_at_its_best_is_solved_and_any_other_is_dead(tmp_path, values, sound):
     def row(step: int) -> dict:
         value = values[min(step // 5, 2)]
         varies = 0.0 if value in (0.0, 1.0) else 0.3

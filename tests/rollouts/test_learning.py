@@ -271,7 +271,7 @@ def test_a_trajectory_without_log_probs_has_no_kl_rather_than_one_of_0():
 # -- dynamic sampling -----------------------------------------------------------------------------------------------
 
 
-def test_a_group_has_signal_when_one_weighted_component_varies_even_if_the_sum_does_not():
+def test_a_group_has_signal_if_a_weighted_component_varies_though_the_sum_does_not():
     assert has_signal(group("a", {C: 1.0, F: 0.0}, {C: 0.0, F: 1.0}), config())
     assert not has_signal(group("a", {C: 1.0, F: 0.0}, {C: 1.0, F: 0.0}), config())
     assert not has_signal(group("a", {C: 1.0, F: 0.0}, {C: 1.0, F: 1.0}), config("gdpo.rewards.format=0"))
@@ -323,7 +323,7 @@ def test_the_token_weights_of_every_update_add_up_to_1(aggregation, size):
         assert sum(s.weight * len(s.completion_ids) for s in update) == pytest.approx(1.0)
 
 
-def test_failed_and_masked_trajectories_weigh_nothing_and_the_others_share_their_part():
+def test_failed_and_masked_trajectories_leave_their_weight_to_the_others():
     settings = config("loss_fn.mask_truncated=true")
     groups = two_groups()
     without = two_groups()
@@ -420,7 +420,7 @@ def test_an_update_that_trained_no_token_gives_finite_metrics():
     assert np.isfinite(list(row.values())).all() and "policy/ratio_max" not in row
 
 
-def test_more_environment_failures_than_allowed_stop_the_run_with_the_first_ones_reason():
+def test_too_many_environment_failures_stop_the_run_with_the_first_reason():
     trajectories = all_of(two_groups())
     for t in trajectories[:2]:
         t.outcome = Outcome.ENV_FAILED

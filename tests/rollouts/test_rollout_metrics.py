@@ -29,7 +29,7 @@ def test_staleness_is_the_age_of_the_weights_that_sampled(versions, mean, most):
     assert (row["staleness/mean"], row["staleness/max"]) == (mean, most)
 
 
-def test_every_trajectory_carries_the_version_the_log_probs_and_the_end_of_its_own_completion():
+def test_a_trajectory_carries_version_log_probs_and_end_of_its_own_completion():
     ends = ["stop", "length", "stop", "length"]
     completions = [Completion(np.full(2, i, np.int32), np.full(2, -i, np.float32), ends[i]) for i in range(4)]
     tokenizer = SimpleNamespace(

@@ -175,7 +175,7 @@ def test_dead_groups_are_replaced_by_no_prompt_past_the_limit():
     )
 
 
-def test_validation_asks_for_the_same_samples_at_every_call_and_none_of_the_trainings():
+def test_validation_draws_the_same_samples_each_time_and_none_of_trainings():
     world = World("gdpo.val_temperature=0.5", "gdpo.val_generations_per_prompt=3")
     for _ in range(2):
         groups = world.stream.evaluate([world.prompt(0), world.prompt(1)])

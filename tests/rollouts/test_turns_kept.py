@@ -26,7 +26,7 @@ def transcript() -> Transcript:
     return Transcript(Prompt("p", np.array([1], np.int32), "", "agents", {}), 0)
 
 
-def test_a_turn_that_had_to_give_way_ends_the_run_with_a_sentence_and_is_no_failure_of_its_sample():
+def test_a_forgotten_turn_ends_the_run_with_a_sentence_and_fails_no_sample():
     history = History(limit=2)
     for number in (1, 2):
         history.keep("session", turn(number))

@@ -67,7 +67,7 @@ def transcript() -> Transcript:
     return Transcript(Prompt("p", np.zeros(1, np.int32), "", "agents"), 0)
 
 
-def test_every_turn_begins_with_the_exact_tokens_of_those_before_and_logprobs_are_megatrons(endpoint, stage):
+def test_turns_begin_with_the_exact_tokens_before_and_logprobs_are_megatrons(endpoint, stage):
     """Turns are cut in the middle of a call and never closed by the policy, so a renderer of text would drift."""
     _, answers = converse(endpoint, 3)
     for before, after in zip(answers, answers[1:]):
@@ -129,7 +129,7 @@ def test_a_template_that_rewrites_history_would_drift_and_does_not(stage, router
 
 
 @pytest.mark.parametrize("place, what", [(0, "another question"), (1, "words that were not sampled")])
-def test_an_agent_that_edits_its_history_is_caught_and_its_trajectory_is_not_trained(endpoint, place, what):
+def test_the_trajectory_of_an_agent_that_edits_its_history_is_not_trained(endpoint, place, what):
     messages, answers = converse(endpoint, 2)
     messages[place] = {**messages[place], "content": what}
     answers.append(said(endpoint, messages))

@@ -45,7 +45,7 @@ def four_turns(stage, pool):
     return play([chat_prompt(stage, "guessing")], context(stage, pool, samples=4))[0]
 
 
-def test_only_what_the_policy_wrote_is_unmasked_and_the_rest_is_the_templates_own_text(four_turns, stage):
+def test_only_policy_tokens_are_unmasked_and_the_rest_is_the_templates_text(four_turns, stage):
     """Token by token: behind each turn the environment's part closes the turn (if the policy did not) and says its
     words."""
     end = stage.tokenizer.eos_token_id

@@ -152,7 +152,7 @@ def test_a_prompt_without_room_is_masked_and_other_agents_go_on(stage, endpoint,
     assert all(t.trains for t in short), [t.detail for t in short]
 
 
-def test_an_agent_that_is_gone_or_too_slow_fails_its_trajectory_and_preflight_says_so(stage, endpoint, agents):
+def test_a_dead_or_slow_agent_fails_its_trajectory_and_preflight_reports_it(stage, endpoint, agents):
     name = f"{SERVERS[0]}_agent"
     gone = NemoGymAgent({"agents": {name: "http://127.0.0.1:9"}, "retries": 0})
     slow = NemoGymAgent({"agents": {name: agents[name]}, "deadline_s": 0.001})

@@ -81,7 +81,7 @@ def test_both_routes_give_one_conversation_the_same_tokens(resting_endpoint):
     assert any(i["type"] == "function_call" for reply in replies for i in reply["output"])
 
 
-def test_a_client_that_drops_the_token_fields_goes_on_from_them_and_one_that_edits_does_not(endpoint):
+def test_dropped_token_fields_are_restored_unless_the_client_edits_its_history(endpoint):
     bare = lambda item: {key: value for key, value in item.items() if key not in TOKEN_FIELDS}  # noqa: E731
     items, replies = converse(endpoint, 3, keep=bare, headers={"x-session-id": "s"})
     last = [reply["output"][-1] for reply in replies]

@@ -36,7 +36,7 @@ def prompt(stage) -> Prompt:
     return Prompt("p", ids, text, "digit_turns", {}, messages)
 
 
-def test_a_function_of_ones_own_makes_the_trajectories_and_the_environment_their_verdicts(stage):
+def test_a_custom_function_makes_trajectories_and_the_environment_verdicts(stage):
     one, other = player(stage, "best_of_hints").play([prompt(stage)], asked(stage))[0][0]
     assert one.turns == other.turns == 2 and one.trains and needs_verdict(one)
     (heard,) = (part for part in np.split(one.completion_ids, np.flatnonzero(np.diff(one.loss_mask)) + 1)[1:2])

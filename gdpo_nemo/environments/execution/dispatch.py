@@ -50,7 +50,7 @@ class EnvironmentPools:
         for index, item in enumerate(asked):
             parts.setdefault(self._place.get(item.prompt.environment, 0), []).append(index)
         if len(parts) <= 1:
-            return method(self._pools[next(iter(parts), 0)], asked)
+            return method(self._pools[next(iter(parts), 0)], list(asked))
         answers: dict[int, Any] = {}
         with ThreadPoolExecutor(len(parts)) as threads:
             running = {

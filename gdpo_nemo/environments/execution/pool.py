@@ -162,11 +162,13 @@ class EnvironmentPool:
 
     def _schedule(self, task, shards: Sequence[Sequence]) -> tuple[ProcessPool, list[Future]]:
         pool = self._pool
-        futures = []
+        futures: list[Future] = []
         for shard in shards:
             name = shard[0].prompt.environment
             try:
-                future = pool.schedule(task, [name, shard, self._timeout_s, self._seed], timeout=self._timeout_s)
+                future: Future = pool.schedule(
+                    task, [name, shard, self._timeout_s, self._seed], timeout=self._timeout_s
+                )
             except RuntimeError as error:  # the pool broke since it was last used
                 self._check_open()
                 future = Future()
@@ -231,7 +233,7 @@ def _end(pool: ProcessPool) -> None:
     pool.join()
 
 
-def _shards(trajectories: Sequence[Trajectory], workers: int) -> list[list[int]]:
+def _shards(trajectories: Sequence[Trajectory | EpisodeStep], workers: int) -> list[list[int]]:
     """Indices of the trajectories by shard: one environment each, whole groups, about even over the workers."""
     by_environment: dict[str, list[int]] = {}
     for index, trajectory in enumerate(trajectories):

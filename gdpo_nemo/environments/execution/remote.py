@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import contextlib
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Callable, Iterator, Mapping, Sequence
+from typing import Any, Callable, Iterator, Mapping, Protocol, Sequence, cast
 
 from gdpo_nemo.data.records import Trajectory, Verdict
+from gdpo_nemo.environments.base import Environment
 from gdpo_nemo.environments.registry import environment_class, load_environment
 from gdpo_nemo.environments.verdicts import checked_verdicts
 from gdpo_nemo.errors import ConfigError, RunError
@@ -24,6 +25,14 @@ def is_remote(name: str, options: Mapping[str, Any]) -> bool:
         return False
 
 
+class RemoteEnvironment(Environment, Protocol):
+    """An environment with ``remote = True``."""
+
+    def close(self) -> None:
+        """End the requests under way; a ``verify`` that waits for them raises RunError."""
+        ...
+
+
 class RemoteEnvironments:
     """The remote environments of a config.
 
@@ -32,7 +41,9 @@ class RemoteEnvironments:
     """
 
     def __init__(self, section: Mapping[str, Mapping[str, Any]]):
-        self._environments = {name: load_environment(name, options) for name, options in section.items()}
+        self._environments = {
+            name: cast(RemoteEnvironment, load_environment(name, options)) for name, options in section.items()
+        }
         self.names = frozenset(self._environments)
 
     @contextlib.contextmanager
@@ -64,7 +75,7 @@ class RemoteEnvironments:
         environment = self._environments[name]
         try:
             verdicts = environment.verify(trajectories)
-            names = environment.reward_names
+            names: Sequence[str] = environment.reward_names
             if getattr(environment, "open_rewards", False):
                 names = [component for verdict in verdicts for component in verdict.rewards]
             return checked_verdicts(names, trajectories, verdicts)

@@ -88,7 +88,7 @@ def verify(name: str, trajectories: Sequence[Trajectory], time_limit_s: float, s
         _restore(handlers)
 
 
-def _restore(handlers: Mapping[int, Any]) -> None:
+def _restore(handlers: Mapping[signal.Signals, Any]) -> None:
     """Disarm the timer and undo the signal handlers that a verifier left behind: they would strike the next one."""
     signal.setitimer(signal.ITIMER_REAL, 0)
     for number, handler in handlers.items():

@@ -152,7 +152,7 @@ class NemoGymAgent:
         if len(self.agents) == 1:
             return next(iter(self.agents))
         name = agent_of(prompt.fields[ROW])
-        if name not in self.agents:
+        if name is None or name not in self.agents:
             hint = nearest(name, self.agents) if name else ""
             raise ConfigError(f"agents: has no {name!r}, the agent_ref of row {prompt.id}{hint}")
         return name

@@ -96,6 +96,8 @@ class NemoGym:
 
     async def _preflight(self, prompts: Sequence[Prompt]) -> dict[str, tuple[str, ...]]:
         verifier = await self._ready()
+        if self._client is None:
+            raise RunError("the environment is closed")
         return await preflight(self.settings, self._client, verifier, prompts)
 
     async def _ready(self) -> Verifier:

@@ -107,8 +107,9 @@ def _text(content: Any) -> str:
     if isinstance(content, str):
         return content
     parts = content if isinstance(content, list) else [content]
-    texts = [part.get("text") for part in parts if isinstance(part, Mapping) and part.get("type") in _TEXT_PARTS]
-    if len(texts) != len(parts) or not all(isinstance(text, str) for text in texts):
+    named = [part.get("text") for part in parts if isinstance(part, Mapping) and part.get("type") in _TEXT_PARTS]
+    texts = [text for text in named if isinstance(text, str)]
+    if len(texts) != len(parts):
         raise ConfigError("responses_create_params.input holds something that is no text")
     return "".join(texts)
 

@@ -64,7 +64,7 @@ def rewards_of(
         _check_sum(reply)
     if not rules:
         return _found(reply)
-    rewards = {}
+    rewards: dict[str, float | None] = {}
     for rule in rules:
         if rule.servers is not None and server not in rule.servers:
             rewards[rule.name] = None

@@ -32,7 +32,7 @@ class Routes:
         """
         agent = agent_of(row)
         name = self.agents.get(agent or "", agent)
-        if name in self.servers:
+        if name is not None and name in self.servers:
             return name
         if len(self.servers) == 1:
             return next(iter(self.servers))
@@ -66,7 +66,7 @@ def routes_of(text: Any, settings: Settings) -> Routes:
         ) from None
     if not isinstance(config, Mapping):
         raise Failure(FailureKind.BAD_REPLY, "the head server sent no configuration")
-    head = urlsplit(settings.head_server).hostname
+    head = urlsplit(settings.head_server).hostname if settings.head_server else None
     servers = {}
     agents = dict(settings.agents)
     for name, section in config.items():

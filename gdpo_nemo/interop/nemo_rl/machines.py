@@ -86,7 +86,7 @@ def _cluster(recipe: Recipe, account: Account) -> None:
     nodes = recipe.get("cluster.num_nodes", 1)
     each = recipe.get("cluster.gpus_per_node", 1)
     section = "policy.dtensor_cfg"
-    sizes = ("tensor_parallel_size", "context_parallel_size")
+    sizes: tuple[str, ...] = ("tensor_parallel_size", "context_parallel_size")
     if recipe.megatron:
         section = _MEGATRON
         sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")

@@ -248,7 +248,7 @@ def _torch_warmup(recipe: Recipe, account: Account) -> tuple[int, float]:
     lr = recipe.get("policy.optimizer.kwargs.lr", 0.0)
     parts = [parts] if isinstance(parts, dict) else parts
     named = [(part.get("name", "").rpartition(".")[2], part.get("kwargs", {})) for part in parts if "name" in part]
-    milestones = next((part["milestones"] for part in parts if "milestones" in part), [])
+    milestones: list[int] = next((part["milestones"] for part in parts if "milestones" in part), [])
     kinds = [kind for kind, _ in named]
     if not named or (kinds == ["ConstantLR"] and named[0][1].get("factor") in (1, 1.0)):
         return 0, 0.0

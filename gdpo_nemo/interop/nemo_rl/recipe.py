@@ -10,7 +10,7 @@ import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Iterator
+from typing import Any, Callable, Iterator, cast
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
@@ -19,7 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 from gdpo_nemo.errors import ConfigError
 from gdpo_nemo.interop.nemo_rl.known_models import KnownModel, known_model
 
-_ARITHMETIC = {
+_ARITHMETIC: dict[str, Callable[..., Any]] = {
     "mul": lambda a, b: a * b,
     "div": lambda a, b: a // b if isinstance(a, int) and isinstance(b, int) and a % b == 0 else a / b,
     "add": lambda a, b: a + b,
@@ -217,7 +217,7 @@ def _merged(path: Path, children: tuple[Path, ...]) -> dict[str, Any]:
         raise ConfigError(f"{path}: cannot be read as YAML ({str(error).splitlines()[0]})") from None
     if not isinstance(content, DictConfig):
         raise ConfigError(f"{path}: expected sections, found a list")
-    own = OmegaConf.to_container(content)
+    own = cast(dict[str, Any], OmegaConf.to_container(content))  # of a DictConfig
     parents = own.pop("defaults", None) or []
     result: dict[str, Any] = {}
     for parent in [parents] if isinstance(parents, str) else parents:

@@ -1,0 +1,24 @@
+"""The face that rollouts see of the environments, whether they run in one pool, in several, or on other nodes."""
+
+from __future__ import annotations
+
+from typing import Protocol, Sequence
+
+from gdpo_nemo.data.records import Trajectory, Verdict
+from gdpo_nemo.environments.episodes import EpisodeReply, EpisodeStep
+
+
+class EnvironmentExecutor(Protocol):
+    """Runs the environments of a config: ``EnvironmentPool``, ``EnvironmentPools`` or ``EnvironmentNodes``."""
+
+    def verify(self, trajectories: Sequence[Trajectory]) -> list[Verdict]:
+        """Return one verdict per trajectory, in order. Raises RunError where an environment's author has to act."""
+        ...
+
+    def step(self, steps: Sequence[EpisodeStep]) -> list[EpisodeReply]:
+        """Return one reply per episode, in order. Raises RunError as ``verify`` does."""
+        ...
+
+    def close(self) -> None:
+        """End the worker processes; calls under way raise RunError."""
+        ...
