@@ -33,6 +33,32 @@ from gdpo_nemo.rollouts.learning import (
 )
 from gdpo_nemo.rollouts.stream import Rollout
 
+METRICS = {
+    "step": ("steps", "Optimizer steps done; 0 is the untrained model"),
+    "skipped_steps": (
+        "",
+        "1 where the step's loss or gradient was not finite and no weight changed, else 0",
+        {"label": "skipped"},
+    ),
+    "reward/total/mean": ("reward", "Weighted sum of the components' means: what GRPO would call the reward"),
+    "rollout/dropped_groups": ("groups", "Groups that gdpo.dynamic_sampling drew and left out of the step"),
+    "rollout/reference_kl": (
+        "nats",
+        "KL to the starting model that gdpo.kl_in_reward takes from the advantages, mean over trajectories",
+    ),
+    "time/step": ("s", "Wall time of the step"),
+    "time/rollout": ("s", "Sampling of the step's batch; with max_staleness it overlaps the training before it"),
+    "time/verify": ("s", "Waiting for the environments' verdicts on the batch"),
+    "time/idle": ("s", "From the start of the step until its batch was complete: trainer ranks have nothing to do"),
+    "time/train": ("s", "Log-probs, advantages and optimizer updates"),
+    "time/advantages": ("s", "Advantages on the driver, part of time/train"),
+    "throughput/tokens_per_second": (
+        "tokens/s",
+        "rollout/tokens over time/step",
+        {"label": "throughput"},
+    ),
+}
+
 
 class Trainer:
     """One run, set up and ready: ``parts`` holds the policy, the engines, the stream, the log and the checkpoints."""

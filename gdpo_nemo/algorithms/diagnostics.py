@@ -63,6 +63,28 @@ def count_distinct(values: np.ndarray) -> int:
     return 1 + int((np.diff(ordered) > 1e-5 * np.abs(ordered[[0, -1]]).max()).sum())
 
 
+METRICS = {
+    "reward/NAME/mean": ("reward", "Component NAME, mean over the batch's samples that have it"),
+    "reward/NAME/std": ("reward", "Its sample standard deviation over the batch"),
+    "reward/NAME/dead_groups": (
+        "share",
+        "Groups in which component NAME is constant and so trains nothing",
+        {
+            "label": "dead groups",
+            "max": 0.999,
+            "at": "end",
+            "required": True,
+            "why": "constant in every group; not held against a component that stands still at the best it has been",
+        },
+    ),
+    "reward/NAME/missing": ("share", "Samples to which component NAME does not apply"),
+    "advantage/std": ("", "Standard deviation of the advantages over the samples that carry signal"),
+    "advantage/dead_groups": ("share", "Groups in which every weighted component is constant"),
+    "advantage/distinct": ("", "Different advantages in the batch", {"label": "distinct advantages"}),
+    "advantage/distinct_if_summed": ("", "The same if the weighted rewards had been summed first, as GRPO does"),
+}
+
+
 @dataclass(frozen=True)
 class Diagnostics:
     """Measurements of one batch. Arrays are float64 in the order of `names`, NaN where nothing can be measured."""

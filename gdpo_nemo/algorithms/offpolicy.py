@@ -13,6 +13,11 @@ from torch import Tensor
 from gdpo_nemo.algorithms.loss_settings import OffPolicySettings
 from gdpo_nemo.algorithms.losses import Reduce, importance_ratio, sequence_means, sequence_sums
 
+METRICS = {
+    "policy/importance_weight": ("", "Weight of a token by loss_fn.off_policy.mode, mean over the trained tokens"),
+    "policy/importance_masked": ("share", "Trained tokens that loss_fn.off_policy.mode gives the weight 0"),
+}
+
 
 def importance_weights(
     log_gap: Tensor,

@@ -61,6 +61,12 @@ class LossMetrics:
     """Scalars of which the largest counts. Absent when the micro-batch trains no token."""
 
 
+METRICS = {
+    "policy/reference_kl": ("nats/token", "KL to the starting model by loss_fn.reference_policy_kl_type, mean"),
+    "policy/sequence_masked": ("share", "Trained tokens left out by loss_fn.off_policy.sequence_mask_threshold"),
+}
+
+
 def policy_loss(
     logprobs: Tensor,
     entropy: Tensor | None,

@@ -9,6 +9,16 @@ from gdpo_nemo.cluster.policy_group import PolicyGroup
 from gdpo_nemo.cluster.probe import Probe
 from gdpo_nemo.cluster.transports import Memory, Transport
 
+METRICS = {
+    "time/sync": ("s", "Publishing the new weights to every engine, time/wake and the probe included"),
+    "time/sleep": ("s", "Engines giving their memory to the policy, where they share devices"),
+    "time/wake": ("s", "Engines taking it back, part of time/sync"),
+    "parity/probe": (
+        "nats",
+        "|log-prob of trainer - of engine| on fixed sequences after publication, mean; proves the weights arrived",
+    ),
+}
+
 
 class WeightSync:
     """Moves the policy's weights to every engine of the fleet.

@@ -1,124 +1,118 @@
-"""What ``gdpo-nemo explain KEY`` prints, read from the docstrings of the schema so that it cannot drift from it."""
+"""What ``gdpo-nemo explain KEY`` prints: a config key from the docstrings of the schema, a metric from its entry in
+``METRICS``."""
 
 from __future__ import annotations
 
 import argparse
-import ast
-import dataclasses
-import inspect
 import textwrap
-from functools import cache
-from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from omegaconf import MISSING
-
-from gdpo_nemo.config.choices import CHOICES, OWN_FUNCTIONS
+from gdpo_nemo.commands.config_docs import Key, about_section, keys_of
 from gdpo_nemo.config.load import nearest_key
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.errors import ConfigError
+from gdpo_nemo.observe.metric_registry import OWN, Metric, find_metric, metrics, nearest_metric
+
+_METRIC = "metric"
+_METRICS = f"{_METRIC}s"
 
 
 def add(commands) -> None:
     """Register the command."""
-    command = commands.add_parser("explain", help="what a config key does")
+    command = commands.add_parser("explain", help="what a config key or a metric means")
     command.add_argument(
-        "key", nargs="?", default="", metavar="KEY", help="a section or a dotted key; none: all sections"
+        "key",
+        nargs="?",
+        default="",
+        metavar="KEY",
+        help="a section, a dotted key, metric/NAME, or metric for all metrics; none: all sections",
     )
     command.set_defaults(command=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print what a key or a section means."""
+    """Print what a key, a section or a metric means."""
     print(explain(arguments.key), end="")
     return 0
 
 
 def explain(key: str = "") -> str:
-    """Explains a section (its keys, one line each) or a key (type, default, accepted values, meaning).
+    """Explains a section (its keys, one line each), a key (type, default, accepted values, meaning), or a metric.
 
     Raises:
-        ConfigError: the key does not exist; the text names the nearest one.
+        ConfigError: the key or the metric does not exist; the text names the nearest one.
     """
-    key, owner, hint = _find(key)
-    section = _section_of(hint)
-    text = _explain_section(key, section) if section else _explain_key(key, owner, hint)
-    return text + "\n"
+    if key in (_METRIC, _METRICS):
+        return _all_metrics() + "\n"
+    if key.startswith(f"{_METRIC}/"):
+        return _explain_metric(key.partition("/")[2]) + "\n"
+    found = _find(key)
+    if found is None or found.section:
+        return _explain_section(key, found.section if found else Config) + "\n"
+    return _explain_key(found) + "\n"
 
 
-def _find(key: str) -> tuple[str, type | None, Any]:
-    """The key, the dataclass that holds it and its type; a key inside a free-form mapping stands for the mapping."""
-    found = []
-    owner = None
-    hint = Config
-    for name in key.split(".") if key else []:
-        section = _section_of(hint)
-        if get_origin(hint) is dict:
+def _find(path: str) -> Key | None:
+    """The key at ``path``, None for the root; a key inside a free-form mapping stands for the mapping."""
+    found = None
+    section: type | None = Config
+    for name in path.split(".") if path else []:
+        if section is None and found is not None and found.type.startswith("mapping"):
             break
-        if section is None or name not in (hints := get_type_hints(section)):
-            near = nearest_key(key)
-            raise ConfigError(f"{key}: unknown key" + (f", did you mean {near}?" if near else ""))
-        found = [*found, name]
-        owner = section
-        hint = hints[name]
-    return ".".join(found), owner, hint
+        keys = {key.name: key for key in keys_of(section, found.path if found else "")} if section else {}
+        if name not in keys:
+            near = nearest_key(path)
+            raise ConfigError(f"{path}: unknown key" + (f", did you mean {near}?" if near else ""))
+        found = keys[name]
+        section = found.section
+    return found
 
 
-def _section_of(hint: Any) -> type | None:
-    return next((h for h in (hint, *get_args(hint)) if dataclasses.is_dataclass(h)), None)
-
-
-def _explain_section(key: str, section: type) -> str:
-    lines = [key or "Sections", "", *_wrapped(inspect.cleandoc(section.__doc__)), ""]
-    docs = _field_docs(section)
-    hints = get_type_hints(section)
-    for field in dataclasses.fields(section):
-        inner = _section_of(hints[field.name])
-        doc = docs.get(field.name) or (inspect.cleandoc(inner.__doc__) if inner else "")
-        about = f"{field.name} ..." if inner else f"{field.name} = {_default(field)}"
-        lines += [f"  {about}", *textwrap.wrap(doc, 110, initial_indent="      ", subsequent_indent="      ")]
+def _explain_section(path: str, section: type) -> str:
+    lines = [path or "Sections", "", *_wrapped(about_section(section)), ""]
+    for key in keys_of(section, path):
+        lines.append(f"  {key.name} ..." if key.section else f"  {key.name} = {key.default}")
+        lines += textwrap.wrap(key.about, 110, initial_indent="      ", subsequent_indent="      ")
     return "\n".join(lines)
 
 
-def _explain_key(key: str, owner: type, hint: Any) -> str:
-    name = key.rpartition(".")[2]
-    field = next(f for f in dataclasses.fields(owner) if f.name == name)
-    lines = [key, f"  type     {_type_name(hint)}", f"  default  {_default(field)}"]
-    if key in CHOICES:
-        own = ", or a function of your own: file.py:name" if key in OWN_FUNCTIONS else ""
-        lines.append(f"  accepts  {', '.join(CHOICES[key])}{own}")
-    return "\n".join([*lines, "", *_wrapped(_field_docs(owner).get(name, ""))])
+def _explain_key(key: Key) -> str:
+    lines = [key.path, f"  type     {key.type}", f"  default  {key.default}"]
+    if key.accepts:
+        lines.append(f"  accepts  {key.accepts}")
+    return "\n".join([*lines, "", *_wrapped(key.about)])
+
+
+def _all_metrics() -> str:
+    lines = ["Metrics", "", *_wrapped(f"Keys of metrics.jsonl. Those under {OWN} come from functions of your own."), ""]
+    for metric in metrics().values():
+        lines.append(f"  {metric.pattern}" + (f" [{metric.unit}]" if metric.unit else ""))
+        lines += textwrap.wrap(metric.about, 110, initial_indent="      ", subsequent_indent="      ")
+    return "\n".join(lines)
+
+
+def _explain_metric(key: str) -> str:
+    metric = find_metric(key)
+    if metric is None:
+        raise ConfigError(_no_metric(key))
+    lines = [f"{_METRIC}/{key}"]
+    lines += [f"  key      {metric.pattern}"] * (metric.pattern != key)
+    lines.append(f"  unit     {metric.unit or 'a plain number'}")
+    if metric.judged:
+        lines += [f"  healthy  {metric.bounds}, {_where(metric)}", f"  because  {metric.why}"]
+    return "\n".join([*lines, f"  written  by {metric.source}", "", *_wrapped(metric.about_key(key))])
+
+
+def _no_metric(key: str) -> str:
+    if key.startswith(OWN):
+        return f"{_METRIC}/{key}: metrics under {OWN} come from functions of your own, which say what they mean"
+    near = nearest_metric(key)
+    hint = f", did you mean {_METRIC}/{near}?" if near else f"; gdpo-nemo explain {_METRIC} lists them"
+    return f"{_METRIC}/{key}: unknown metric{hint}"
+
+
+def _where(metric: Metric) -> str:
+    return "at every step" if metric.at == "every" else f"at the {metric.at}"
 
 
 def _wrapped(text: str) -> list[str]:
     return textwrap.wrap(text, 114, initial_indent="  ", subsequent_indent="  ")
-
-
-def _default(field: dataclasses.Field) -> str:
-    value = field.default_factory() if field.default is dataclasses.MISSING else field.default
-    if value is None:
-        return "null"
-    if value == MISSING:
-        return "(must be set)"
-    return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def _type_name(hint: Any) -> str:
-    names = {int: "integer", float: "number", bool: "true or false", str: "text", Any: "any"}
-    if get_origin(hint) is Union:
-        return f"{_type_name(get_args(hint)[0])}, or null"
-    if get_origin(hint) is dict:
-        return f"mapping of names to {_type_name(get_args(hint)[1])}"
-    if get_origin(hint) is list:
-        return f"list of {_type_name(get_args(hint)[0])}"
-    return names.get(hint, getattr(hint, "__name__", str(hint)))
-
-
-@cache
-def _field_docs(section: type) -> dict[str, str]:
-    """The string literal under each field of a dataclass, which Python itself throws away."""
-    body = ast.parse(textwrap.dedent(inspect.getsource(section))).body[0].body
-    docs = {}
-    for field, text in zip(body, body[1:]):
-        if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
-            docs[field.target.id] = " ".join(str(text.value.value).split())
-    return docs

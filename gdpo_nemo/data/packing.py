@@ -145,6 +145,13 @@ def attention_cost(model: Mapping[str, Any]) -> float:
     return per_token
 
 
+METRICS = {
+    "packing/padding_share": ("share", "Tokens computed for nothing but the layout's multiples"),
+    "packing/micro_batches": ("", "Micro-batches of a rank in an update, mean over the step's updates"),
+    "packing/imbalance": ("", "How much dearer the dearest rank's share of an update is than the mean; 0: all alike"),
+}
+
+
 def measure(
     assignment: Assignment, lengths: Sequence[int], multiple: int, total_multiple: int, quadratic: float
 ) -> dict[str, float]:

@@ -16,10 +16,23 @@ from rich.table import Table
 from rich.text import Text
 
 from gdpo_nemo.observe.history import WINDOW, History
-from gdpo_nemo.observe.summary import duration, number, summary, time_split
+from gdpo_nemo.observe.metric_registry import label_of, unit_of
+from gdpo_nemo.observe.summary import SPEED, duration, number, summary, time_split
 
 _BARS = "▁▂▃▄▅▆▇█"
 _COLOURS = ("cyan", "magenta", "yellow", "green", "blue", "red")
+_HEALTH = {
+    "loss": ".4f",
+    "grad_norm": ".3g",
+    "policy/entropy": ".3f",
+    "parity/max_abs": ".1e",
+    "staleness/max": "g",
+    "rollout/mean_length": ".1f",
+    "rollout/env_failed": "g",
+    "skipped_steps": "g",
+}
+"""What tells a sound step from a sick one, and how many digits of it."""
+_SILENT_AT_ZERO = ("rollout/env_failed", "skipped_steps")
 
 
 class Console(Protocol):
@@ -142,30 +155,16 @@ class LiveConsole:
 
 def health(row: Mapping[str, Any]) -> list[str]:
     """The numbers that tell a sound step from a sick one, only those measured."""
-    shown = (
-        ("loss", "loss", ".4f"),
-        ("grad", "grad_norm", ".3g"),
-        ("entropy", "policy/entropy", ".3f"),
-        ("parity", "parity/max_abs", ".1e"),
-        ("stale", "staleness/max", "g"),
-        ("length", "rollout/mean_length", ".1f"),
-        ("failed", "rollout/env_failed", "g"),
-        ("skipped", "skipped_steps", "g"),
-    )
-    silent_at_zero = ("failed", "skipped")
-    return [
-        f"{label} {row[key]:{style}}"
-        for label, key, style in shown
-        if key in row and (row[key] or label not in silent_at_zero)
-    ]
+    shown = {key: row[key] for key in _HEALTH if key in row and (row[key] or key not in _SILENT_AT_ZERO)}
+    return [f"{label_of(key)} {value:{_HEALTH[key]}}" for key, value in shown.items()]
 
 
 def speed(row: Mapping[str, Any]) -> str:
     """``2,345 tokens/s  0.52 s/step``."""
-    tokens = row.get("throughput/tokens_per_second")
+    tokens = row.get(SPEED)
     seconds = row.get("time/step")
     parts = [
-        f"{tokens:,.0f} tokens/s" if tokens is not None else "",
+        f"{tokens:,.0f} {unit_of(SPEED)}" if tokens is not None else "",
         f"{seconds:.2f} s/step" if seconds is not None else "",
     ]
     return "  ".join(part for part in parts if part)

@@ -21,17 +21,10 @@ from gdpo_nemo.config.load import load_config
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.errors import ConfigError, RunError
 from gdpo_nemo.observe.history import WINDOW, History
+from gdpo_nemo.observe.metric_registry import metrics, unit_of
 from gdpo_nemo.observe.metrics import read_metrics
 
 _STYLES = {"pass": "green", "fail": "bold red", "warn": "yellow", "open": "dim"}
-
-PARITY = {"float32": 0.001, "bfloat16": 0.05}
-"""Largest mean difference of log-probs between trainer and sampler. NeMo-RL calls e^0.05 suspect (token_mult_prob_error
-1.05); float32 has no rounding of that size."""
-ENTROPY = 0.02
-GRAD_NORM = 100.0
-CLIPPED = 0.3
-FAILED = 0.05
 
 
 @dataclass(frozen=True)
@@ -88,15 +81,14 @@ def thresholds_of(run_dir: str | Path) -> tuple[list[Check], str]:
 
 
 def general_checks(config: Config | None, rewards: Sequence[str]) -> list[Check]:
-    """What a sound run of any model shows; ``docs/design.md`` has the reasons for the bounds."""
-    parity = PARITY[config.policy.precision if config else "bfloat16"]
+    """What a sound run of any model shows: the bounds that metrics have of themselves, those of ``reward/NAME/...``
+    for each reward."""
+    precision = config.policy.precision if config else "bfloat16"
     return [
-        Check("parity/mean_abs", "every", max=parity, optional=True),
-        Check("policy/entropy", "every", min=ENTROPY, optional=True),
-        Check("grad_norm", "every", max=GRAD_NORM),
-        Check("policy/clip_fraction", "every", max=CLIPPED, optional=True),
-        Check("rollout/env_failed", "every", max=FAILED, optional=True),
-        *(Check(f"reward/{name}/dead_groups", "end", max=0.999) for name in rewards),
+        Check(key, metric.at, *metric.limits(precision), optional=not metric.required)
+        for metric in metrics().values()
+        if metric.judged
+        for key in metric.keys(rewards)
     ]
 
 
@@ -127,7 +119,7 @@ def healthy(findings: Sequence[Finding]) -> bool:
 def findings_table(findings: Sequence[Finding]) -> Table:
     """The findings for the terminal."""
     table = Table(box=box.SIMPLE_HEAD)
-    for head in ("metric", "at", "accepted", "found", ""):
+    for head in ("metric", "unit", "at", "accepted", "found", ""):
         # A narrow terminal wraps the other columns: half a metric's name is of no use.
         table.add_column(head, justify="right" if head in ("at", "found") else "left", no_wrap=head == "metric")
     for finding in findings:
@@ -136,7 +128,7 @@ def findings_table(findings: Sequence[Finding]) -> Table:
         verdict = Text(
             finding.status + (f": {finding.detail}" if finding.detail else ""), style=_STYLES[finding.status]
         )
-        table.add_row(check.metric, str(check.at), check.bounds, found, verdict)
+        table.add_row(check.metric, unit_of(check.metric), str(check.at), check.bounds, found, verdict)
     return table
 
 

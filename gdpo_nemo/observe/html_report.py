@@ -14,8 +14,9 @@ from typing import Any, Iterable, Sequence
 from gdpo_nemo.errors import RunError
 from gdpo_nemo.observe.alerts import read_alerts
 from gdpo_nemo.observe.history import WINDOW, History
+from gdpo_nemo.observe.metric_registry import about_of, title_of
 from gdpo_nemo.observe.metrics import read_metrics
-from gdpo_nemo.observe.plot import diagnostics_png, rewards_png
+from gdpo_nemo.observe.plot import diagnostics_png, measured_diagnostics, rewards_png
 from gdpo_nemo.observe.rollouts import read_rollouts, rollout_files
 from gdpo_nemo.observe.summary import facts, reward_rows
 
@@ -28,6 +29,7 @@ table { border-collapse: collapse }
 td, th { padding: .25rem .9rem; text-align: right; border-bottom: 1px solid #eef0f3 }
 td:first-child, th:first-child { text-align: left; padding-left: 0 } .alert { color: #a8231c }
 pre { background: #f6f7f9; padding: .7rem; white-space: pre-wrap; overflow-wrap: anywhere; margin: .3rem 0 }
+dt { float: left; clear: left; min-width: 13rem } dd { margin-left: 13.5rem }
 summary { cursor: pointer } .dim { color: #6b7480 } details { margin: .6rem 0 }
 """
 
@@ -63,7 +65,7 @@ def _page(run_dir: Path, history: History) -> str:
         *_section("Rewards", rewards),
         *_section("Facts", [f"<pre>{html.escape(chr(10).join(facts(history)))}</pre>"] if facts(history) else []),
         *_section("Alerts and notes", _alerts(run_dir)),
-        *_section("Diagnostics", [_image(image, "diagnostics")] if (image := diagnostics_png(history)) else []),
+        *_section("Diagnostics", _diagnostics(history)),
         *_section("Samples", _samples(run_dir)),
         *_section("Configuration", _config(run_dir)),
     ]
@@ -77,6 +79,18 @@ def _section(title: str, parts: Sequence[str]) -> list[str]:
 
 def _image(png: bytes, what: str) -> str:
     return f'<img alt="{what}" src="data:image/png;base64,{base64.b64encode(png).decode()}">'
+
+
+def _diagnostics(history: History) -> list[str]:
+    """The panels, and what each of them measures."""
+    image = diagnostics_png(history)
+    if image is None:
+        return []
+    meanings = [
+        f"<dt>{html.escape(title_of(key))}</dt><dd>{html.escape(about_of(key))}</dd>"
+        for key in measured_diagnostics(history)
+    ]
+    return [_image(image, "diagnostics"), f"<dl class=dim>{''.join(meanings)}</dl>"]
 
 
 def _reward_table(history: History) -> str:

@@ -13,20 +13,21 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from gdpo_nemo.observe.history import WINDOW, History
+from gdpo_nemo.observe.metric_registry import title_of
 from gdpo_nemo.observe.metrics import read_metrics
 
 FILE = "rewards.png"
 _COLOURS = ("#2a6fbb", "#c8553d", "#3a8f5c", "#8a5aa8", "#b88a1e", "#3b8d99", "#a8456e", "#5c6370")
 _GREY = "#9aa3ad"
 _INK = "#22272e"
-_DIAGNOSTICS = {
-    "grad_norm": "gradient norm",
-    "policy/entropy": "entropy [nats/token]",
-    "parity/max_abs": "parity: max |Δ log-prob|",
-    "rollout/mean_length": "completion length [tokens]",
-    "advantage/distinct": "distinct advantages",
-    "throughput/tokens_per_second": "tokens per second",
-}
+_DIAGNOSTICS = (
+    "grad_norm",
+    "policy/entropy",
+    "parity/max_abs",
+    "rollout/mean_length",
+    "advantage/distinct",
+    "throughput/tokens_per_second",
+)
 
 
 def plot_rewards(run_dir: str | Path) -> Path:
@@ -56,15 +57,20 @@ def rewards_png(history: History, title: str = "") -> bytes:
     return _png(figure)
 
 
+def measured_diagnostics(history: History) -> list[str]:
+    """The keys that ``diagnostics_png`` draws."""
+    return [key for key in _DIAGNOSTICS if len(history.curve(key)[0]) > 0]
+
+
 def diagnostics_png(history: History) -> bytes | None:
     """Gradient norm, entropy, parity and the like, whichever were measured; None where none was."""
-    keys = [key for key in _DIAGNOSTICS if len(history.curve(key)[0]) > 0]
+    keys = measured_diagnostics(history)
     if not keys:
         return None
     figure, panels = _panels(len(keys), "")
     for axes, key in zip(panels, keys):
         axes.plot(*history.curve(key), color=_INK, linewidth=1.2)
-        axes.set_title(_DIAGNOSTICS[key], loc="left", fontsize=10, color=_INK)
+        axes.set_title(title_of(key), loc="left", fontsize=10, color=_INK)
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.6g}")
         if key != "rollout/mean_length":
             axes.set_ylim(bottom=0.0)

@@ -11,7 +11,9 @@ from rich.table import Table
 from rich.text import Text
 
 from gdpo_nemo.observe.history import WINDOW, History
+from gdpo_nemo.observe.metric_registry import unit_of
 
+SPEED = "throughput/tokens_per_second"
 FILES = {
     "metrics.jsonl": "one row per step",
     "rewards.png": "reward curves",
@@ -60,16 +62,16 @@ def summary(history: History, run_dir: Path, status: str) -> RenderableType:
 def facts(history: History) -> list[str]:
     """Time, speed and parity of the whole run, one line each, only what was measured."""
     seconds = sum(history.curve("time/step")[1])
-    speed = history.last("throughput/tokens_per_second", len(history.training))
+    speed = history.last(SPEED, len(history.training))
     lines = [f"time        {duration(seconds)} in steps: {time_split(history)}"] if seconds else []
     if speed is not None:
-        lines.append(f"speed       {speed:,.0f} tokens/s on average")
+        lines.append(f"speed       {speed:,.0f} {unit_of(SPEED)} on average")
     parity = history.curve("parity/max_abs")[1]
     if parity:
         lines.append(f"parity      largest log-prob difference between trainer and sampler {max(parity):.2g}")
     skipped = history.curve("skipped_steps")[1]
-    if skipped and skipped[-1]:
-        lines.append(f"skipped     {skipped[-1]:.0f} steps with a non-finite loss or gradient")
+    if any(skipped):
+        lines.append(f"skipped     {sum(skipped):.0f} steps with a non-finite loss or gradient")
     return lines
 
 

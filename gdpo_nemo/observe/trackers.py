@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Mapping
 
 from gdpo_nemo.config.schema import Config
+from gdpo_nemo.observe.metric_registry import description_of
 from gdpo_nemo.observe.metrics import clean
 
 _ID_FILE = "{}_run_id"
@@ -112,7 +113,7 @@ class PrometheusLog:
         for key, value in {"step": float(row["step"]), **_numbers(row)}.items():
             name = "gdpo_" + re.sub(r"\W", "_", key)
             if name not in self._gauges:
-                self._gauges[name] = Gauge(name, key, ["run"], registry=self._registry)
+                self._gauges[name] = Gauge(name, description_of(key) or key, ["run"], registry=self._registry)
             self._gauges[name].labels(self._run).set(value)
 
     def close(self) -> None:

@@ -195,6 +195,58 @@ def old_logprobs_source(config: Config) -> str:
     return config.loss_fn.old_logprobs or ("sampler" if config.rollout.max_staleness else "trainer")
 
 
+METRICS = {
+    "rollout/tokens": ("tokens", "Tokens that the policy wrote in the step's batch"),
+    "rollout/mean_length": ("tokens", "Tokens that the policy wrote in a trajectory, mean", {"label": "length"}),
+    "rollout/turns": ("turns", "Turns of a trajectory, mean; where environments have turns"),
+    "rollout/not_contiguous": ("share", "Trajectories masked because their turns do not continue each other"),
+    "rollout/truncated": ("share", "Trajectories cut by a limit of length"),
+    "rollout/env_failed": (
+        "share",
+        "Trajectories that no environment could judge; they are masked, never a reward of 0",
+        {"label": "failed", "max": 0.05, "why": "verdicts are missing"},
+    ),
+    "rollout/env_failed/NAME": ("share", "The same among the trajectories of environment NAME"),
+    "rollout/aborted": ("share", "Trajectories cut as stragglers, once their group had enough verdicts"),
+    "staleness/mean": ("updates", "Weight versions between sampling and training of a trajectory, mean"),
+    "staleness/max": ("updates", "The same, of the oldest trajectory", {"label": "staleness"}),
+    "validation/NAME": ("reward", "Component NAME on the held-out prompts, mean over the samples that have it"),
+    "validation/mean_length": ("tokens", "Tokens that the policy wrote to a held-out prompt, mean"),
+    "validation/env_failed": ("share", "Held-out samples without a verdict"),
+    "loss": ("", "Loss of the step's optimizer updates, mean", {"label": "loss"}),
+    "grad_norm": (
+        "",
+        "Norm of the gradient before clipping, mean over the step's updates",
+        {"label": "grad norm", "max": 100.0, "required": True, "why": "sound runs here stay below 2"},
+    ),
+    "lr": ("", "Learning rate of the step's last update"),
+    "policy/entropy": (
+        "nats/token",
+        "Entropy of the policy at the trained tokens, mean",
+        {"label": "entropy", "min": 0.02, "why": "collapsed: the samples of a group are one"},
+    ),
+    "policy/clip_fraction": (
+        "share",
+        "Trained tokens whose gradient the ratio's clip took away (CISPO: whose weight it bounded)",
+        {"max": 0.3, "why": "a third of the tokens trains nothing: learning rate, updates per step or staleness"},
+    ),
+    "policy/ratio_mean": ("", "Probability ratio of new to old policy, mean over the trained tokens"),
+    "policy/ratio_max": ("", "The largest of these ratios"),
+    "parity/mean_abs": (
+        "nats",
+        "|log-prob of trainer - of sampler| at equal weights, mean over the trained tokens",
+        {
+            # NeMo-RL calls e^0.05 suspect (token_mult_prob_error 1.05); float32 has no rounding of that size.
+            "max": {"float32": 0.001, "bfloat16": 0.05},
+            "why": "above it trainer and sampler are two models; NeMo-RL warns from the same 5 % on",
+        },
+    ),
+    "parity/max_abs": ("nats", "The largest of these differences", {"label": "parity"}),
+    "parity/max_prob": ("", "|probability of trainer - of sampler|, the largest; unlikely tokens weigh little here"),
+    "parity/kl": ("nats/token", "KL of the sampler to the trainer at equal weights (estimator k3)"),
+}
+
+
 def rollout_metrics(trajectories: Sequence[Trajectory], version: int) -> dict[str, float]:
     """The keys ``rollout/...`` and ``staleness/...`` of a step trained on weights of ``version``."""
     tokens = sum(t.num_policy_tokens for t in trajectories)

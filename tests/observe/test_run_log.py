@@ -152,7 +152,7 @@ def test_the_live_panel_shows_rewards_trend_speed_and_time_left(run_dir):
         "correctness",
         "2,900 tokens/s",
         "rollout ",
-        "stale 0",
+        "staleness 0",
         "parity 2.0e-05",
         "█",
         "engine [0] is slow",
