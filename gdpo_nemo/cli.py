@@ -27,6 +27,7 @@ from gdpo_nemo.commands import (
     health,
     parity,
     plan,
+    reference,
     report,
     train,
 )
@@ -34,7 +35,21 @@ from gdpo_nemo.commands.arguments import Parser
 from gdpo_nemo.endings import answered_by, leave_lost_terminal
 from gdpo_nemo.errors import ConfigError, GdpoError
 
-COMMANDS = (train, plan, doctor, explain, config, explain_advantages, health, report, evaluate, parity, convert, env)
+COMMANDS = (
+    train,
+    plan,
+    doctor,
+    explain,
+    config,
+    explain_advantages,
+    health,
+    report,
+    evaluate,
+    parity,
+    convert,
+    env,
+    reference,
+)
 """In the order of ``--help``."""
 
 

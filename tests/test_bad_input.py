@@ -70,6 +70,11 @@ COMMAND_LINE = [
     ("explain gdpo.estimater", None, "did you mean gdpo.estimator"),
     ("explain gdpo.estimator.x", None, "unknown key"),
     ("explain a b", None, "b"),
+    ("explain metric/loos", None, "did you mean metric/loss"),
+    ("explain metric/", None, "unknown metric"),
+    ("reference --out {d}/absent", None, "is no folder"),
+    ("reference --out {d}/good.yaml", None, "is no folder"),
+    ("reference --check --out {d}/empty", None, "reference_config.md"),
     ("config", None, "WHAT"),
     ("config from-nemo", None, "from-nemo"),
     ("env", None, "ACTION"),
@@ -417,6 +422,7 @@ def test_there_are_enough_cases_and_each_command_has_some():
         "eval",
         "parity",
         "convert",
+        "reference",
     )
     assert all(any(case[0].split(" ")[0] == command for case in CASES) for command in (*commands, "env"))
 

@@ -14,8 +14,9 @@ from gdpo_nemo.config.load import load_config
 from gdpo_nemo.data.records import Group, Prompt, Trajectory
 from gdpo_nemo.data.results import UpdateResult
 from gdpo_nemo.errors import RunError
+from gdpo_nemo.observe.metric_registry import unknown_metrics
 from gdpo_nemo.rollouts.stream import Rollout
-from gdpo_nemo.trainer import Trainer
+from gdpo_nemo.trainer import METRICS, Trainer
 
 DEMO = Path(__file__).resolve().parents[1] / "configs" / "gdpo_tiny_cpu.yaml"
 SMALL = [
@@ -209,3 +210,10 @@ def test_updates_that_were_not_finite_are_counted_and_too_many_in_a_row_end_the_
         recorder.trainer.step()
     with pytest.raises(RunError, match="not finite in 3 steps in a row"):
         recorder.trainer.step()
+
+
+def test_a_step_writes_every_metric_that_the_trainer_describes_and_no_other():
+    recorder = Recorder("gdpo.kl_in_reward=0.1")
+    recorder.trainer.step()
+    row = recorder.rows[0][0]
+    assert METRICS.keys() <= row.keys() and unknown_metrics([row]) == []

@@ -65,7 +65,7 @@ def count_distinct(values: np.ndarray) -> int:
 
 METRICS = {
     "reward/NAME/mean": ("reward", "Component NAME, mean over the batch's samples that have it"),
-    "reward/NAME/std": ("reward", "Its sample standard deviation over the batch"),
+    "reward/NAME/std": ("reward", "Component NAME, sample standard deviation over the batch"),
     "reward/NAME/dead_groups": (
         "share",
         "Groups in which component NAME is constant and so trains nothing",
@@ -81,7 +81,7 @@ METRICS = {
     "advantage/std": ("", "Standard deviation of the advantages over the samples that carry signal"),
     "advantage/dead_groups": ("share", "Groups in which every weighted component is constant"),
     "advantage/distinct": ("", "Different advantages in the batch", {"label": "distinct advantages"}),
-    "advantage/distinct_if_summed": ("", "The same if the weighted rewards had been summed first, as GRPO does"),
+    "advantage/distinct_if_summed": ("", "Different advantages if the weighted rewards had been summed first"),
 }
 
 

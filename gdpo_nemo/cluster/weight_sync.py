@@ -11,8 +11,8 @@ from gdpo_nemo.cluster.transports import Memory, Transport
 
 METRICS = {
     "time/sync": ("s", "Publishing the new weights to every engine, time/wake and the probe included"),
-    "time/sleep": ("s", "Engines giving their memory to the policy, where they share devices"),
-    "time/wake": ("s", "Engines taking it back, part of time/sync"),
+    "time/sleep": ("s", "Engines giving their memory to the policy before the update, where they share devices"),
+    "time/wake": ("s", "Engines taking their memory back after the update, part of time/sync"),
     "parity/probe": (
         "nats",
         "|log-prob of trainer - of engine| on fixed sequences after publication, mean; proves the weights arrived",

@@ -25,8 +25,10 @@ class Key:
     """The dataclass behind it, where it is a section itself."""
     type: str
     default: str
-    accepts: str
+    choices: tuple[str, ...]
     """The names it takes; empty where any value of its type will do."""
+    takes_own: bool
+    """Whether it also takes a function of the user's by its place."""
     about: str
 
     @property
@@ -56,14 +58,8 @@ def _key(field: dataclasses.Field, hint: Any, docs: dict[str, str], prefix: str)
     path = f"{prefix}.{field.name}" if prefix else field.name
     section = section_of(hint)
     about = docs.get(field.name) or (about_section(section) if section else "")
-    return Key(path, section, _type_name(hint), _default(field), _accepts(path), about)
-
-
-def _accepts(path: str) -> str:
-    if path not in CHOICES:
-        return ""
-    own = ", or a function of your own: file.py:name" if path in OWN_FUNCTIONS else ""
-    return ", ".join(CHOICES[path]) + own
+    choices = CHOICES.get(path, ())
+    return Key(path, section, _type_name(hint), _default(field), choices, path in OWN_FUNCTIONS, about)
 
 
 def _default(field: dataclasses.Field) -> str:

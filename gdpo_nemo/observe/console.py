@@ -125,7 +125,7 @@ class LiveConsole:
 
     def _rewards(self) -> Table:
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-        for head in ("reward", "now", f"mean {WINDOW}", "trend", "dead groups", "validation"):
+        for head in ("reward", "now", f"mean {WINDOW}", "trend", label_of("reward/NAME/dead_groups"), "validation"):
             table.add_column(head, justify="left" if head in ("reward", "trend") else "right")
         row = self._history.training[-1] if self._history.training else {}
         for index, name in enumerate(self._history.components):

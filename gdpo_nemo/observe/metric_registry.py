@@ -178,6 +178,7 @@ def _metric(key: str, entry: object, source: str) -> Metric:
 
 
 def _place(metric: Metric) -> tuple[int, str]:
-    """By group, then as written: ``sorted`` is stable."""
-    known = metric.group in _GROUPS
-    return (_GROUPS.index(metric.group), "") if known else (len(_GROUPS), metric.group)
+    """By group, then as written (``sorted`` is stable); first the step."""
+    if metric.pattern == "step":
+        return -1, ""
+    return (_GROUPS.index(metric.group), "") if metric.group in _GROUPS else (len(_GROUPS), metric.group)

@@ -206,10 +206,14 @@ METRICS = {
         "Trajectories that no environment could judge; they are masked, never a reward of 0",
         {"label": "failed", "max": 0.05, "why": "verdicts are missing"},
     ),
-    "rollout/env_failed/NAME": ("share", "The same among the trajectories of environment NAME"),
+    "rollout/env_failed/NAME": ("share", "Trajectories of environment NAME that it could not judge"),
     "rollout/aborted": ("share", "Trajectories cut as stragglers, once their group had enough verdicts"),
     "staleness/mean": ("updates", "Weight versions between sampling and training of a trajectory, mean"),
-    "staleness/max": ("updates", "The same, of the oldest trajectory", {"label": "staleness"}),
+    "staleness/max": (
+        "updates",
+        "Weight versions between sampling and training of the oldest trajectory",
+        {"label": "staleness"},
+    ),
     "validation/NAME": ("reward", "Component NAME on the held-out prompts, mean over the samples that have it"),
     "validation/mean_length": ("tokens", "Tokens that the policy wrote to a held-out prompt, mean"),
     "validation/env_failed": ("share", "Held-out samples without a verdict"),
@@ -231,7 +235,7 @@ METRICS = {
         {"max": 0.3, "why": "a third of the tokens trains nothing: learning rate, updates per step or staleness"},
     ),
     "policy/ratio_mean": ("", "Probability ratio of new to old policy, mean over the trained tokens"),
-    "policy/ratio_max": ("", "The largest of these ratios"),
+    "policy/ratio_max": ("", "Probability ratio of new to old policy, the largest"),
     "parity/mean_abs": (
         "nats",
         "|log-prob of trainer - of sampler| at equal weights, mean over the trained tokens",
@@ -241,8 +245,8 @@ METRICS = {
             "why": "above it trainer and sampler are two models; NeMo-RL warns from the same 5 % on",
         },
     ),
-    "parity/max_abs": ("nats", "The largest of these differences", {"label": "parity"}),
-    "parity/max_prob": ("", "|probability of trainer - of sampler|, the largest; unlikely tokens weigh little here"),
+    "parity/max_abs": ("nats", "|log-prob of trainer - of sampler| at equal weights, the largest", {"label": "parity"}),
+    "parity/max_prob": ("", "|probability of trainer - of sampler|, the largest; unlikely tokens weigh little"),
     "parity/kl": ("nats/token", "KL of the sampler to the trainer at equal weights (estimator k3)"),
 }
 

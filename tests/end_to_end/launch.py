@@ -16,6 +16,8 @@ from typing import Callable
 
 import psutil
 
+from gdpo_nemo.observe.metric_registry import unknown_metrics
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 START_S = 1200
 STEPS = 6
@@ -82,6 +84,7 @@ class Launch:
         out, err = self.process.communicate(timeout=300)
         with contextlib.suppress(OSError):  # it is as empty as it should be, or ``left_behind`` will say what is in it
             self.scratch.rmdir()
+        assert unknown_metrics(rows(self.run_dir)) == []
         return self.process.returncode, out, err
 
     def _look(self) -> None:

@@ -10,6 +10,7 @@ import pytest
 from real_nemo_gym import REPOSITORY
 
 from gdpo_nemo.cli import main
+from gdpo_nemo.observe.metric_registry import unknown_metrics
 
 CONFIG = str(REPOSITORY / "configs" / "gdpo_nemo_gym_multireward.yaml")
 TOOLS = "example_tool_call_multireward"
@@ -40,6 +41,7 @@ def test_three_steps_on_three_named_rewards(real_gym, tool_model, tmp_path):
     )  # fmt: skip
     assert launched.returncode == 0, launched.stderr
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert unknown_metrics(rows) == []
     assert [row["step"] for row in rows] == [1, 2, 3]
     for row in rows:
         assert {f"reward/{name}/mean" for name in ("correctness", "schema_valid", "format")} <= row.keys()

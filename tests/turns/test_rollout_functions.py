@@ -14,6 +14,7 @@ import pytest
 from gdpo_nemo.config.load import load_config
 from gdpo_nemo.data.records import Prompt
 from gdpo_nemo.errors import ConfigError, RunError
+from gdpo_nemo.observe.metric_registry import unknown_metrics
 from gdpo_nemo.rollouts.functions import RolloutRunner, SamplingJob, needs_verdict, rollout_functions
 from gdpo_nemo.rollouts.stream import sample_seed
 
@@ -90,6 +91,7 @@ def test_two_turns_train_three_steps_and_sampler_and_trainer_agree(digit_model, 
     done = subprocess.run([*command, *settings], capture_output=True, text=True, cwd=REPOSITORY, timeout=1800)
     assert done.returncode == 0, (done.stdout, done.stderr)
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert unknown_metrics(rows) == []
     steps = [row for row in rows if "loss" in row]
     assert len(steps) == 3 and all(row["parity/max_abs"] < 1e-4 for row in steps)
     assert all(row["rollout/turns"] == 2.0 and row["rollout/not_contiguous"] == 0.0 for row in steps)
