@@ -87,7 +87,7 @@ def read_inputs(config: Config, splits: Sequence[str]) -> Inputs:
 def _preflight(environments: Mapping[str, Any], sources: Mapping[str, PromptSource]) -> None:
     """Let environments with servers find out whether these are there and take the run's rows. Raises GdpoError."""
     for name, environment in environments.items():
-        if not hasattr(environment, "preflight"):
+        if not environment.has_preflight:
             continue
         try:
             environment.preflight([p for s in sources.values() for p in s.head() if p.environment == name])

@@ -104,7 +104,7 @@ def _verdicts(config: Config, name: str, environment: Any, row: Row, key: str | 
     """The environment's own check on one row, unless it needs more than worker processes."""
     from gdpo_nemo.commands.env_check import check_environment
 
-    if getattr(environment, "plays_with_endpoint", False) or hasattr(environment, "preflight"):
+    if environment.plays_with_endpoint or environment.has_preflight:
         return f"env.{name}: needs the servers of the run, unchecked"
     options = config.env[name] or {}
     rollout = config.rollout

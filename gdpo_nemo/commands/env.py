@@ -104,7 +104,7 @@ def _subject(arguments: argparse.Namespace):
         if arguments.overrides:
             raise ConfigError(f"{arguments.overrides[0]}: an override changes a config; give one with --config")
         environment = load_environment(name)
-        if not hasattr(environment, "rows"):
+        if not environment.makes_rows:
             raise ConfigError(f"{name} makes no prompts of its own; give a config whose data has some, with --config")
         dataset = DatasetConfig(environment=name, size=arguments.rows)
         return {}, environment, load_rows(dataset, {name: environment}, "train", 0), None, RolloutConfig()
@@ -118,7 +118,7 @@ def _subject(arguments: argparse.Namespace):
         rows = _rows(config, name, environment, split, dataset, arguments.rows) if dataset is not None else []
         if rows:
             return options, environment, rows, dataset.prompt_key, config.rollout
-    if not hasattr(environment, "rows"):
+    if not environment.makes_rows:
         raise ConfigError(f"{name} makes no prompts of its own, and no row of data.train or data.validation is for it")
     rows = load_rows(
         DatasetConfig(environment=name, size=arguments.rows), {name: environment}, "train", config.run.seed

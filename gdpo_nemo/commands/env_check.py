@@ -17,7 +17,7 @@ from gdpo_nemo.config.messages import first_line
 from gdpo_nemo.data.records import Outcome, Prompt, Trajectory, Verdict
 from gdpo_nemo.data.rows import PROMPT_KEYS
 from gdpo_nemo.environments.base import Environment
-from gdpo_nemo.environments.episodes import EpisodeStep, has_turns
+from gdpo_nemo.environments.episodes import EpisodeStep
 from gdpo_nemo.environments.execution.dispatch import EnvironmentPools
 from gdpo_nemo.errors import ConfigError, RunError
 
@@ -103,7 +103,7 @@ def check_environment(
         RunError: a mistake in the environment's code, or servers that are not there.
         ConfigError: a row without a prompt or that a server refuses; an environment that nothing but a run can play.
     """
-    if getattr(environment, "plays_with_endpoint", False):
+    if environment.plays_with_endpoint:
         raise ConfigError(f"{name}: its episodes need the model of a run, which this check has not")
     groups = [
         [
@@ -112,13 +112,13 @@ def check_environment(
         ]
         for row in rows
     ]
-    if hasattr(environment, "preflight"):
+    if environment.has_preflight:
         try:
             environment.preflight([group[0].prompt for group in groups])
         finally:
             environment.close()
     with EnvironmentPools({name: options}, workers, timeout_s) as pool:
-        verify = partial(_episodes, pool) if has_turns(environment) else pool.verify
+        verify = partial(_episodes, pool) if environment.has_turns else pool.verify
         begin = time.perf_counter()
         first = verify(groups[0])
         check = Check(tuple(environment.reward_names), time.perf_counter() - begin)
@@ -157,12 +157,10 @@ def _step(sample: Trajectory, state: bytes, turn: int) -> EpisodeStep:
 
 def _completions(environment: Environment, row: Mapping[str, Any], given: Sequence[str]) -> list[str]:
     """Distinct completions to try on a row."""
-    own: list[str] = []
-    if hasattr(environment, "examples"):
-        try:
-            own = [str(text) for text in environment.examples(row)]
-        except Exception as error:  # the method is the user's
-            raise RunError(f"{type(environment).__name__}.examples raised {first_line(error)}") from error
+    try:
+        own = [str(text) for text in environment.examples(row)]
+    except Exception as error:  # the method is the user's
+        raise RunError(f"{environment.__class__.__name__}.examples raised {first_line(error)}") from error
     answer = row.get("answer")
     texts = [*own, *([str(answer)] if isinstance(answer, (str, int, float)) else []), "", *given]
     return list(dict.fromkeys(texts))

@@ -5,9 +5,9 @@ from __future__ import annotations
 import inspect
 from dataclasses import dataclass
 from importlib.metadata import entry_points
-from typing import Any
 
 from gdpo_nemo.config.objects import load_object
+from gdpo_nemo.environments.base import declared
 from gdpo_nemo.environments.registry import BUILT_IN, ENTRY_POINT_GROUP, find_plugin, load_environment, origin
 from gdpo_nemo.environments.tasks import reward_functions as functions
 from gdpo_nemo.errors import ConfigError
@@ -48,14 +48,9 @@ def _listed(name: str, where: str) -> Listed:
     except ConfigError as error:
         return Listed(name, None, where, str(error))
     # Without options some cannot be built; their class may say what they give all the same.
-    components = getattr(make, "reward_names", None)
+    components = declared(make).reward_names
     try:
-        components = load_environment(name).reward_names
+        return Listed(name, tuple(load_environment(name).reward_names), where)
     except ConfigError as error:
-        silent = _names(components) is not None or name in BUILT_IN
-        return Listed(name, _names(components), where, "" if silent else str(error))
-    return Listed(name, _names(components), where)
-
-
-def _names(components: Any) -> tuple[str, ...] | None:
-    return tuple(components) if isinstance(components, (tuple, list)) else None
+        silent = components is not None or name in BUILT_IN
+        return Listed(name, components, where, "" if silent else str(error))

@@ -47,10 +47,11 @@ import re
 from typing import Any, Mapping, Sequence
 
 from gdpo_nemo.data.records import Trajectory, Verdict
+from gdpo_nemo.environments.base import Environment
 from gdpo_nemo.environments.options import read_options
 
 
-class @CLASS@:
+class @CLASS@(Environment):
     """Components: ``correctness`` (0 or 1: the last digit written is the largest one) and ``brevity`` (1 to 0).
 
     Option: ``longest``, the number of tokens at which ``brevity`` reaches 0 (40).

@@ -84,7 +84,12 @@ def _explain_key(key: Key) -> str:
 
 
 def _all_metrics() -> str:
-    lines = ["Metrics", "", *_wrapped(f"Keys of metrics.jsonl. Those under {OWN} come from functions of your own."), ""]
+    lines = [
+        "Metrics",
+        "",
+        *_wrapped(f"Keys of metrics.jsonl. Those under {OWN} are logged by reward functions of yours."),
+        "",
+    ]
     for metric in metrics().values():
         lines.append(f"  {metric.pattern}" + (f" [{metric.unit}]" if metric.unit else ""))
         lines += textwrap.wrap(metric.about, 110, initial_indent="      ", subsequent_indent="      ")
@@ -93,6 +98,9 @@ def _all_metrics() -> str:
 
 def _explain_metric(key: str) -> str:
     metric = find_metric(key)
+    if metric is None and key.startswith(OWN):
+        own = f"What the run's reward functions gave to log_metric under the name {key.removeprefix(OWN)}, mean"
+        return "\n".join([f"{_METRIC}/{key}", "", *_wrapped(own)])
     if metric is None:
         raise ConfigError(_no_metric(key))
     lines = [f"{_METRIC}/{key}"]
@@ -104,8 +112,6 @@ def _explain_metric(key: str) -> str:
 
 
 def _no_metric(key: str) -> str:
-    if key.startswith(OWN):
-        return f"{_METRIC}/{key}: metrics under {OWN} come from functions of your own, which say what they mean"
     near = nearest_metric(key)
     hint = f", did you mean {_METRIC}/{near}?" if near else f"; gdpo-nemo explain {_METRIC} lists them"
     return f"{_METRIC}/{key}: unknown metric{hint}"

@@ -90,7 +90,7 @@ def metrics_page() -> str:
         "The keys of `metrics.jsonl`, of which every tracker shows the same; `gdpo-nemo explain metric/KEY` prints one "
         "of them. `NAME` stands for a reward component or an environment. A training row has the keys of one step, a "
         "validation row `step` and `validation/`. What is not measured in a run, and what is not finite, is absent: "
-        f"never 0. Metrics under `{OWN}` come from functions of your own.",
+        f"never 0. Metrics under `{OWN}` are what reward functions of yours give to `log_metric`.",
         *body,
         "## Is a run healthy?",
         "`gdpo-nemo health RUN_DIR` judges by these where the config has no checks of its own (`health.checks`) for "

@@ -184,7 +184,7 @@ class _Renderer:
         self._split = split
         self._demanded = dataset.system_prompt
         self._template = dataset.prompt_template
-        self._own = {name: getattr(environment, "system_prompt", None) for name, environment in environments.items()}
+        self._own = {name: environment.system_prompt for name, environment in environments.items()}
         self._system: str | None = None
 
     @property

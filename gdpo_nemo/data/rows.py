@@ -85,7 +85,7 @@ def load_rows(
 def _rows_of_environment(dataset: DatasetConfig, environments: Mapping[str, Any], split: str, seed: int) -> list[Row]:
     name = environment_of(dataset, environments, split)
     environment = environments[name]
-    if not hasattr(environment, "rows"):
+    if not environment.makes_rows:
         raise ConfigError(f"data.{split}.path: must be set, the environment {name!r} makes no prompts of its own")
     return [dict(row) for row in environment.rows(dataset.split or split, dataset.size, seed)]
 
@@ -97,13 +97,9 @@ def _read_by_environment(
     made = []
     for index, row in enumerate(rows):
         name = environment_of_row(row, dataset, environments, split, index)
-        read = getattr(environments[name], "read_row", None)
-        if read is None:
-            made.append(row)
-            continue
         named = {key: row[key] for key in (dataset.environment_key,) if key in row}
         try:
-            made.append({**read(row), **named})
+            made.append({**environments[name].read_row(row), **named})
         except ConfigError as error:
             raise ConfigError(f"data.{split}: row {index} {error}") from None
     return made

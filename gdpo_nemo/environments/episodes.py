@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any, Mapping, Protocol, Sequence
 
 from gdpo_nemo.data.records import Outcome, Prompt
+from gdpo_nemo.environments.base import Environment
 from gdpo_nemo.environments.verdicts import reward_value
 from gdpo_nemo.errors import RunError
 
@@ -71,12 +72,7 @@ class EpisodeReply:
     detail: str = ""
 
 
-def has_turns(environment: Any) -> bool:
-    """Whether an environment plays episodes."""
-    return callable(getattr(environment, "episode", None))
-
-
-def advance(environment: Any, step: EpisodeStep) -> EpisodeReply:
+def advance(environment: Environment, step: EpisodeStep) -> EpisodeReply:
     """Do one step. Raises RunError for what the environment's author has to mend."""
     try:
         if step.state is None:
@@ -134,7 +130,7 @@ def _state(episode: Any) -> bytes:
     return state
 
 
-def _rewards(environment: Any, step: EpisodeStep, rewards: Any) -> dict[str, float | None]:
+def _rewards(environment: Environment, step: EpisodeStep, rewards: Any) -> dict[str, float | None]:
     if rewards is None:
         return {}
     if not isinstance(rewards, Mapping):

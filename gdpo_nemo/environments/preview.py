@@ -10,18 +10,18 @@ from typing import Any, Mapping
 
 from gdpo_nemo.config.messages import nearest
 from gdpo_nemo.config.objects import find_file, is_reference
+from gdpo_nemo.environments.base import declared
 from gdpo_nemo.environments.registry import (
     BUILT_IN,
     ENTRY_POINT_GROUP,
     environment_names,
+    find_plugin,
     load_environment,
     own_workers,
+    plugin_of,
 )
 from gdpo_nemo.environments.tasks.reward_functions import BUILT_IN as FUNCTIONS
 from gdpo_nemo.errors import ConfigError
-
-_INSTANT = ("digit_sort", "digit_turns", "gsm8k", "math", "nemo_gym", "nemo_gym_agent", "reasoning_gym", "tool_calling")
-"""Built-in environments that cost nothing to build."""
 
 
 def announced_components(name: str, options: Mapping[str, Any] | None) -> tuple[str, ...] | None:
@@ -31,20 +31,20 @@ def announced_components(name: str, options: Mapping[str, Any] | None) -> tuple[
     Raises:
         ConfigError: no environment or function of the name; the file, the name in it, or the package is not there.
     """
+    plugin = plugin_of(name, options)
     options = dict(options or {})
     own_workers(name, options)
-    plugin = options.get("plugin", name)
-    if plugin in _INSTANT:
+    if plugin in BUILT_IN and declared(find_plugin(name, plugin)).instant:
         environment = load_environment(name, options)
-        return None if getattr(environment, "open_rewards", False) else tuple(environment.reward_names)
+        return None if environment.open_rewards else tuple(environment.reward_names)
     if plugin == "functions" and isinstance(options.get("functions"), Mapping):
         for component, entry in options["functions"].items():
             place = entry.get("function") if isinstance(entry, Mapping) else entry
             if isinstance(place, str) and place not in FUNCTIONS:
                 _check_place(f"env.{name}.functions.{component}", place, "reward function", FUNCTIONS)
         return tuple(str(component) for component in options["functions"])
-    installed = plugin in BUILT_IN or any(entry_points(group=ENTRY_POINT_GROUP, name=str(plugin)))
-    if isinstance(plugin, str) and not installed:
+    installed = plugin in BUILT_IN or any(entry_points(group=ENTRY_POINT_GROUP, name=plugin))
+    if not installed:
         _check_place(f"env.{name}", plugin, "environment", environment_names())
     return None
 

@@ -2,31 +2,40 @@
 
 from __future__ import annotations
 
+import re
 from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
 from typing import Any, Mapping
 
 from gdpo_nemo.config.messages import first_line, nearest
 from gdpo_nemo.config.objective_checks import check_components
 from gdpo_nemo.config.objects import is_reference, load_object
 from gdpo_nemo.config.schema import Config
-from gdpo_nemo.environments.base import Environment
-from gdpo_nemo.environments.episodes import has_turns
+from gdpo_nemo.environments.base import Environment, adapted, declared
 from gdpo_nemo.errors import ConfigError
 
 ENTRY_POINT_GROUP = "gdpo_nemo.environments"
 
-# By text, so that naming one environment imports only that one.
-BUILT_IN = {
-    "digit_sort": "gdpo_nemo.environments.tasks.digit_sort:DigitSort",
-    "digit_turns": "gdpo_nemo.environments.tasks.digit_turns:DigitTurns",
+_TASKS = Path(__file__).with_name("tasks")
+_CLASS = re.compile(r"^class (\w+)\(Environment\):", re.MULTILINE)
+_OTHER_NAMES = {
     "functions": "gdpo_nemo.environments.tasks.reward_functions:Functions",
-    "gsm8k": "gdpo_nemo.environments.tasks.gsm8k:Gsm8k",
-    "math": "gdpo_nemo.environments.tasks.math:Math",
     "nemo_gym": "gdpo_nemo.environments.nemo_gym.environment:NemoGym",
     "nemo_gym_agent": "gdpo_nemo.environments.nemo_gym.agent_environment:NemoGymAgent",
-    "reasoning_gym": "gdpo_nemo.environments.tasks.reasoning_gym:ReasoningGym",
-    "tool_calling": "gdpo_nemo.environments.tasks.tool_calling:ToolCalling",
 }
+"""Environments that are not called as their file."""
+
+
+def _tasks() -> dict[str, str]:
+    """The files of ``tasks`` that hold an environment, by their names; read as text, so that none of them is imported
+    before it is wanted."""
+    classes = {path.stem: _CLASS.search(path.read_text(encoding="utf-8")) for path in sorted(_TASKS.glob("*.py"))}
+    places = {name: f"{__package__}.tasks.{name}:{found[1]}" for name, found in classes.items() if found}
+    return {name: place for name, place in places.items() if place not in _OTHER_NAMES.values()}
+
+
+BUILT_IN = {**_tasks(), **_OTHER_NAMES}
+"""Environments of this package: where each one is."""
 
 
 def environment_names() -> list[str]:
@@ -51,14 +60,15 @@ def load_environment(name: str, options: Mapping[str, Any] | None = None) -> Env
     make = environment_class(name, options)
     options = dict(options or {})
     plugin = options.pop("plugin", name)
-    if own_workers(name, options) and not _verified_by_workers(make):
+    # The pool's worker processes verify for an environment, unless servers do.
+    if own_workers(name, options) and (declared(make).remote or declared(make).plays_with_endpoint):
         raise ConfigError(
             f"env.{name}.num_workers: has no effect, {plugin} does its work on servers and needs no worker processes; "
             "concurrency limits its requests"
         )
     options.pop("num_workers", None)
     try:
-        environment = make(options)
+        environment = adapted(make(options))
     except ConfigError as error:
         raise ConfigError(f"env.{name}: {error}") from error
     except Exception as error:  # the constructor is the user's
@@ -67,19 +77,19 @@ def load_environment(name: str, options: Mapping[str, Any] | None = None) -> Env
     return environment
 
 
-def _verified_by_workers(make: Any) -> bool:
-    """Whether the pool's worker processes verify for environments of this class; servers of their own do for others."""
-    return not (getattr(make, "remote", False) or getattr(make, "plays_with_endpoint", False))
-
-
 def environment_class(name: str, options: Mapping[str, Any] | None = None) -> Any:
     """What ``load_environment`` would build the environment from. Raises ConfigError where there is no such thing."""
+    return find_plugin(name, plugin_of(name, options))
+
+
+def plugin_of(name: str, options: Mapping[str, Any] | None) -> str:
+    """What an environment's options say that it is. Raises ConfigError for options or a plugin of the wrong type."""
     if options is not None and not isinstance(options, Mapping):
         raise ConfigError(f"env.{name}: expected options as keys and values, got {options!r}")
     plugin = (options or {}).get("plugin", name)
     if not isinstance(plugin, str):
         raise ConfigError(f"env.{name}.plugin: must be a name or a place such as file.py:Class, not {plugin!r}")
-    return find_plugin(name, plugin)
+    return plugin
 
 
 def load_environments(section: Mapping[str, Mapping[str, Any] | None]) -> dict[str, Environment]:
@@ -90,7 +100,7 @@ def load_environments(section: Mapping[str, Mapping[str, Any] | None]) -> dict[s
 def check_rewards(config: Config, environments: Mapping[str, Environment]) -> None:
     """Refuse weights of components that no environment gives, unless one cannot say yet which it does. Raises
     ConfigError."""
-    if not any(getattr(environment, "open_rewards", False) for environment in environments.values()):
+    if not any(environment.open_rewards for environment in environments.values()):
         check_components(config, [name for environment in environments.values() for name in environment.reward_names])
 
 
@@ -131,10 +141,9 @@ def find_plugin(name: str, plugin: str) -> Any:
         raise ConfigError(f"env.{name}.plugin: {error}") from error
 
 
-def _check(name: str, plugin: str, environment: Any) -> None:
-    names = getattr(environment, "reward_names", None)
-    plays = has_turns(environment) or getattr(environment, "plays_with_endpoint", False)
-    if not plays and not callable(getattr(environment, "verify", None)):
+def _check(name: str, plugin: str, environment: Environment) -> None:
+    names = environment.reward_names
+    if not (environment.verifies or environment.has_turns or environment.plays_with_endpoint):
         raise ConfigError(
             f"env.{name}: {plugin} is no environment: it has no method verify(trajectories) and no episode()"
         )

@@ -25,8 +25,8 @@ from typing import Iterable, Mapping
 PACKAGE = Path(__file__).resolve().parents[1]
 NAME = "NAME"
 """What stands in a pattern for the name of a component, an environment or a function."""
-OWN = "custom/"
-"""Before the names of metrics that a user's own code reports."""
+OWN = "reward_function/"
+"""Before the names under which reward functions report numbers of their own (``log_metric``)."""
 _GROUPS = ("", "reward", "advantage", "policy", "parity", "rollout", "staleness", "time", "throughput", "packing")
 """The order in which groups of metrics are shown; others follow by name."""
 
@@ -157,7 +157,7 @@ def description_of(key: str) -> str:
 
 
 def unknown_metrics(rows: Iterable[Mapping[str, object]]) -> list[str]:
-    """Keys of rows that nothing describes, in order. Those under ``custom/`` are their author's."""
+    """Keys of rows that nothing describes, in order. Those of reward functions are their authors."""
     keys = dict.fromkeys(key for row in rows for key in row)
     return [key for key in keys if not key.startswith(OWN) and find_metric(key) is None]
 

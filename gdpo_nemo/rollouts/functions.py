@@ -12,7 +12,6 @@ from gdpo_nemo.config.objects import load_object
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.data.conversation import Conversation
 from gdpo_nemo.data.records import Prompt, Trajectory
-from gdpo_nemo.environments.episodes import has_turns
 from gdpo_nemo.environments.execution.executor import EnvironmentExecutor
 from gdpo_nemo.environments.registry import load_environments
 from gdpo_nemo.errors import ConfigError, GdpoError, RunError
@@ -120,7 +119,7 @@ def rollout_functions(config: Config) -> dict[str, RolloutFunction]:
         ConfigError: the function cannot be found; agents without an endpoint; budgets of turns where nothing has turns.
     """
     environments = load_environments(config.env)
-    with_agents = {name for name, e in environments.items() if getattr(e, "plays_with_endpoint", False)}
+    with_agents = {name for name, e in environments.items() if e.plays_with_endpoint}
     if with_agents and not config.rollout.endpoint.enabled:
         raise ConfigError(f"rollout.endpoint.enabled: must be true, the agents of env.{min(with_agents)} play with it")
     if config.rollout.function is not None:
@@ -128,7 +127,7 @@ def rollout_functions(config: Config) -> dict[str, RolloutFunction]:
     found: dict[str, RolloutFunction] = {
         name: partial(play_with_agents, cast(AgentEnvironment, environment)) if name in with_agents else play
         for name, environment in environments.items()
-        if name in with_agents or has_turns(environment)
+        if name in with_agents or environment.has_turns
     }
     turns = config.rollout.turns
     if not found and (turns.max_turns != 1 or turns.max_tokens is not None):

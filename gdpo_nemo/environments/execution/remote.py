@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import contextlib
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Callable, Iterator, Mapping, Protocol, Sequence, cast
+from typing import Any, Callable, Iterator, Mapping, Sequence
 
 from gdpo_nemo.data.records import Trajectory, Verdict
-from gdpo_nemo.environments.base import Environment
+from gdpo_nemo.environments.base import declared
 from gdpo_nemo.environments.registry import environment_class, load_environment
 from gdpo_nemo.environments.verdicts import checked_verdicts
 from gdpo_nemo.errors import ConfigError, RunError
@@ -20,17 +20,9 @@ from gdpo_nemo.errors import ConfigError, RunError
 def is_remote(name: str, options: Mapping[str, Any]) -> bool:
     """Whether the environment is a client of servers. False for what cannot be imported: its worker says why."""
     try:
-        return bool(getattr(environment_class(name, options), "remote", False))
+        return declared(environment_class(name, options)).remote
     except ConfigError:
         return False
-
-
-class RemoteEnvironment(Environment, Protocol):
-    """An environment with ``remote = True``."""
-
-    def close(self) -> None:
-        """End the requests under way; a ``verify`` that waits for them raises RunError."""
-        ...
 
 
 class RemoteEnvironments:
@@ -41,9 +33,7 @@ class RemoteEnvironments:
     """
 
     def __init__(self, section: Mapping[str, Mapping[str, Any]]):
-        self._environments = {
-            name: cast(RemoteEnvironment, load_environment(name, options)) for name, options in section.items()
-        }
+        self._environments = {name: load_environment(name, options) for name, options in section.items()}
         self.names = frozenset(self._environments)
 
     @contextlib.contextmanager
@@ -76,7 +66,7 @@ class RemoteEnvironments:
         try:
             verdicts = environment.verify(trajectories)
             names: Sequence[str] = environment.reward_names
-            if getattr(environment, "open_rewards", False):
+            if environment.open_rewards:
                 names = [component for verdict in verdicts for component in verdict.rewards]
             return checked_verdicts(names, trajectories, verdicts)
         except (ConfigError, RunError) as error:

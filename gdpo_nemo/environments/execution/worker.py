@@ -56,8 +56,7 @@ def start(section: Mapping[str, Mapping[str, Any]], driver: int) -> None:
     for name, options in section.items():
         try:
             environment = load_environment(name, options)
-            if hasattr(environment, "prepare"):
-                environment.prepare()
+            environment.prepare()
             _environments[name] = environment
         except GdpoError as error:
             _environments[name] = Fault(str(error))
@@ -82,7 +81,7 @@ def verify(name: str, trajectories: Sequence[Trajectory], time_limit_s: float, s
     except GdpoError as error:
         return Fault(f"environment {name!r}: {error}")
     except BaseException as error:  # SystemExit from a reward function is as much its mistake as a ValueError
-        return Fault(f"environment {name!r}: {type(environment).__name__}.verify raised {first_line(error)}")
+        return Fault(f"environment {name!r}: {environment.__class__.__name__}.verify raised {first_line(error)}")
     finally:
         faulthandler.cancel_dump_traceback_later()
         _restore(handlers)

@@ -12,6 +12,7 @@ from gdpo_nemo.config.messages import nearest
 from gdpo_nemo.data.failures import Failure, FailureKind
 from gdpo_nemo.data.records import Prompt
 from gdpo_nemo.data.replies import check_measurement
+from gdpo_nemo.environments.base import Environment
 from gdpo_nemo.environments.nemo_gym.client import Cookies, HttpClient
 from gdpo_nemo.environments.nemo_gym.gym_rows import ROW, agent_of, read_row
 from gdpo_nemo.environments.nemo_gym.reward_mapping import read_rules, rewards_of
@@ -32,7 +33,7 @@ class Played:
     rewards: Mapping[str, float | None]
 
 
-class NemoGymAgent:
+class NemoGymAgent(Environment):
     """Episodes of NeMo Gym agents (nemo-gym 0.4 to 0.7), by /run. Their model is the run's own endpoint
     (``rollout.endpoint``): the agent's model server is given its URL as ``base_url`` and
     ``return_token_id_information``.
@@ -45,6 +46,8 @@ class NemoGymAgent:
             attempts at an episode after a transport failure, a 5xx or a 429.
         max_reply_bytes (64 MiB), max_json_depth (100): of a reply, which repeats all tokens in every turn.
     """
+
+    instant = True
 
     plays_with_endpoint = True
     """Its episodes call ``rollout.endpoint``."""

@@ -9,6 +9,7 @@ from typing import Any, Coroutine, Mapping, Sequence, TypeVar
 
 from gdpo_nemo.data.failures import Failure
 from gdpo_nemo.data.records import Prompt, Trajectory, Verdict
+from gdpo_nemo.environments.base import Environment
 from gdpo_nemo.environments.nemo_gym.client import HttpClient
 from gdpo_nemo.environments.nemo_gym.episode import Verifier
 from gdpo_nemo.environments.nemo_gym.gym_rows import read_row
@@ -21,7 +22,7 @@ _T = TypeVar("_T")
 _CLOSE_S = 10.0
 
 
-class NemoGym:
+class NemoGym(Environment):
     """Verdicts of one or many NeMo Gym resource servers (nemo-gym 0.4 to 0.7), by /seed_session and /verify.
 
     Options:
@@ -41,6 +42,8 @@ class NemoGym:
         max_json_depth (100), min_valid (null), straggler_grace_s (5), group_deadline_s (null): see
             ``settings.Limits``.
     """
+
+    instant = True
 
     remote = True
     """Verdicts come from other processes, in bounded time and size: no worker process is needed around this one."""

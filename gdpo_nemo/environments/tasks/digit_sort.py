@@ -11,6 +11,7 @@ import re
 from typing import Any, Mapping, Sequence
 
 from gdpo_nemo.data.records import Trajectory, Verdict
+from gdpo_nemo.environments.base import Environment
 from gdpo_nemo.environments.options import read_options
 from gdpo_nemo.environments.tasks.answers import column
 from gdpo_nemo.errors import ConfigError
@@ -25,7 +26,7 @@ def is_held_out(digits: str) -> bool:
     return sum(int(digit) * 7**place for place, digit in enumerate(digits)) % 10 == 0
 
 
-class DigitSort:
+class DigitSort(Environment):
     """The digit-sorting environment.
 
     Components: ``correctness`` (the last run of digits is the sorted prompt), ``format`` (tags in place), ``length``
@@ -36,6 +37,8 @@ class DigitSort:
     ``length_if_correct`` (false: pay the length only when the answer is right; the raw flag is then reported as
     ``length_flag``).
     """
+
+    instant = True
 
     def __init__(self, options: Mapping[str, Any] | None = None):
         chosen = read_options(

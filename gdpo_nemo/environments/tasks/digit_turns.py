@@ -11,6 +11,7 @@ import random
 import re
 from typing import Any, Mapping
 
+from gdpo_nemo.environments.base import Environment
 from gdpo_nemo.environments.options import read_options
 from gdpo_nemo.environments.tasks.digit_sort import DIGITS, is_held_out
 
@@ -18,11 +19,13 @@ _RUN = re.compile(r"[0-9]+")
 _WELL_FORMED = re.compile(r"<t>[^<>]*</t><a>[^<>]*</a>")
 
 
-class DigitTurns:
+class DigitTurns(Environment):
     """The environment. Components: ``first`` and ``second`` (the share of places that hold the right digit in the
     turn's last run of digits) and ``format`` (the share of turns in form). Option: ``always_two`` (true: a right first
     answer is asked again, too).
     """
+
+    instant = True
 
     reward_names = ("first", "second", "format")
 

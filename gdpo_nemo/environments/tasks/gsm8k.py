@@ -10,6 +10,7 @@ import re
 from typing import Any, Mapping, Sequence
 
 from gdpo_nemo.data.records import Trajectory, Verdict
+from gdpo_nemo.environments.base import Environment
 from gdpo_nemo.environments.options import read_options
 from gdpo_nemo.environments.tasks.answers import (
     column,
@@ -24,7 +25,7 @@ _STRICT_BLOCKS = re.compile(r"<think>.*?</think>\n<answer>.*?</answer>\n?", re.D
 _INTEGER = re.compile(r"[+-]?[0-9]+")
 
 
-class Gsm8k:
+class Gsm8k(Environment):
     """The GSM8K environment.
 
     Components, each 0 or 1: ``correctness`` (the answer equals the part of the gold column behind ``####``),
@@ -34,6 +35,8 @@ class Gsm8k:
     Options: ``gold_key`` (column with the solution, ``answer``), ``time_limit_s`` (2, per parse and comparison) and
     ``strict`` (false; true: exact text comparison, commas kept, ``str.isdigit``, one line break between the blocks).
     """
+
+    instant = True
 
     reward_names = ("correctness", "integer", "format")
     system_prompt = (

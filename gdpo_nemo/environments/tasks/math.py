@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Mapping, Sequence
 
 from gdpo_nemo.data.records import Trajectory, Verdict
+from gdpo_nemo.environments.base import Environment
 from gdpo_nemo.environments.options import read_options
 from gdpo_nemo.environments.tasks.answers import column, hf_math_verify, prepare_math, same_mathematics
 from gdpo_nemo.errors import ConfigError
@@ -12,7 +13,7 @@ from gdpo_nemo.errors import ConfigError
 _VERIFIERS = {"default": same_mathematics, "hf_math_verify": hf_math_verify}
 
 
-class Math:
+class Math(Environment):
     r"""The mathematics environment.
 
     Components, each 0 or 1: ``correctness`` (the final answer equals the gold one; math-verify prefers what is in
@@ -21,6 +22,8 @@ class Math:
     Options: ``gold_key`` (column with the gold answer, ``answer``), ``time_limit_s`` (2, per parse and comparison) and
     ``math_verify_impl`` (``default``, or ``hf_math_verify``: to the letter as NeMo-RL's verifier of that name).
     """
+
+    instant = True
 
     reward_names = ("correctness", "format")
     system_prompt = r"Reason step by step and put the final answer, and nothing else, inside \boxed{}."

@@ -13,6 +13,7 @@ from typing import Any, Mapping, Sequence
 
 from gdpo_nemo.config.messages import first_line, nearest
 from gdpo_nemo.data.records import Outcome, Trajectory, Verdict
+from gdpo_nemo.environments.base import Environment
 from gdpo_nemo.environments.options import read_options
 from gdpo_nemo.environments.tasks.answers import column, has_think_and_answer, tagged_answer
 from gdpo_nemo.environments.verdicts import reward_value
@@ -25,7 +26,7 @@ _ABSENT = (
 )
 
 
-class ReasoningGym:
+class ReasoningGym(Environment):
     """One reasoning-gym task.
 
     Components: ``correctness`` (the library's score, mostly 0 to 1) and ``format`` (0 or 1: a think block and an answer
@@ -36,6 +37,8 @@ class ReasoningGym:
     Raises:
         ConfigError: the library is not installed (it is an extra, because it needs a compiler), or no task is named.
     """
+
+    instant = True
 
     reward_names = ("correctness", "format")
     system_prompt = (

@@ -11,7 +11,7 @@ from typing import Any, Callable, Mapping, Sequence
 from gdpo_nemo.config.messages import first_line, nearest
 from gdpo_nemo.config.objects import load_object
 from gdpo_nemo.data.records import Outcome, Trajectory, Verdict
-from gdpo_nemo.environments.base import Failure
+from gdpo_nemo.environments.base import Environment, Failure
 from gdpo_nemo.environments.options import read_options
 from gdpo_nemo.environments.verdicts import reward_value
 from gdpo_nemo.errors import ConfigError, RunError
@@ -47,7 +47,7 @@ class _RewardFunction:
         return f"reward function {self.name!r} ({self.reference})"
 
 
-class Functions:
+class Functions(Environment):
     """An environment made of reward functions.
 
     Options:

@@ -13,6 +13,7 @@ from collections import Counter
 from typing import Any, Iterable, Mapping, Sequence
 
 from gdpo_nemo.data.records import Trajectory, Verdict
+from gdpo_nemo.environments.base import Environment
 from gdpo_nemo.environments.options import read_options
 from gdpo_nemo.environments.tasks.answers import column
 
@@ -25,7 +26,7 @@ _RESPONSE = r"<response>.*?</response>"
 Call = Mapping[str, Any]
 
 
-class ToolCalling:
+class ToolCalling(Environment):
     """The tool-calling environment, for rows in the manner of RLLA (a chat prompt and a ``ground_truth``).
 
     Components: ``format`` (the blocks the ground truth has, in order and on their own lines) and ``correctness``.
@@ -33,6 +34,8 @@ class ToolCalling:
 
     Option: ``gold_key`` (column with the ground truth, ``ground_truth``).
     """
+
+    instant = True
 
     reward_names = ("correctness", "format")
 
