@@ -1,1 +1,2 @@
+"""Verifiers of completions: the contract, the tasks, their worker processes, and NeMo Gym's servers."""
 
