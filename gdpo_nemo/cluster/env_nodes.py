@@ -167,9 +167,8 @@ class EnvironmentNodes:
                 if ray.wait([ref], timeout=0)[0]:
                     break
                 gather([actor.process_location.remote()], f"a sign of life of {owner}", _LOOK_S, owner)
-        return gather([ref], what, _LOOK_S, owner)[
-            0
-        ]  # WaitExpired came from inside the actor (raise it here), or the answer has just come
+        # Either WaitExpired came from inside the actor, and is raised again here, or the answer has just come.
+        return gather([ref], what, _LOOK_S, owner)[0]
 
     def _replace(self, place: int, dead: Any, error: WorkerDied) -> None:
         with self._lock:

@@ -75,7 +75,7 @@ class PolicyRank(StreamingRank):
 
         self.policy = Policy(config, folder, chosen, total_updates, reference, seed)
         with self.policy.optimizer_on_device():
-            pass  # leaving the block offloads it, where that is configured: engines need the room before the first update
+            pass  # leaving the block offloads it, if configured: engines need the room before the first update
         return sum(p.numel() for chunk in self.policy.chunks for p in chunk.parameters())
 
     def train(self, sequences, assignment, settings):
