@@ -19,7 +19,7 @@ def endings() -> tuple[signal.Signals, ...]:
 
 @contextlib.contextmanager
 def answered_by(handler: Callable[[int, object], None], *also: signal.Signals) -> Iterator[None]:
-    """``handler`` answers ``endings()`` and the signals in ``also``, for as long as the block runs."""
+    """Handle ``endings()`` and the signals in ``also`` with ``handler`` while the block runs."""
     before = {number: signal.signal(number, handler) for number in (*endings(), *also)}
     try:
         yield
@@ -35,6 +35,7 @@ def hangups_held() -> Iterator[None]:
     A terminal that goes away signals every process of the foreground group. The workers must outlive that, or there is
     nothing left to make the last checkpoint of.
     """
+    # The signal mask is per thread, and the kernel may deliver to any thread: blocking it elsewhere would hold nothing.
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -51,7 +52,7 @@ def leave_lost_terminal() -> None:
         try:
             termios.tcgetattr(stream)
         except termios.error as error:
-            if error.args[0] == errno.EIO:  # a file or a pipe is ENOTTY
+            if error.args[0] == errno.EIO:  # hung up; a file or a pipe gives ENOTTY and stays as it is
                 nowhere = os.open(os.devnull, os.O_WRONLY)
                 os.dup2(nowhere, stream)
                 os.close(nowhere)

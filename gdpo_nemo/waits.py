@@ -18,11 +18,12 @@ class Wait:
 
     what: str
     owner: str
-    """Whom it waits for: ``policy``, ``engine 0``, ``environments``, ``rollouts``."""
+    """The component that has to answer: ``policy``, ``engine 0``, ``environments``, ``rollouts``."""
     since: float
     deadline: float | None
 
 
+# Of the whole process, not of one run: the status thread and `doctor` read it without a reference to the run.
 _waits: dict[int, Wait] = {}
 _numbers = itertools.count()
 _lock = threading.Lock()
@@ -31,7 +32,7 @@ _lock = threading.Lock()
 @contextlib.contextmanager
 def waiting(what: str, owner: str, timeout_s: float | None = None) -> Iterator[None]:
     """Make the wait that happens inside the block known."""
-    now = time.time()
+    now = time.time()  # wall clock, not monotonic: other processes read these times in status.json
     number = next(_numbers)
     with _lock:
         _waits[number] = Wait(what, owner, now, None if timeout_s is None else now + timeout_s)
@@ -49,8 +50,9 @@ def current() -> list[Wait]:
 
 
 class WaitExpired(RunError):
-    """A deadline passed; ``waits`` is what was waited for at that moment."""
+    """A deadline passed; ``waits`` are the waits under way at that moment."""
 
     def __init__(self, message: str):
         super().__init__(message)
+        # Taken here: by the time somebody handles the error, the ``with`` blocks have removed their waits.
         self.waits = current()

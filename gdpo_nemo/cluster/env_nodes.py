@@ -1,8 +1,8 @@
-"""Environments on nodes of their own: on each an actor that holds the worker pools, fed by the driver.
+"""Environments on separate nodes: an actor on each holds the worker pools and is called by the driver.
 
-Inside the actor everything is as it is in the driver otherwise: worker processes, time limits, typed verdicts. What
-comes on top is that the actor itself may be lost; then another takes its place on the same node and is asked again.
-Environments that are clients of servers stay with the driver.
+Inside the actor everything is as it otherwise is in the driver: worker processes, time limits, typed verdicts. An actor
+that dies is replaced on the same node, and its call is repeated. Environments that are clients of servers stay in the
+driver.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from gdpo_nemo.errors import ConfigError, RunError
 from gdpo_nemo.waits import WaitExpired
 
 _CALLS = 64
-"""Calls that one actor answers at a time."""
+"""Concurrent calls of one actor: the driver's few, and always room for the sign of life, which must not queue."""
 _LOOK_S = 60.0
-"""How long an actor may be silent before it is asked whether it lives, and how long it may take to say so."""
+"""Silence after which an actor is asked for a sign of life, and the limit for that answer."""
 _REPLACEMENTS = 3
 
 
@@ -44,7 +44,7 @@ class EnvironmentHost:
 
     def __init__(self, folder: str, environments: Mapping[str, Any], workers: int, timeout_s: float, seed: int):
         os.chdir(folder)
-        # A spawned worker runs its parent's main program again, which here is Ray's.
+        # multiprocessing's spawn imports the parent's main file again in every worker; here that would be Ray's.
         sys.modules["__main__"].__file__ = None
         self._pools = EnvironmentPools(environments, workers, timeout_s, seed)
 
@@ -62,7 +62,7 @@ class EnvironmentHost:
 
 
 class EnvironmentNodes:
-    """The same as ``EnvironmentPools``, with the workers on the nodes that ``cluster.env_nodes`` asks for.
+    """``EnvironmentPools`` with the workers on the nodes of ``cluster.env_nodes``.
 
     Raises:
         ConfigError: no environment of the config has workers.
@@ -95,6 +95,7 @@ class EnvironmentNodes:
                 section |= {name: options} if SHARED in load else {}
             elif name in load:
                 section[name] = {**options, "num_workers": load[name]}
+        # One thread: the workers, a process each, inherit this, and there are as many of them as the node is to bear.
         environment = {**thread_environment(1), "CUDA_VISIBLE_DEVICES": ""}
         options = dict(num_cpus=0, max_concurrency=_CALLS, runtime_env={"env_vars": environment})
         actor = ray.remote(EnvironmentHost).options(**options, **self._placement.on(self._nodes[index]))
@@ -128,12 +129,12 @@ class EnvironmentNodes:
         return [answers[index] for index in range(len(asked))]
 
     def _parts(self, asked: Sequence[Any]) -> dict[int | None, list[int]]:
-        """Indices of what goes to each node, in proportion to its workers; under None what stays here."""
+        """Indices by node, in proportion to its workers; None is the driver itself."""
         pools: dict[Any, list[int]] = {}
         parts: dict[int | None, list[int]] = {None: []}
         for index, item in enumerate(asked):
             name = item.prompt.environment
-            if name not in self._local:  # a client of servers, or unknown, which is refused there
+            if name not in self._local:  # a client of servers; or unknown, which the driver's pool refuses
                 parts[None].append(index)
                 continue
             own = self._local[name].get("num_workers") is not None
@@ -156,7 +157,7 @@ class EnvironmentNodes:
         raise RunError(f"environment node {place}: its process died {1 + _REPLACEMENTS} times in a row")
 
     def _wait(self, place: int, actor: Any, ref: Any) -> list:
-        """The answer; the pools inside keep their own deadlines, so what is watched here is whether the actor lives."""
+        """Wait for the answer. The pools inside enforce the deadlines; this only watches whether the actor lives."""
         owner = f"environment node {place}"
         what = f"verdicts of {', '.join(self._local)}"
         while True:
@@ -166,7 +167,8 @@ class EnvironmentNodes:
                 if ray.wait([ref], timeout=0)[0]:
                     break
                 gather([actor.process_location.remote()], f"a sign of life of {owner}", _LOOK_S, owner)
-        return gather([ref], what, _LOOK_S, owner)[0]  # the deadline was one inside the actor, or it answered just now
+        # Either WaitExpired came from inside the actor, and is raised again here, or the answer has just come.
+        return gather([ref], what, _LOOK_S, owner)[0]
 
     def _replace(self, place: int, dead: Any, error: WorkerDied) -> None:
         with self._lock:
@@ -176,7 +178,7 @@ class EnvironmentNodes:
                 self._actors[place] = self._start(place)
 
     def close(self) -> None:
-        """End the actors, and with them their workers. A ``verify`` under way in another thread raises RunError."""
+        """End the actors and their workers. A ``verify`` under way in another thread raises RunError."""
         with self._lock:
             self._closed = True
         self._here.close()
@@ -185,13 +187,13 @@ class EnvironmentNodes:
 
 
 def divide(indices: Sequence[int], shares: Sequence[int], group_of) -> list[list[int]]:
-    """``indices`` in as many parts as there are ``shares``, about in their proportion, neighbours of one group
-    together."""
+    """Split ``indices`` into one part per share, roughly in proportion; neighbours of one group stay together."""
     bounds = np.cumsum(shares) * len(indices) / sum(shares)
     parts: list[list[int]] = [[] for _ in shares]
     done = 0
     for _, members in groupby(indices, key=group_of):
         group = list(members)
+        # By its middle, so that a group on a boundary goes to the part that holds most of it.
         parts[int(np.searchsorted(bounds, done + len(group) / 2))] += group
         done += len(group)
     return parts

@@ -1,4 +1,4 @@
-"""The engines as the driver sees them: requests are spread, a dead engine is replaced, its requests are drawn again."""
+"""The engines as the driver sees them: spread requests, replace a dead engine, sample its requests again."""
 
 from __future__ import annotations
 
@@ -20,19 +20,20 @@ from gdpo_nemo.generation.requests import CompletionBatch, FinishedRequest, Samp
 from gdpo_nemo.weights.buckets import PeerLost
 
 _START_S = 900.0
+"""vLLM loads the model, profiles memory and captures graphs before it answers."""
 _REPLACEMENTS = 3
-"""Times that an engine may be replaced without a completion in between, and that a delivery of weights may fail, before
-the run gives up."""
+"""Times that an engine may be replaced without a completion in between, and that a weight update may fail, before the
+run gives up."""
 
 
 @dataclass
 class Share:
-    """What one engine was asked of a call."""
+    """The part of a call that one engine samples."""
 
     engine: int
     requests: list[SampleRequest]
     actor: "ray.ActorHandle"
-    """Who was asked. An engine that has died since may have been replaced already, by whoever noticed first."""
+    """The actor that received them. If it died, another thread may have replaced it in the fleet already."""
     answer: "ray.ObjectRef"
 
 
@@ -46,19 +47,19 @@ class Ticket:
 
 @dataclass
 class InflightRequests:
-    """Requests that one engine draws side by side; others may join them at any time."""
+    """Requests that one engine samples concurrently; others may join at any time."""
 
     engine: int
     requests: dict[str, tuple[SampleRequest, Sampling]] = field(default_factory=dict)
-    """By name; names are never used twice."""
+    """By name; a name is never reused, so a late answer cannot belong to a newer request."""
     actor: "ray.ActorHandle | None" = None
-    """Who draws them."""
+    """The actor that samples them."""
 
 
 class EngineFleet:
     """vLLM engines in Ray actors. Constructing it starts them; ``ready`` waits.
 
-    A call is submitted in one thread and may be collected in another. Actors work in the order of submission, so
+    A call may be submitted in one thread and collected in another. Actors execute calls in the order of submission, so
     weights published after a submission cannot reach its samples.
 
     Args:
@@ -73,12 +74,13 @@ class EngineFleet:
         self._placement = placement or here(config)
         self._devices = devices or ()
         self._timeout_s = config.rollout.generation_timeout_s
+        # Reentrant: ``_collect_share`` holds it around ``_replace_dead``, which takes it, too.
         self._lock = threading.RLock()
         self._deaths: Counter[int] = Counter()
-        """Of each engine, since its last completion."""
+        """By engine, since its last completion."""
         self._asleep = False
         self._weights: Transport | None = None
-        """Brings the newest weights to engines that have to start again."""
+        """Holds the newest weights, for engines that are replaced."""
         self._locations: dict[int, "ray.ObjectRef"] = {}
         self._actors = [self._start(i) for i in range(config.policy.generation.engines)]
 
@@ -92,10 +94,11 @@ class EngineFleet:
         environment |= self._placement.environment(node)
         shared = self._placement.places.shared
         if shared and not on_cpu:
-            # Ray has given these GPUs to the policy and knows of no second user; several cannot be had in fractions.
+            # Ray has assigned these GPUs to the policy and tracks one owner; fractions exist for one GPU only, not for
+            # the several of a tensor-parallel engine. So ask Ray for none and name them.
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(self._devices[rank] for rank in shared[index])
         actor = ray.remote(Engine).options(
-            num_cpus=0,
+            num_cpus=0,  # threads are ours to divide; Ray would queue actors where cores are fewer than processes
             num_gpus=0 if on_cpu or shared else vllm.tensor_parallel_size,
             runtime_env={"env_vars": environment},
             **self._placement.on(node),
@@ -123,7 +126,7 @@ class EngineFleet:
         gather([a.__ray_ready__.remote() for a in self._actors], "starting the vLLM engines", _START_S, "engine")
 
     def sleep(self) -> None:
-        """Let the engines give their memory back, after the calls they were given before."""
+        """Let the engines release their memory once the calls submitted before are done."""
         with self._lock:
             self._asleep = True
             waiting = [actor.sleep.remote() for actor in self._actors]
@@ -131,11 +134,10 @@ class EngineFleet:
                 try:
                     gather([ref], "putting the engines to sleep", self._timeout_s, f"engine {index}")
                 except WorkerDied:
-                    continue  # it holds nothing any more; ``wake`` replaces it
+                    continue  # a dead engine holds no memory; ``wake`` replaces it
 
     def wake(self, what: str) -> None:
-        """Let the engines take memory for ``weights`` or ``kv_cache``; one that is gone is replaced, and is wholly
-        awake."""
+        """Let the engines allocate ``weights`` or ``kv_cache`` again; a dead one is replaced by one that has both."""
         with self._lock:
             waiting = [actor.wake.remote(what) for actor in self._actors]
             for index, ref in enumerate(waiting):
@@ -148,9 +150,10 @@ class EngineFleet:
             self._asleep = what != "kv_cache"
 
     def submit(self, requests: Sequence[SampleRequest], sampling: Sampling, engine: int | None = None) -> Ticket:
-        """Start drawing; consecutive requests of one prompt stay together, for the engine's prefix cache.
+        """Start sampling; consecutive requests of one prompt stay together, for the engine's prefix cache.
 
-        ``engine`` gives all of them to that one.
+        Args:
+            engine: the number of the engine that samples all of them; None spreads them evenly.
         """
         with self._lock:
             bounds = np.linspace(0, len(requests), len(self._actors) + 1).astype(int)
@@ -168,10 +171,9 @@ class EngineFleet:
     def advance(
         self, drawing: InflightRequests, new: Mapping[str, tuple[SampleRequest, Sampling]]
     ) -> list[FinishedRequest]:
-        """Let an engine take requests to those it draws, and work for a moment; what was done is no longer in
-        ``drawing``.
+        """Add requests to an engine and let it run a few steps; finished ones are removed from ``drawing``.
 
-        An engine that has been started again is given all of them again, with their seeds.
+        A replaced engine receives all of them again, with their seeds.
 
         Raises:
             RunError: the deadline passed, or engines kept dying.
@@ -188,7 +190,7 @@ class EngineFleet:
             except WorkerDied as error:
                 self._replace_dead(drawing.engine, actor, error)
                 continue
-            if drawn:  # a moment of work that ends without a completion proves nothing
+            if drawn:  # steps without a completion do not show that the engine is sound
                 self._deaths[drawing.engine] = 0
             for done in drawn:
                 drawing.requests.pop(done.name, None)
@@ -222,12 +224,11 @@ class EngineFleet:
                     share = self._ask(share.engine, share.requests, sampling)
 
     def _replace_dead(self, index: int, dead, error: WorkerDied) -> None:
-        """Start another engine in the place of ``dead``, with the newest weights. Raises RunError while engines
-        sleep."""
+        """Replace ``dead`` by an engine with the newest weights. Raises RunError while the engines sleep."""
         with self._lock:
-            if self._asleep:  # its memory is the policy's now, and the policy may be training
+            if self._asleep:  # the policy uses that memory now; an engine that starts would run out of it
                 raise RunError(f"engine {index} died while it slept; it cannot sample: {error}") from error
-            if self._actors[index] is dead:  # an update may have found it dead before and replaced it
+            if self._actors[index] is dead:  # otherwise a weight update found it first and replaced it
                 self._replace(index, error)
                 self._deliver_all([index])
 
@@ -238,26 +239,27 @@ class EngineFleet:
         self._actors[index] = self._start(index)
 
     def update(self, weights: Transport) -> None:
-        """Give every engine what ``weights`` was loaded with, after the calls it was given before."""
+        """Give every engine the weights that the transport holds, after the calls submitted before."""
         with self._lock:
             self._weights = weights
             self._deliver_all(range(len(self._actors)))
 
     def _deliver_all(self, engines: Iterable[int]) -> None:
-        """Bring the newest weights to engines, again to those that were lost meanwhile."""
+        """Deliver the newest weights to engines, again to those that died meanwhile."""
         left = list(engines)
         failures = 0
         while left and self._weights is not None:
             before = list(self._actors)
             left = self._deliver(self._weights, left)
-            # Deaths are counted by ``_replace``; several engines may die, one after the other.
+            # A round in which an engine was replaced is counted there (``_replace``), per engine: several may die one
+            # after the other. Here count only rounds that failed with every engine alive.
             failures += bool(left) and all(map(operator.is_, before, self._actors))
             if failures > _REPLACEMENTS:
                 raise RunError(f"new weights did not reach the engines in {failures} attempts")
 
     def _deliver(self, weights: Transport, engines: list[int]) -> list[int]:
         """One delivery; returns the engines that need another."""
-        # Each must have come to it before the sender starts, which does not wait for long.
+        # Every engine must have finished its earlier calls before the sender starts: its own deadline is short.
         waiting = [(index, self._actors[index].expect.remote(weights.manifest)) for index in engines]
         for index, ref in waiting:
             try:
@@ -270,7 +272,7 @@ class EngineFleet:
         if sent:
             try:
                 gather(sent, "sending weights", self._timeout_s, "policy")
-            except PeerLost:  # Which engine is gone, their own answers tell.
+            except PeerLost:  # it does not say which engine is gone; their own answers below do
                 again = list(engines)
         for index, ref in zip(engines, refs):
             try:

@@ -29,7 +29,7 @@ class PolicyRank(StreamingRank):
         self.rank = rank
         self.world_size = world_size
         self._listener: socket.socket | None = None
-        # Ray shows each actor its own GPU as device 0.
+        # Ray's CUDA_VISIBLE_DEVICES holds the actor's own GPU alone, so it is device 0 whatever the rank.
         os.environ["LOCAL_RANK"] = "0"
 
     def process_location(self) -> tuple[str, int]:
@@ -41,9 +41,9 @@ class PolicyRank(StreamingRank):
         return ",".join(ray.get_runtime_context().get_accelerator_ids().get("GPU", []))
 
     def rendezvous(self) -> str:
-        """A torch URL on this rank's machine where the ranks can meet."""
+        """Open a socket and return the torch URL at which the ranks meet."""
         host = ray.util.get_node_ip_address()
-        # Kept open until the ranks meet on it: a port that is only looked up may be somebody else's by then.
+        # Kept open and handed to torch: another process could take a port that is only looked up.
         self._listener = socket.create_server((host, 0), backlog=self.world_size + 1)
         return f"tcp://{host}:{self._listener.getsockname()[1]}"
 
@@ -58,10 +58,11 @@ class PolicyRank(StreamingRank):
         several_nodes: bool,
     ) -> int:
         """Join the process group and build the model; returns the number of parameters on this rank."""
-        # gloo would else take the address that the host's name has, which often is its loopback.
+        # By default gloo binds the address that the host name resolves to, often the loopback.
         interface = interface_of(ray.util.get_node_ip_address())
         if several_nodes and interface:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        # Not at the top: the driver imports this module, and Megatron may only be imported after ``prepare``.
         from gdpo_nemo.megatron import runtime
 
         chosen = runtime.prepare()
@@ -74,7 +75,7 @@ class PolicyRank(StreamingRank):
 
         self.policy = Policy(config, folder, chosen, total_updates, reference, seed)
         with self.policy.optimizer_on_device():
-            pass  # where it is kept in host memory between updates, so it is before the first one
+            pass  # leaving the block offloads it, if configured: engines need the room before the first update
         return sum(p.numel() for chunk in self.policy.chunks for p in chunk.parameters())
 
     def train(self, sequences, assignment, settings):
@@ -87,12 +88,12 @@ class PolicyRank(StreamingRank):
         return self.policy.logprobs(sequences, assignment, reference, temperature)
 
     def pack_weights(self, version: int):
-        """(manifest, flat buffer) of ``Policy.update`` on rank 0; the other ranks take part and return nothing."""
+        """Return (manifest, flat buffer) of ``Policy.update`` on rank 0, (None, None) on the other ranks."""
         from gdpo_nemo.weights.manifest import pack
 
         if self.rank == 0:
             return pack(self.policy.update(), version, self.policy.adapters)
-        for _ in self.policy.update():
+        for _ in self.policy.update():  # its collectives need every rank
             pass
         return None, None
 
@@ -109,10 +110,10 @@ class PolicyRank(StreamingRank):
         files.write(folder, *self._held, bucket_bytes)
 
     def release(self) -> None:
-        """Give memory that is cached on the GPU back to it, for the engine beside."""
+        """Release torch's cached GPU memory, for the engine that shares the device."""
         import torch
 
-        torch.cuda.empty_cache()  # nothing to do where CUDA is not
+        torch.cuda.empty_cache()  # does nothing without CUDA
 
     def begin_save(self, folder: str, background: bool) -> None:
         """Start this rank's part of a checkpoint."""
@@ -125,7 +126,7 @@ class PolicyRank(StreamingRank):
         return self._save.is_written
 
     def finish_save(self) -> None:
-        """Complete the checkpoint that was begun, and check it."""
+        """Complete the checkpoint of ``begin_save`` and check it."""
         self._save.finish()
         del self._save
 
@@ -140,7 +141,7 @@ class PolicyRank(StreamingRank):
         return self.policy.next_learning_rate()
 
     def export(self, folder: str) -> None:
-        """Write the weights as a Hugging Face folder (rank 0), and LoRA's adapter as ``adapter`` beside it."""
+        """Write the weights as a Hugging Face folder (rank 0), and LoRA's adapter as ``adapter`` next to it."""
         from gdpo_nemo.megatron.hf_files import write_model
         from gdpo_nemo.weights.folder import write_adapter
 
@@ -166,9 +167,10 @@ def layout_ranks(layout: MegatronConfig) -> int:
 
 
 class PolicyGroup:
-    """All ranks of the policy. Constructing it starts the actors; ``ready`` waits until the model stands on each.
+    """All ranks of the policy. Constructing it starts the actors; ``ready`` waits until each has built the model.
 
-    Building starts at once, unless engines share the devices: these measure free memory at their start, and come first.
+    Building starts at once, unless engines share the devices: vLLM measures free memory at its start and has to come
+    first.
     """
 
     def __init__(self, config: Config, folder: str, total_updates: int, placement: Placement | None = None):
@@ -182,6 +184,7 @@ class PolicyGroup:
         self._quadratic = attention_cost(json.loads((Path(folder) / "config.json").read_text()))
         world = layout_ranks(self.layout)
         on_gpu = config.cluster.gpus_per_node > 0
+        # By the fullest node for all ranks: they run in lockstep, so more threads elsewhere would gain nothing.
         crowd = max(placement.places.policy_on(node) for node in nodes)
         threads = config.policy.num_threads or max(1, cores(config.cluster) // crowd)
         environment = thread_environment(threads)
@@ -229,13 +232,14 @@ class PolicyGroup:
 
     @property
     def _multiple(self) -> int:
-        """What each sequence is padded to: two chunks per context-parallel rank."""
+        """What each sequence is padded to: Megatron gives every context-parallel rank two chunks, one from each end, so
+        that causal attention costs them the same."""
         context = self.layout.context_parallel_size
         return 2 * context if context > 1 else 1
 
     @property
     def _chunks(self) -> int:
-        """What the number of micro-batches is a multiple of: the stages, where they are interleaved."""
+        """What the number of micro-batches must divide by: the pipeline stages, if Megatron interleaves them."""
         return self.layout.pipeline_model_parallel_size if self.layout.virtual_pipeline_model_parallel_size else 1
 
     def _assign(self, sequences: Sequence[TrainSequence]):
@@ -245,14 +249,14 @@ class PolicyGroup:
         return assign(
             lengths,
             self.layout.data_parallel_size or 1,
-            max(self.config.micro_batch_tokens, max(lengths)),
+            max(self.config.micro_batch_tokens, max(lengths)),  # the longest sequence has to fit into a micro-batch
             self._chunks,
             self._quadratic,
         )
 
     def train(self, sequences: list[TrainSequence], settings) -> UpdateResult:
-        """One optimizer update."""
-        batch = ray.put(sequences)
+        """Run one optimizer update."""
+        batch = ray.put(sequences)  # once into the object store; as an argument it would be copied for every rank
         assignment = self._assign(sequences)
         result = self._call("train", batch, assignment, settings, what="training")[0]
         layout = self.layout
@@ -301,15 +305,15 @@ class PolicyGroup:
         return self._call("outline_weights", what="exporting weights")[0]
 
     def begin_save(self, folder: Path, background: bool = False) -> None:
-        """Start a checkpoint; in the ``background`` the ranks are free again once they hold a copy of their state."""
+        """Start a checkpoint; with ``background`` it returns once the ranks hold a copy of their state."""
         self._call("begin_save", str(folder), background, what=f"writing {folder}")
 
     def save_is_written(self) -> bool:
-        """Whether the files of the checkpoint that was begun are all on disk."""
-        return all(self._call("save_is_written", what="asking after a checkpoint"))
+        """Whether all files of the checkpoint of ``begin_save`` are on disk."""
+        return all(self._call("save_is_written", what="polling a checkpoint"))
 
     def finish_save(self) -> None:
-        """Wait for the checkpoint that was begun, complete it and check it."""
+        """Wait for the checkpoint of ``begin_save``, complete it and check it."""
         self._call("finish_save", what="completing a checkpoint")
 
     def save(self, folder: Path) -> None:

@@ -1,10 +1,10 @@
-"""A few sequences that tell whether an engine holds the policy's weights, or whether the two only round differently.
+"""A few sequences that show whether an engine holds the policy's weights, or whether the two only round differently.
 
-Policy and engine compute with different kernels, so their log-probs differ a little where the weights are equal: some
-1e-6 in float32, a few 1e-2 in bfloat16, where a logit of 16 to 32 is known to an eighth. How much depends on the model
-and the machine, so it is measured: at the start both have loaded the model's folder, each by its own loader, and
+Policy and engine compute with different kernels, so their log-probs differ slightly even with equal weights: by some
+1e-6 in float32, by a few 1e-2 in bfloat16, whose spacing between 16 and 32 is an eighth. How much depends on the model
+and the machine, so it is measured: at the start both have loaded the model's folder, each with its own loader, and
 nothing was published. The same tokens are compared after every publication, and a difference several times that large
-is no rounding.
+is not rounding.
 """
 
 from __future__ import annotations
@@ -24,14 +24,16 @@ PROMPTS = 4
 _LONGEST_PROMPT = 128
 _SAMPLED = 16
 _DRAWN = 8
-"""Tokens: the last ones of a prompt, its continuation by the model, and others from all over the vocabulary."""
+"""Tokens of a probe: the end of a prompt, the model's continuation, and uniform draws from the vocabulary."""
 _CAP = 1.0
-"""Nats that one token may count: a single outlier, as a router that chooses another expert makes, is no other model."""
+"""Largest difference in nats that one token may contribute: a router that picks another expert on a near tie makes an
+outlier, not another model."""
 MARGIN = 4.0
+"""Times the difference at the start: rounding varies with the weights, so the next difference may exceed the first."""
 LEAST = {"float32": 1e-4, "bfloat16": 1e-2}
-"""The smallest limit: below it rounding would be judged by a few units of the last place."""
+"""The smallest limit: ``MARGIN`` times a floor near 0 would be a few units of the last place."""
 MOST = {"float32": 1e-2, "bfloat16": 2.5e-1}
-"""A start that is worse is none: two middle layers of a 135 M model swapped make 0.4 to 0.6."""
+"""The largest difference accepted at the start: swapping two middle layers of a 135 M model makes 0.4 to 0.6."""
 
 
 class Probe:
@@ -51,16 +53,15 @@ class Probe:
 
     @classmethod
     def sampled(cls, fleet: EngineFleet, prompts: Sequence[np.ndarray], vocabulary: int, longest: int) -> Probe:
-        """Continuations of prompts (int32 [tokens] each) by the weights that the engines hold now, and what they give
-        to them.
+        """Make a probe from prompts (int32 [tokens] each), continued by the engines, and record the engines' log-probs.
 
-        The model's own words are what training sees, but a model grows sure of them, and knows little of its vocabulary
-        by them; so tokens drawn evenly from all of it follow.
+        Training sees the model's own continuations, but their probabilities approach 1 and they cover little of the
+        vocabulary; so tokens drawn uniformly from all of it follow.
 
         Args:
             longest: tokens that fit into the engines' context.
         """
-        room = longest - 1  # scoring goes on for one token
+        room = longest - 1  # vLLM samples one token more when it scores a prompt
         cut = [prompt[-min(_LONGEST_PROMPT, max(1, room // 2)) :] for prompt in prompts]
         sampling = Sampling(1.0, 1.0, -1, max(1, min(_SAMPLED, room // 3)))
         requests = [SampleRequest(prompt, seed) for seed, prompt in enumerate(cut)]
@@ -84,15 +85,14 @@ class Probe:
         ]
 
     def by_policy(self, policy: PolicyGroup) -> np.ndarray:
-        """float32 [tokens]: log-probs of all completions. The engines score at temperature 1, so the policy must
-        too."""
+        """float32 [tokens]: log-probs of all completions, at temperature 1, at which the engines score."""
         return np.concatenate(policy.logprobs(self.sequences, temperature=1.0))
 
     def calibrate(self, policy: PolicyGroup, config: Config) -> None:
-        """Measure how far apart policy and engines are on the model that both have loaded, and set the limit.
+        """Measure how far policy and engines differ on the model that both have loaded, and set the limit.
 
         Raises:
-            RunError: so far that they cannot have read the same model, or cannot compute it alike.
+            RunError: too far for the same model computed alike.
         """
         precision = config.policy.precision
         given = config.policy.generation.parity_limit
@@ -108,7 +108,7 @@ class Probe:
         self.limit = max(LEAST[precision], MARGIN * self.floor) if given is None else given
 
     def verify(self, policy: PolicyGroup, fleet: EngineFleet, version: int) -> float:
-        """The mean difference of the engine that is farthest from the policy.
+        """Return the mean difference of the engine farthest from the policy.
 
         Raises:
             RunError: it is above the limit, or no limit is known yet.

@@ -1,9 +1,9 @@
 """Ends what a dead driver left behind.
 
-The driver starts this file as a small process of its own and holds the other end of its standard input. However the
-driver ends, kill -9 included, that end closes; then every process that carries the run's mark in its environment
-(Ray's servers and agents, actors, verifiers: all inherit it) gets a moment to end by itself and is killed after that.
-Last it removes the folder of their temporary files, and the shared memory that they had by name.
+The driver starts this file as a separate small process and holds the other end of its standard input. However the
+driver ends, kill -9 included, that end closes; then every process with the run's mark in its environment (Ray's
+servers and agents, actors, verifiers: all inherit it) gets a few seconds to exit and is then killed. Finally the
+watcher removes their temporary folder and their named shared memory.
 It uses the standard library only and reads /proc, so it starts in milliseconds.
 """
 
@@ -25,9 +25,9 @@ MARK = "GDPO_NEMO_RUN"
 _GRACE_S = 3.0
 _LOOK_S = 1.0
 _LOOKS_AT_MEMORY = 10
-"""Looks at the processes between two at their memory."""
+"""Scans of the processes per scan of their memory maps, which are long."""
 _SHARED = re.compile(rb"(/dev/shm/(?:sem\.mp-|psm_|vllm_dist_|gdpo_nemo_)\S+)$", re.MULTILINE)
-"""What multiprocessing, vLLM and we name there; a process that is killed leaves it."""
+"""Names that multiprocessing, vLLM and this project use; the kernel keeps such memory when its process is killed."""
 
 
 class Reaper:
@@ -40,17 +40,19 @@ class Reaper:
     def __init__(self, scratch: str):
         self.mark = uuid.uuid4().hex
         os.environ[MARK] = self.mark
+        # The watcher is not one of the processes to end.
         environment = {k: v for k, v in os.environ.items() if k != MARK}
+        # -S -E: no site-packages, so that it starts at once and no environment variable of the user can break it.
         self._process = subprocess.Popen(
             [sys.executable, "-S", "-E", os.path.abspath(__file__), self.mark, scratch],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             env=environment,
-            start_new_session=True,  # a Ctrl-C in the terminal is for the driver
+            start_new_session=True,  # Ctrl-C in the terminal must reach the driver only
         )
 
     def close(self) -> None:
-        """Let the watcher end what is still there, and wait for it."""
+        """Let the watcher end the processes that are left, and wait for it."""
         os.environ.pop(MARK, None)
         if self._process.stdin is not None:
             self._process.stdin.close()
@@ -68,7 +70,7 @@ def marked(mark: str) -> set[int]:
                 if wanted in file.read().split(b"\0"):
                     found.add(pid)
         except OSError:
-            continue  # it ended meanwhile, or belongs to somebody else
+            continue  # it ended meanwhile, or belongs to another user
     return found
 
 
@@ -80,6 +82,7 @@ def _stat(pid: int) -> tuple[int, int] | None:
     """(parent, start time) of a process that runs; None when it is gone or a zombie."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
+            # After the last ")": the command's name stands in parentheses and may hold spaces and parentheses itself.
             fields = file.read().rpartition(b")")[2].split()
     except OSError:
         return None
@@ -99,7 +102,7 @@ def family(mark: str) -> dict[int, int]:
 
 
 def _ends_with_its_users(pid: int) -> bool:
-    """Whether this is multiprocessing's resource tracker: it tidies up after its last user and ends by itself."""
+    """Whether this is multiprocessing's resource tracker, which cleans up after its last user and then exits."""
     try:
         with open(f"/proc/{pid}/cmdline", "rb") as file:
             return b"multiprocessing.resource_tracker" in file.read()
@@ -129,12 +132,13 @@ def _inode(path: str) -> int | None:
 
 def _remove(shared: set[tuple[str, int]]) -> None:
     for path, inode in shared:
-        if _inode(path) == inode:  # not tidied up by its users, and no other by that name
+        if _inode(path) == inode:  # still there, and not a newer one of the same name
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(path)
 
 
 def _watch(mark: str) -> None:
+    # A signal to the whole process group must not end the watcher before the driver.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     known: dict[int, int] = {}
@@ -150,6 +154,7 @@ def _watch(mark: str) -> None:
 
     def left() -> list[int]:
         known.update(family(mark))
+        # The start time tells a process from a later one that got its number.
         return [pid for pid, born in known.items() if (stat := _stat(pid)) and stat[1] == born]
 
     deadline = time.monotonic() + _GRACE_S

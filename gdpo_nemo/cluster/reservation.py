@@ -13,8 +13,9 @@ from gdpo_nemo.config.schema import Config
 from gdpo_nemo.errors import RunError
 
 _JOIN_S = 300.0
-"""Time for all nodes to be in the cluster and free."""
+"""Limit for all nodes to join the cluster and be free."""
 _LOOK_S = 120.0
+"""Limit for every node to list its folders; the first task on a node starts a Python process there."""
 
 
 @dataclass(frozen=True)
@@ -25,12 +26,12 @@ class Placement:
     group: Any = None
     """Ray's placement group; None: this machine, in a session of our own."""
     bundles: tuple[int, ...] = ()
-    """Bundle of the group for every node of ``places``, then for every node that is for environments."""
+    """Bundle of the group for every node of ``places``, then for every environment node."""
     addresses: tuple[str, ...] = ()
     """Address of every node, in the same order."""
 
     def on(self, node: int) -> dict[str, Any]:
-        """Options of a Ray actor or task that is to run on a node."""
+        """Options that put a Ray actor or task on a node."""
         if self.group is None:
             return {}
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -38,24 +39,24 @@ class Placement:
         return {"scheduling_strategy": PlacementGroupSchedulingStrategy(self.group, self.bundles[node])}
 
     def environment(self, node: int) -> dict[str, str]:
-        """Variables that make a process use the address the node has in the cluster."""
+        """Variables that make vLLM use the address that the node has in the cluster."""
         return {"VLLM_HOST_IP": self.addresses[node]} if self.addresses else {}
 
 
 def here(config: Config) -> Placement:
-    """All on this machine, whatever ``cluster.num_nodes`` says."""
+    """Place everything on this machine, whatever ``cluster.num_nodes`` says."""
     layout = place(config)
     return Placement(Places((0,) * len(layout.policy), (0,) * len(layout.engines), layout.shared))
 
 
 def reserve(config: Config, shared: Sequence[Path]) -> Placement:
-    """Reserve the nodes of a run, its driver's first where it is one of them.
+    """Reserve the nodes of a run; the driver's own node comes first if it is one of them.
 
     Args:
         shared: folders that must be visible on every node; those for environments need the working directory instead.
 
     Raises:
-        RunError: the nodes are not there in time, or one does not see a folder.
+        RunError: the nodes are not free in time, or one does not see a folder.
     """
     if not joined(config.cluster):
         return here(config)
@@ -71,7 +72,8 @@ def reserve(config: Config, shared: Sequence[Path]) -> Placement:
     known = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
     taken = placement_group_table(group)["bundles_to_node_id"]
     driver = ray.get_runtime_context().get_node_id()
-    # Without GPUs all bundles are alike, and the driver's node is not one of those for environments.
+    # Without GPUs all bundles are equal, so choose: the driver's node is no environment node. Then by address, for an
+    # order that is the same at every start.
     bundles = sorted(
         taken, key=lambda b: (bool(gpus) and b >= nodes, taken[b] != driver, known.get(taken[b], ""), taken[b])
     )
@@ -93,13 +95,12 @@ def _missing(nodes: int, bundle: dict[str, int], env_nodes: int) -> str:
 
 
 def _check_shared(placement: Placement, shared: Sequence[Sequence[Path]]) -> None:
-    """Every node must see its folders (``shared``, node by node); a job that finds out at its first checkpoint has
-    wasted a night."""
+    """Check that every node sees its folders (``shared``, node by node), now and not at the first checkpoint."""
     look = ray.remote(num_cpus=0, max_retries=0)(_absent)
     refs = [
         look.options(**placement.on(node)).remote([str(path) for path in paths]) for node, paths in enumerate(shared)
     ]
-    for address, absent in zip(placement.addresses, gather(refs, "looking at the nodes", _LOOK_S)):
+    for address, absent in zip(placement.addresses, gather(refs, "checking the nodes' folders", _LOOK_S)):
         if absent:
             raise RunError(f"node {address} does not see {absent[0]}: it must be on a file system that all nodes share")
 

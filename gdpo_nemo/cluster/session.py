@@ -15,14 +15,15 @@ from typing import Any, Iterator, Sequence
 # Before ray is imported: it would otherwise build a second environment for its workers when it finds itself under `uv
 # run`.
 os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"
+# Keep CUDA_VISIBLE_DEVICES of actors that ask for no GPU: engines that share the policy's GPUs are such actors.
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_DEDUP_LOGS", "0")
-# Ray gives its workers the last place in the queue for a core (15), behind the run's own verifiers.
+# Ray runs its workers at niceness 15, so the run's own verifiers at 0 would starve them on a busy machine.
 os.environ.setdefault("RAY_worker_niceness", "0")
-# Every actor of ours has an environment of its own, so workers that Ray starts ahead, one a core, would never be used.
+# Each of our actors has its own runtime_env, so the workers that Ray prestarts, one per core, would never be used.
 os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
-# Ray gives its own processes 30 to 100 s to come up, and its workers 60 s to report. On two cores with a load of 16
+# Ray allows its own processes 30 to 100 s to start, and its workers 60 s to register. On two cores with a load of 16
 # that is too short.
 for _name, _seconds in (
     ("gcs_server_port_wait_time_s", 300),
@@ -45,12 +46,13 @@ from gdpo_nemo.errors import ConfigError, GdpoError, RunError  # noqa: E402
 from gdpo_nemo.waits import WaitExpired, waiting  # noqa: E402
 
 _POLL_S = 1.0
+"""How often a wait looks for dead workers and lost nodes; a dead actor is noticed within this time."""
 _STARTS = 2
-"""Times that a session of our own is started before the run gives up."""
+"""Attempts to start a local session before the run gives up."""
 _START_LIMIT_S = 900.0
-"""What one start may take: three times what Ray waits for its GCS."""
+"""Limit of one start: three times what Ray waits for its GCS."""
 _NODE_LOSS_S = 20.0
-"""What Ray takes at most to declare a silent node dead, with the health checks of docs/cluster.md."""
+"""Longest time in which Ray declares a silent node dead, with the health checks of docs/cluster.md."""
 
 
 def cores(config: ClusterConfig) -> int:
@@ -60,7 +62,7 @@ def cores(config: ClusterConfig) -> int:
 
 @contextlib.contextmanager
 def session(config: ClusterConfig) -> Iterator[None]:
-    """A Ray session: the cluster that the config or RAY_ADDRESS names, else one of our own, gone with this process.
+    """Join the Ray cluster that the config or RAY_ADDRESS names, or else start one that ends with this process.
 
     Raises:
         ConfigError: several nodes are wanted and no cluster is named. RunError: there is no cluster at that address.
@@ -75,7 +77,7 @@ def session(config: ClusterConfig) -> Iterator[None]:
     where = (
         dict(address=address)
         if address
-        # "local": without it Ray joins any cluster that happens to run on this machine.
+        # "local": without it Ray would join any cluster that happens to run on this machine.
         else dict(address="local", num_cpus=cores(config), num_gpus=config.gpus_per_node, include_dashboard=False)
     )
     with _scratch() as scratch:
@@ -92,13 +94,12 @@ def session(config: ClusterConfig) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _scratch() -> Iterator[str]:
-    """A folder for temporary files of the run's processes, which leave some (vLLM its meeting points) even when they
-    end well.
+    """Make a folder for temporary files of the run's processes; some stay (vLLM's sockets) even after a clean exit.
 
     The reaper removes it. Ray's own files stay where Ray keeps them.
     """
     before = {name: os.environ.get(name) for name in ("TMPDIR", "RAY_TMPDIR")}
-    # Short, because sockets live in it, whose paths may have 107 characters.
+    # Short, because it holds Unix sockets, whose paths are limited to 107 characters.
     folder = tempfile.mkdtemp(prefix="gdpo-")
     os.environ["RAY_TMPDIR"] = before["RAY_TMPDIR"] or tempfile.gettempdir()
     os.environ["TMPDIR"] = folder
@@ -122,14 +123,14 @@ def _connect(where: dict[str, Any]) -> None:
 
 
 def _start(where: dict[str, Any]) -> None:
-    """A session of our own; what a failed start leaves is ended before the next."""
+    """Start a local session; processes that a failed attempt leaves are killed before the next."""
     for attempt in range(1, _STARTS + 1):
         before = set(psutil.Process().children())
         try:
             with _end_after(_START_LIMIT_S, before):
                 _initialize(where)
             return
-        except Exception as error:  # of many kinds; that the node is late is a bare Exception
+        except Exception as error:  # of many kinds; Ray raises a bare Exception when its node is late
             ray.shutdown()
             left = set(psutil.Process().children()) - before
             for child in left:
@@ -144,10 +145,10 @@ def _start(where: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def _end_after(limit_s: float, before: set[psutil.Process]) -> Iterator[None]:
-    """End the GCS of a start that takes longer than ``limit_s``, so that the start fails.
+    """Kill the GCS of a start that takes longer than ``limit_s``, so that the start fails.
 
-    Ray asks a GCS that is alive and does not answer once more for every second of gcs_server_port_wait_time_s, and
-    waits half a minute each time: for hours.
+    Ray retries a GCS that is alive but silent once for every second of gcs_server_port_wait_time_s, and waits half a
+    minute each time: for hours.
     """
 
     def end() -> None:
@@ -170,15 +171,15 @@ def _initialize(where: dict[str, Any]) -> None:
         with hangups_held(), _signals_kept():
             ray.init(log_to_driver=False, logging_level="ERROR", **where)
     except SystemExit as end:
-        if end.code == signal.SIGTERM:  # Ray's handler ends with the bare number.
+        if end.code == signal.SIGTERM:  # Ray's handler exits with the bare number, 15; shells expect 143
             raise SystemExit(128 + signal.SIGTERM) from None
         raise
 
 
 @contextlib.contextmanager
 def _signals_kept() -> Iterator[None]:
-    """Ray takes SIGTERM for itself when it starts, and leaves it to the system when it ends; our caller's answer
-    stays."""
+    """Restore the handlers of SIGTERM and SIGINT after the block: Ray replaces them at its start and resets them at its
+    end."""
     names = (signal.SIGTERM, signal.SIGINT) if threading.current_thread() is threading.main_thread() else ()
     before = [signal.getsignal(name) for name in names]
     try:
@@ -189,16 +190,16 @@ def _signals_kept() -> Iterator[None]:
 
 
 _watched: dict[str, str] = {}
-"""Nodes of a joined cluster that this session works on: Ray's id -> address."""
+"""Nodes of a joined cluster that this session uses: Ray's id -> address."""
 
 
 def watch_nodes(nodes: dict[str, str]) -> None:
-    """From now on, the loss of one of these nodes (Ray's id -> address) ends every wait."""
+    """End every later wait when one of these nodes (Ray's id -> address) is lost."""
     _watched.update(nodes)
 
 
 def _check_nodes(what: str, patience_s: float = 0.0) -> None:
-    """Raise RunError where a watched node is gone, or goes within ``patience_s``."""
+    """Raise RunError if a watched node is gone, or is declared dead within ``patience_s``."""
     deadline = time.monotonic() + patience_s
     while _watched:
         lost = _watched.keys() - {node["NodeID"] for node in ray.nodes() if node["Alive"]}
@@ -214,7 +215,10 @@ def _check_nodes(what: str, patience_s: float = 0.0) -> None:
 
 
 def thread_environment(threads: int) -> dict[str, str]:
-    """Variables that give a process ``threads`` compute threads which sleep while they wait."""
+    """Variables that give a process ``threads`` compute threads that sleep while they wait.
+
+    OpenMP threads spin by default; with several ranks a node they would take the cores from the one that computes.
+    """
     return {
         "OMP_NUM_THREADS": str(threads),
         "OMP_WAIT_POLICY": "PASSIVE",
@@ -226,7 +230,7 @@ def thread_environment(threads: int) -> dict[str, str]:
 
 
 def gather(refs: Sequence[ray.ObjectRef], what: str, timeout_s: float, owner: str = "workers") -> list[Any]:
-    """Results of all ``refs``, in order, which ``owner`` owes us; the first failure ends the wait at once.
+    """Wait for all ``refs`` of ``owner`` and return their results in order; the first failure ends the wait at once.
 
     Raises:
         RunError: a worker died or the deadline passed; an exception of ours inside a worker is raised as itself.
@@ -249,14 +253,14 @@ def _gather(refs: Sequence[ray.ObjectRef], what: str, timeout_s: float) -> list[
 
 
 def answered(refs: dict[int, ray.ObjectRef]) -> dict[int, Any]:
-    """The results that are there by now; never waits, and never starts a session of its own."""
+    """The results that have arrived; does not wait, and does not start a Ray session."""
     if not ray.is_initialized():
         return {}
     done = set(ray.wait(list(refs.values()), num_returns=len(refs), timeout=0)[0]) if refs else set()
     found = {}
     for key, ref in refs.items():
         if ref in done:
-            with contextlib.suppress(RayError):  # a worker that died is nowhere
+            with contextlib.suppress(RayError):  # a dead worker has no location
                 found[key] = ray.get(ref)
     return found
 
@@ -265,7 +269,7 @@ def _raise_failure(ref: ray.ObjectRef, what: str) -> None:
     try:
         ray.get(ref)
     except (ActorDiedError, ActorUnavailableError) as error:
-        # A connection breaks before Ray declares the node behind it dead.
+        # A connection breaks before Ray declares its node dead. Wait for that, to name the node and not a worker.
         _check_nodes(what, _NODE_LOSS_S if isinstance(error, ActorUnavailableError) else 0.0)
         raise WorkerDied(f"{what}: a worker process died ({_first_line(error)})") from error
     except RayTaskError as error:
@@ -278,7 +282,7 @@ def _raise_failure(ref: ray.ObjectRef, what: str) -> None:
 
 
 class WorkerDied(RunError):
-    """A worker process is gone; where another can take its place, the caller replaces it."""
+    """A worker process died; the caller replaces it where it can."""
 
 
 def _first_line(error: BaseException) -> str:
@@ -287,7 +291,8 @@ def _first_line(error: BaseException) -> str:
 
 
 def log_folder() -> Path | None:
-    """Where this session's workers write, or None where there is no session."""
+    """The folder of this session's worker logs; None without a session."""
+    # Ray has no public call for this folder.
     return Path(ray._private.worker._global_node.get_logs_dir_path()) if ray.is_initialized() else None
 
 

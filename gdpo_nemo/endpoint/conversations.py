@@ -1,8 +1,8 @@
-"""What was sampled, so that the next turn goes on from exactly those tokens.
+"""The sampled turns, so that the next turn continues from exactly those tokens.
 
-A turn is found again by the token ids that its message carries (NeMo Gym hands them back), or, for clients that drop
-unknown fields, by what was said. What was said also tells whether the client has edited its history: tokens that stand
-for other words than the client means are not put before the model.
+A turn is found by the token ids in its message (NeMo Gym returns them), or, for clients that drop unknown fields, by a
+fingerprint of the messages. The fingerprint also shows whether the client has edited its history: tokens whose text is
+not the client's are not given to the model.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ class Turn:
     version: int
     engine: int
     turns: int
-    """Turns of this conversation up to and with this one."""
-    written: int
-    """Tokens that the policy wrote in them."""
-    said: str
-    """Fingerprint of the messages up to and with the assistant's."""
+    """Turns of this conversation, this one included."""
+    num_policy_tokens: int
+    """Tokens that the policy sampled in those turns."""
+    fingerprint: str
+    """Of the messages, the assistant's own last one included."""
 
     @property
     def token_ids(self) -> np.ndarray:
@@ -46,50 +46,48 @@ class Turn:
 
 
 class EditedHistory(Exception):
-    """The client's messages are not those that its token ids stand for."""
+    """The client's messages differ from the text of its token ids."""
 
 
 class UnknownTurn(Exception):
-    """Token ids that were not sampled in this batch of rollouts: of an episode that was given up, or made up."""
+    """Token ids that were not sampled in this batch of rollouts: of an abandoned episode, or invented."""
 
 
 class History:
-    """The turns of one batch of rollouts; the oldest give way. Safe to use from several threads."""
+    """The turns of one batch of rollouts; beyond ``limit`` the oldest are dropped. Thread-safe."""
 
     def __init__(self, limit: int = TURNS_KEPT):
         self._limit = limit
         self._lock = threading.Lock()
         self.forgotten = False
-        """Whether turns of this batch had to give way."""
+        """Whether turns of this batch were dropped."""
         self._by_ids: OrderedDict[bytes, Turn] = OrderedDict()
-        self._by_words: OrderedDict[tuple[str, str], Turn | None] = OrderedDict()
+        self._by_text: OrderedDict[tuple[str, str], Turn | None] = OrderedDict()
 
     def keep(self, session: str, turn: Turn) -> None:
-        """Remember a turn. Two turns of other tokens but the same words in one session cannot be told apart by
-        words."""
+        """Store a turn. Turns of one session with different tokens but equal text can be found by token ids only."""
         with self._lock:
             self._by_ids[_digest(turn.token_ids)] = turn
-            key = (session, turn.said)
-            other = self._by_words.get(key)
-            same = key not in self._by_words or (other and np.array_equal(other.token_ids, turn.token_ids))
-            self._by_words[key] = turn if same else None
-            for table in (self._by_ids, self._by_words):
+            key = (session, turn.fingerprint)
+            other = self._by_text.get(key)
+            same = key not in self._by_text or (other and np.array_equal(other.token_ids, turn.token_ids))
+            self._by_text[key] = turn if same else None
+            for table in (self._by_ids, self._by_text):
                 while len(table) > self._limit:
                     table.popitem(last=False)
                     self.forgotten = True
 
     def turn(self, token_ids: np.ndarray) -> Turn | None:
-        """The turn whose prompt and completion are ``token_ids``, if it was sampled here."""
+        """Return the turn whose prompt and completion are ``token_ids``, or None."""
         with self._lock:
             return self._by_ids.get(_digest(token_ids))
 
     def last_turn(self, messages: Messages, session: str) -> tuple[Turn, int] | None:
-        """The newest turn of ``messages`` that was sampled here, and the place of its message; None where there is
-        none.
+        """Return the newest sampled turn in ``messages`` and the index of its message, or None.
 
         Raises:
-            EditedHistory: the message carries the token ids of a turn in which other words were said.
-            UnknownTurn: it carries token ids that were not sampled here.
+            EditedHistory: the message has the token ids of a turn with another text.
+            UnknownTurn: it has token ids that were not sampled here.
         """
         for place in range(len(messages) - 1, -1, -1):
             message = messages[place]
@@ -101,11 +99,12 @@ class History:
                 turn = self.turn(np.array(ids, np.int32))
                 if turn is None:
                     raise UnknownTurn
-                if turn.said != said:
+                if turn.fingerprint != said:
                     raise EditedHistory
                 return turn, place
+            # Only the newest assistant message counts: from an older one, the turns between would be rendered again.
             with self._lock:
-                turn = self._by_words.get((session, said))
+                turn = self._by_text.get((session, said))
             return None if turn is None else (turn, place)
         return None
 
@@ -113,14 +112,14 @@ class History:
         """Forget everything."""
         with self._lock:
             self._by_ids.clear()
-            self._by_words.clear()
+            self._by_text.clear()
             self.forgotten = False
 
 
 def fingerprint(messages: Messages) -> str:
-    """SHA-256 of what messages say: roles, text without white space at its ends, calls by name and arguments.
+    """SHA-256 of the messages' content: roles, stripped text, calls by name and arguments.
 
-    A thought at the beginning counts as such, however it is set apart: clients may hold it as an item of its own.
+    Reasoning at the beginning counts as reasoning in any form: some clients keep it as a separate item.
     """
     digest = hashlib.sha256()
     for message in messages:
@@ -140,7 +139,7 @@ def text_of(message: Mapping[str, Any]) -> str:
 
 
 def arguments_of(function: Mapping[str, Any]) -> Any:
-    """A call's arguments as an object, which is what chat templates want; text that is no JSON stays text."""
+    """A call's arguments as an object, as chat templates expect; text that is not JSON stays text."""
     arguments = function.get("arguments")
     try:
         return json.loads(arguments) if isinstance(arguments, str) else arguments

@@ -1,7 +1,7 @@
-"""Single requests on engines that draw many at once: what arrives joins what is being drawn, at the engine's next step.
+"""Continuous batching of single requests: a request joins those its engine is sampling at the engine's next step.
 
-A conversation stays on one engine, whose prefix cache holds its earlier turns. What a request draws depends on its seed
-and its prompt, not on its company. New weights wait for the requests that an engine has taken.
+A conversation stays on one engine, whose prefix cache holds its earlier turns. A completion depends on its seed and
+prompt, not on the other requests of the batch. New weights wait until an engine has finished its requests.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from gdpo_nemo.errors import GdpoError, RunError
 from gdpo_nemo.generation.requests import Completion, SampleRequest, Sampling
 
 
-class _Asked(NamedTuple):
+class _QueuedRequest(NamedTuple):
     name: str
     request: SampleRequest
     sampling: Sampling
@@ -38,43 +38,43 @@ class EngineRouter:
         self._queues: list[queue.SimpleQueue] = [queue.SimpleQueue() for _ in range(engines)]
         self._load = [0] * engines
         self._lock = threading.Lock()
-        # Engines outlive routers, so a name says whose it is.
+        # An engine outlives its router and may return requests of an earlier one, so names are unique to a router.
         self._names = (f"{uuid.uuid4().hex}/{number}" for number in itertools.count())
         self.failure: GdpoError | None = None
         """Why sampling failed for good, once it did."""
         self.seconds = 0.0
-        """That the engines worked."""
+        """Sum over engines of the time spent in ``advance``."""
         for i in range(engines):
             threading.Thread(target=self._serve, args=(i,), daemon=True, name=f"engine-{i}").start()
 
     def least_busy(self) -> int:
-        """The engine with the fewest requests under way."""
+        """Number of the engine with the fewest requests under way."""
         with self._lock:
             return min(range(len(self._load)), key=self._load.__getitem__)
 
     def sample(self, engine: int, request: SampleRequest, sampling: Sampling) -> Future[tuple[Completion, int]]:
-        """The completion and the version that wrote it, once it is drawn."""
+        """Submit a request; the future holds the completion and the version of the weights that sampled it."""
         answer: Future = Future()
         with self._lock:
             self._load[engine] += 1
             name = next(self._names)
-        self._queues[engine].put(_Asked(name, request, sampling, answer))
+        self._queues[engine].put(_QueuedRequest(name, request, sampling, answer))
         return answer
 
     def close(self) -> None:
-        """End the threads. What is being drawn is dropped."""
+        """End the threads. Unfinished requests are dropped."""
         for waiting in self._queues:
             waiting.put(None)
 
     def _serve(self, engine: int) -> None:
         drawing = InflightRequests(engine)
-        waiting: dict[str, _Asked] = {}
+        waiting: dict[str, _QueuedRequest] = {}
         while (arrived := self._arrived(engine, wait=not waiting)) is not None:
             waiting |= {asked.name: asked for asked in arrived}
             start = time.monotonic()
             try:
                 drawn = self._fleet.advance(drawing, {asked.name: (asked.request, asked.sampling) for asked in arrived})
-            except Exception as error:  # whatever it is, those who wait must hear of it
+            except Exception as error:  # of any kind: an answer that is never set would block its agent for ever
                 self.failure = error if isinstance(error, GdpoError) else RunError(f"sampling: {error}")
                 failed = waiting
                 waiting = {}
@@ -83,14 +83,14 @@ class EngineRouter:
                 for asked in failed.values():
                     asked.answer.set_exception(self.failure)
                 continue
-            # An engine may also return what a router before this one has asked for.
+            # An engine may also return requests of an earlier router; they are dropped.
             done = [(waiting.pop(name), completion, version) for name, completion, version in drawn if name in waiting]
             self._count(engine, len(done), time.monotonic() - start)
             for asked, completion, version in done:
                 asked.answer.set_result((completion, version))
 
-    def _arrived(self, engine: int, wait: bool) -> list[_Asked] | None:
-        """What has been asked of an engine since, at least one thing with ``wait``; None to end."""
+    def _arrived(self, engine: int, wait: bool) -> list[_QueuedRequest] | None:
+        """Requests queued for an engine, at least one with ``wait``; None when the router is closed."""
         arrived = [self._queues[engine].get()] if wait else []
         while not self._queues[engine].empty():
             arrived.append(self._queues[engine].get())

@@ -1,4 +1,4 @@
-"""What the endpoint does with a request: find the earlier turns, sample, remember, answer. No HTTP here."""
+"""The endpoint without HTTP: find a conversation's earlier turns, sample the next, store it, answer."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ MODEL = "policy"
 
 @dataclass(frozen=True)
 class Budgets:
-    """How far a conversation may go."""
+    """Limits of one conversation."""
 
     max_turns: int
     max_tokens: int
-    """Tokens that the policy may write in all its turns."""
+    """Tokens that the policy may sample in all turns together."""
     max_sequence: int
     """Tokens of prompt and completion together."""
 
@@ -52,7 +52,7 @@ class _Next:
 
 
 class Service:
-    """Serves one batch of rollouts at a time: ``phase`` begins one and forgets the one before."""
+    """Serves one batch of rollouts at a time: ``phase`` begins one and drops the history of the one before."""
 
     def __init__(self, router: EngineRouter, conversation: Conversation, budgets: Budgets):
         self.router = router
@@ -60,8 +60,8 @@ class Service:
         self.budgets = budgets
         self.history = History()
         self.counts: Counter[str] = Counter()
-        """Events of this phase: turns, spliced (turns that went on from sampled tokens), edited (turns whose history
-        was changed by the client, so that the prompt was rendered anew), refused."""
+        """Events of this phase: turns, spliced (turns that continued from sampled tokens), edited (turns whose history
+        the client had changed, so that the prompt was rendered again), refused."""
         self._sampling: Sampling | None = None
         self._entropy = 0
         self._drawn: Counter[bytes] = Counter()
@@ -101,8 +101,7 @@ class Service:
         return response_of(turn, message, given, f"{_number(turn):x}_{turn.turns}")
 
     async def _turn(self, request: ChatRequest, sampling: Sampling) -> tuple[Turn, dict[str, Any]]:
-        """Sample the next turn of a conversation and remember it: the turn and the assistant's message. Raises
-        Refused."""
+        """Sample the next turn of a conversation, store it, return it and the assistant's message. Raises Refused."""
         following = self._next(request)
         allowed = self._allowed(request, following, sampling)
         before = following.before
@@ -114,7 +113,7 @@ class Service:
             raise Refused(500, str(error)) from None
         message = self._message(completion, request)
         said = fingerprint([*request.messages, message])
-        turns, written = (before.turns, before.written) if before else (0, 0)
+        turns, written = (before.turns, before.num_policy_tokens) if before else (0, 0)
         written += len(completion.token_ids)
         turn = Turn(following.token_ids, completion, version, engine, turns + 1, written, said)
         for place, call in enumerate(message.get("tool_calls") or ()):
@@ -135,12 +134,12 @@ class Service:
 
     def _current_sampling(self) -> Sampling:
         if self._sampling is None:
-            raise Refused(400, "no rollout is under way")  # not 503, which agents would go on asking after
+            raise Refused(400, "no rollout is under way")  # 400 and not 503: agents retry a 503
         return self._sampling
 
     def _next(self, request: ChatRequest, count: bool = True) -> _Next:
-        """The exact tokens of the turns before and those of what was said since; a prompt of its own where there are
-        none."""
+        """The tokens of the next prompt: those of the earlier turns, exactly, and the new messages; or all messages
+        rendered, if there is no earlier turn."""
         try:
             found = self.history.last_turn(request.messages, request.session)
         except EditedHistory:
@@ -163,13 +162,12 @@ class Service:
         return _Next(np.concatenate([turn.token_ids, new]).astype(np.int32), turn)
 
     def _allowed(self, request: ChatRequest, following: _Next, sampling: Sampling) -> int:
-        """Tokens that the next turn may have. Raises NoRoom, worded as agents expect it when a conversation is too
-        long."""
+        """Token limit of the next turn. Raises NoRoom, in the words by which agents recognise a full context."""
         budgets = self.budgets
         before = following.before
         length = len(following.token_ids)
         room = budgets.max_sequence - length
-        left = budgets.max_tokens - (before.written if before else 0)
+        left = budgets.max_tokens - (before.num_policy_tokens if before else 0)
         if before and before.turns >= budgets.max_turns:
             raise NoRoom(f"max_tokens: the policy has taken its {budgets.max_turns} turns")
         if room < 1:
@@ -179,8 +177,8 @@ class Service:
         return min(room, left, sampling.max_new_tokens, request.max_tokens or room)
 
     def _seed(self, token_ids: np.ndarray) -> int:
-        """From the phase, the prompt and how often it was asked: samples of one prompt differ and do not depend on the
-        order in which agents call, only on their number."""
+        """Seed from the phase, the prompt and its count so far: samples of one prompt differ, and depend on the number
+        of agents that ask, not on their order."""
         digest = hashlib.sha256(token_ids.tobytes()).digest()
         with self._lock:
             self._drawn[digest] += 1
@@ -189,7 +187,7 @@ class Service:
         return int(np.random.SeedSequence(entropy).generate_state(1)[0] >> 1)
 
     def _message(self, completion: Completion, request: ChatRequest) -> dict[str, Any]:
-        """The assistant's message, its calls taken out of the text where tools were offered."""
+        """The assistant's message; tool calls are parsed out of the text if the request offers tools."""
         text = self.conversation.text(completion.token_ids)
         items = output_items(text, "hermes") if request.tools else []
         calls = [item for item in items if item["type"] == "function_call"]
@@ -207,8 +205,7 @@ class Service:
 
 
 def _for_template(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message as chat templates want it: content as text, arguments as objects, roles they know, nothing that is
-    ours."""
+    """A message as chat templates expect it: content as text, arguments as objects, known roles, no fields of ours."""
     plain = {key: message[key] for key in ("role", "name", "tool_call_id", "reasoning_content") if key in message}
     if plain["role"] == "developer":
         plain["role"] = "system"
@@ -222,12 +219,12 @@ def _for_template(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _number(turn: Turn) -> int:
-    """What tells a turn from others in the ids of its answer."""
-    return int(turn.said[:12], 16)
+    """A number for the ids in a turn's answer: from its content, so that a resumed run answers with the same ids."""
+    return int(turn.fingerprint[:12], 16)
 
 
 def _answer(turn: Turn, message: dict[str, Any], request: ChatRequest) -> dict[str, Any]:
-    """The reply. The three token fields on the message are what training goes by; NeMo Gym hands them on unchanged."""
+    """The reply. Training reads the three token fields of the message, which NeMo Gym passes on unchanged."""
     completion = turn.completion
     ids = completion.token_ids.tolist()
     logprobs = completion.logprobs.tolist()

@@ -2,7 +2,7 @@
 
 torch's own Adam keeps a step tensor per parameter, which Megatron's distributed optimizer can neither shard nor
 restore. TransformerEngine's and apex's FusedAdam keep it in the group; with the same layout here, checkpoints written
-on a CPU and on a GPU are alike. The arithmetic is torch's fused kernel.
+on a CPU and on a GPU are interchangeable. The arithmetic is torch's fused kernel.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class GroupStepAdam(torch.optim.Optimizer):
                 [self.state[p]["exp_avg"] for p in params],
                 [self.state[p]["exp_avg_sq"] for p in params],
                 [],
-                [torch.tensor(float(step), device=p.device) for p in params],
+                [torch.tensor(float(step), device=p.device) for p in params],  # torch adds 1 itself
                 fused=True,
                 foreach=False,
                 amsgrad=False,

@@ -23,7 +23,8 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 
-# A rectangle may hold this many times the tokens of its sequences before they are split over several rectangles.
+# A rectangle may hold this many times the tokens of its sequences before they are split over several: padding costs
+# compute, and every further rectangle costs a kernel launch and copies.
 _PADDING_ALLOWED = 1.3
 
 
@@ -84,12 +85,15 @@ def local_positions(length: int, rank: int, size: int) -> torch.Tensor:
     """int64 [length/size]: the positions of one sequence that context rank ``rank`` of ``size`` holds, in its order."""
     if size == 1:
         return torch.arange(length)
+    # Megatron's zigzag: under a causal mask late tokens attend to more keys, so each rank gets an early and a late
+    # chunk.
     chunks = torch.arange(length).chunk(2 * size)
     return torch.cat((chunks[rank], chunks[2 * size - 1 - rank]))
 
 
 def _similar_lengths(lengths: list[int]) -> list[list[int]]:
     """Indices of sequences, grouped so that padding to each group's longest stays cheap."""
+    # Longest first, so that the first member of a group is its width.
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
     groups: list[list[int]] = []
     for i in order:
@@ -113,7 +117,7 @@ def _rectangle(members, lengths, bounds, rank, size, device) -> Rectangle:
         queries.add(torch.arange(len(mine)) + bounds[i] // size)
         query_positions[place, : len(mine)] = mine
         keys.add(torch.arange(lengths[i]) + bounds[i])
-    mask = None
+    mask = None  # without context parallelism queries and keys are aligned, and is_causal picks a faster kernel
     if size > 1:
         # Padded queries (position -1) would see nothing and turn into NaN; let them see the first key.
         visible = torch.arange(longest)[None, None, :] <= query_positions.clamp(min=0)[:, :, None]
@@ -154,6 +158,7 @@ class _Unroll(torch.autograd.Function):
     def backward(ctx, grad):
         back, rows = ctx.saved_tensors
         out = grad.new_zeros(ctx.tokens, *grad.shape[2:])
+        # By `back`, which skips the padding: it repeats row 0, and its gradient must not count there.
         return out.index_copy_(0, rows, grad.flatten(0, 1).index_select(0, back)), None, None, None
 
 
@@ -246,6 +251,7 @@ class PackedAttention(MegatronModule):
             key = key.repeat_interleave(repeats, 1)
             value = value.repeat_interleave(repeats, 1)
         if self.context_group.size() > 1:
+            # In one collective; rotated before, since positions are those of the local tokens.
             both = _GatherContext.apply(torch.stack((key, value), 1), self.context_group)
             key, value = self._in_order(both, packing).unbind(1)
         drop = self.dropout if self.training else 0.0
@@ -254,10 +260,11 @@ class PackedAttention(MegatronModule):
         return _RollUp.apply(query.size(0), moves, *outputs).flatten(1)
 
     def _rotate(self, x, packing):
-        if packing.cos is None:
+        if packing.cos is None:  # the first layer computes it, the others share it
             frequencies, scaling = self.rotary
             angles = packing.positions.float()[:, None] * frequencies.to(x.device)[None, :]
             angles = torch.cat((angles, angles), -1)[:, None, :]
+            # Angles in float32: bfloat16 cannot tell positions above 256 apart.
             packing.cos = (angles.cos() * scaling).to(x.dtype)
             packing.sin = (angles.sin() * scaling).to(x.dtype)
         left, right = x.chunk(2, dim=-1)
@@ -269,6 +276,8 @@ class PackedAttention(MegatronModule):
         bounds = packing.cu_seqlens_q.tolist()
         pieces = []
         for start, stop in zip(bounds[:-1], bounds[1:]):
+            # Each rank holds 1/size of every sequence: first half the early chunk, second half the late one, in
+            # reverse.
             parts = gathered[:, start // size : stop // size]
             half = parts.size(1) // 2
             pieces.extend(parts[:, :half])

@@ -1,7 +1,7 @@
-"""Checkpoints of model, optimizer, schedule and random state, readable at any other layout.
+"""Checkpoints of model, optimizer, schedule and random state, readable in any other layout.
 
 Megatron's ``dist_checkpointing`` in its fully reshardable format. The caller writes into a temporary folder and renames
-it, so a folder with the final name is whole. Files may be written beside training, from a copy in host memory.
+it, so a folder with the final name is whole. Files may be written during training, from a copy in host memory.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def save(policy, folder: str | Path) -> None:
     """Write the policy's whole state and read the weights back; collective.
 
     Raises:
-        RunError: it could not be written, or not read back as it was; the text says why (the disk is full, say).
+        RunError: it could not be written, or reads back differently; the text says why (a full disk, for example).
     """
     Save(policy, folder, background=False).finish()
 
@@ -55,7 +55,7 @@ class Save:
     """A checkpoint on its way to disk. Constructing it and ``finish`` are collective.
 
     Args:
-        background: copy the state and write the copy in a thread, while the policy goes on; else write here and now.
+        background: copy the state and write the copy in a thread while the policy trains on; else write now.
 
     Raises:
         RunError: it could not be written.
@@ -70,6 +70,7 @@ class Save:
         with policy.params_synced(), policy.optimizer_on_device(), self._explained():
             _fill_moments(policy.built.optimizer)
             state = _state(policy, is_loading=False)
+            # Of the live weights, before the next update changes them; ``finish`` compares the files with these.
             self._sums = _checksums(_weights(policy))
             # "mcore": the other strategy needs NVIDIA's resiliency extension, whose wheels are for GPUs.
             self._request = dist_checkpointing.save(
@@ -84,7 +85,7 @@ class Save:
             self._thread.join()
 
     def _write(self, *arguments) -> None:
-        # What goes wrong reaches `finish` through Megatron's queue of results.
+        # Errors reach `finish` through Megatron's queue of results.
         if self._request.async_fn is not None:
             self._request.async_fn(*arguments)
 
@@ -94,27 +95,27 @@ class Save:
         return not self._thread.is_alive()
 
     def finish(self) -> None:
-        """Wait for all files, write the index, and compare what the files hold with what the weights were.
+        """Wait for all files, write the index, and compare the files with the checksums of the weights.
 
         Raises:
-            RunError: files could not be written, or hold something else.
+            RunError: files could not be written, or hold other values.
         """
         self._thread.join()
         with self._explained():
-            dist.barrier()
+            dist.barrier()  # the index lists the files of all ranks
             for function in self._request.finalize_fns:
                 function()
             found = _checksums(_read_back(self._policy, self._folder))
         wrong = sorted(name for name in self._sums if found.get(name) != self._sums[name])
         if wrong:
-            raise RunError(f"{len(wrong)} tensors read back otherwise than they were, the first of them {wrong[0]}")
+            raise RunError(f"{len(wrong)} tensors read back with other values, the first of them {wrong[0]}")
         dist.barrier()
 
     @contextlib.contextmanager
     def _explained(self):
         try:
             yield
-        except (Exception, CheckpointException) as error:  # torch's is no Exception
+        except (Exception, CheckpointException) as error:  # torch's derives from BaseException alone
             raise RunError(_reason(error, self._folder)) from error
 
 
@@ -144,6 +145,8 @@ def _read_back(policy, folder: Path) -> dict[str, torch.Tensor]:
     state = _model_state(policy)
     for part in nested_values(state):
         if isinstance(part, (ShardedTensor, ShardedTensorFactory)):
+            # Fresh memory, or the load would write into the live weights; NaN, so that a tensor nobody reads is
+            # noticed.
             part.data = torch.full_like(part.data, float("nan"))
     state = dist_checkpointing.load(state, str(folder))
     return {
@@ -163,7 +166,7 @@ def _checksums(tensors: dict[str, torch.Tensor]) -> dict[str, int]:
 
 
 def _reason(error: BaseException, folder: Path) -> str:
-    """Why a write failed. Megatron's writer hands on the type of the error only, so a full disk is looked for first."""
+    """Why a write failed. Megatron's writer passes on only the type of an error, so check for a full disk first."""
     free = shutil.disk_usage(folder).free
     if free < _NO_SPACE:
         return f"No space left on device ({free >> 10} KiB free)"
@@ -172,7 +175,8 @@ def _reason(error: BaseException, folder: Path) -> str:
 
 
 def _fill_moments(optimizer) -> None:
-    """Give parameters that were never updated their (zero) moments: a checkpoint is complete from the start."""
+    """Give parameters without an update their (zero) moments, so that a checkpoint before the first update is
+    complete."""
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         part.init_state_fn(part.optimizer, part.config)
 
@@ -201,7 +205,7 @@ def load(policy, folder: str | Path) -> None:
 def _load(policy, folder: str | Path) -> None:
     wanted = _state(policy, is_loading=True)
     there = load_sharded_metadata(str(folder))
-    # Random streams belong to ranks: with another number of ranks there is none to continue, and fresh ones are right.
+    # Random streams belong to ranks: with another number of ranks there are none to continue, and fresh ones are used.
     if wanted["random"].unique_key not in there:
         del wanted["random"]
     apart = _rename_main_weights(wanted["optimizer"], there)
@@ -222,16 +226,16 @@ def _load(policy, folder: str | Path) -> None:
 
 
 _MAIN_WEIGHTS = ("optimizer.state.param.", "optimizer.state.fp32_param.", "")
-"""What precedes a weight's name in the main weights of a distributed optimizer, of a plain one in bfloat16, and of a
-plain one in float32, whose main weights are the model."""
+"""Prefix of a weight's name among the main weights: of a distributed optimizer, of a plain one in bfloat16, and of a
+plain one in float32, whose main weights are the model's."""
 
 
 def _rename_main_weights(wanted: dict, there) -> dict:
     """Ask for main weights under the names that the optimizer which wrote the checkpoint gave them.
 
     Returns:
-        by number, those that are the model's own weights there. The model asks for these, too, and a tensor can be read
-        but once in one go: they are read apart (see ``_read_apart``).
+        by number, those that are the model's own weights in the checkpoint. The model asks for these, too, and one load
+        reads a tensor only once, so they are read separately (see ``_read_apart``).
     """
     apart: dict[str, Any] = {}
     for tensor in nested_values(wanted):
@@ -273,7 +277,7 @@ def _metadata() -> dict:
 
 def _model_state(policy) -> dict:
     return {
-        # The frozen model is where it came from; a checkpoint under LoRA holds the adapters.
+        # Under LoRA the model is frozen and in its own folder; the checkpoint holds the adapters alone.
         name: sharded_adapters(chunk) if policy.lora else chunk.sharded_state_dict(metadata=_metadata())
         for name, chunk in _named_chunks(policy)
     }
@@ -292,17 +296,17 @@ def _state(policy, is_loading: bool) -> dict:
 
 
 def _fit(state: dict, saved: dict, parts: list) -> dict:
-    """Optimizer state as it was read -> as our optimizer, made of ``parts``, loads it.
+    """Convert optimizer state as it was read to the form that our optimizer, made of ``parts``, loads.
 
-    Tensors were asked for in our layout already. What differs are the parameter groups (step count, learning rate) in
-    ``saved``, the optimizer's part of what is no tensor: a plain optimizer writes them with their parameters, a
+    Tensors already have our layout. What differs are the parameter groups (step count, learning rate) in ``saved``, the
+    optimizer's state that is not tensors: a plain optimizer writes them with their parameters, a
     distributed one without; with expert parallelism Megatron chains two optimizers (dense and expert parameters), whose
     groups sit under 0 and 1.
     """
     sources = [saved[index] for index in (0, 1)] if 0 in saved else [saved]
     pieces = [state[index] for index in range(len(parts))] if len(parts) > 1 else [state]
     was_distributed = any("param_state_sharding_type" in source for source in sources)
-    was_float32 = "param_groups" in sources[0]  # a plain optimizer's; in bfloat16 it stands under main weights
+    was_float32 = "param_groups" in sources[0]  # of a plain optimizer; in bfloat16 it is nested below the main weights
     same_kind = was_distributed == ("param_state" in pieces[0]) and was_float32 == ("state" in pieces[0])
     if len(sources) == len(parts) and same_kind:
         return state
@@ -315,8 +319,8 @@ def _keep_own_settings(state: dict, parts: list) -> None:
     """Give the parameter groups in ``state`` the settings of the optimizer that loads it; in place.
 
     A run may be resumed with another learning rate, weight decay or Adam decay. Megatron tells groups apart by some of
-    these and takes the others from the checkpoint without a word; here the config's value wins, and the checkpoint has
-    the step count.
+    these and silently takes the others from the checkpoint; here the config's value wins, and only the step count is
+    the checkpoint's.
     """
     for index, part in enumerate(parts):
         piece = state[index] if len(parts) > 1 else state
@@ -337,16 +341,16 @@ def _fit_part(piece: dict, part, found: dict[tuple, dict]) -> dict:
         groups = [{key: value for key, value in group.items() if key != "params"} for group in groups]
         kept = {"param_state": piece["param_state"], "param_state_sharding_type": _SHARDING}
         return {"optimizer": {"param_groups": groups}, **kept}
-    if "state" in piece:  # in float32 torch's own state stands on top
+    if "state" in piece:  # in float32 torch's own state is at the top level
         return {"param_groups": groups, "state": piece["state"]}
     rest = {key: value for key, value in piece.items() if key != "param_groups"}
     return {**rest, "optimizer": {**piece["optimizer"], "param_groups": groups}}
 
 
 _STRUCTURE = ("wd_mult", "lr_mult", "is_decoupled_lr")
-"""What says which parameters a group holds. Megatron's own identity of a group also has the settings of its schedule
-(``max_lr``, ``min_lr``, ...), which may change between starts, and whether it holds experts, whose numbers are those of
-the others."""
+"""Keys that identify a parameter group. Megatron's own identity also has the settings of the schedule (``max_lr``,
+``min_lr``, ...), which may change between starts, and whether the group holds experts, whose settings equal the
+others'."""
 
 
 def _identity(group: dict) -> tuple:

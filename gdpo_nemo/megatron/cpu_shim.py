@@ -92,11 +92,12 @@ def _rewrite(code: types.CodeType, twin: str) -> types.CodeType:
 
     return code.replace(
         co_consts=tuple(constant(c) for c in code.co_consts),
-        co_names=tuple(twin if name == "cuda" else name for name in code.co_names),
+        co_names=tuple(twin if name == "cuda" else name for name in code.co_names),  # attributes, as in torch.cuda
     )
 
 
 def _use_cpu_random_states() -> None:
+    """Replace the named CUDA random streams (dropout, initialisation) by streams of the CPU generator."""
     from megatron.core.tensor_parallel import random as megatron_random
 
     class CpuRandomStates(megatron_random.CudaRNGStatesTracker):
@@ -113,6 +114,7 @@ def _use_cpu_random_states() -> None:
         def fork(self, name=megatron_random._MODEL_PARALLEL_RNG_TRACKER_NAME):
             if name not in self.states_:
                 raise KeyError(f"random stream {name!r} was never added")
+            # As the stock tracker does for CUDA: swap the global generator's state, and swap it back.
             outside = torch.get_rng_state()
             torch.set_rng_state(self.states_[name])
             try:
@@ -173,7 +175,7 @@ def _settle_token_counts_on_cpu() -> None:
 
 
 def _pair_shapes_of_two_stages() -> None:
-    """Exchange tensor shapes rightly where the previous and the next pipeline stage are the same rank.
+    """Exchange tensor shapes correctly where the previous and the next pipeline stage are the same rank.
 
     Megatron posts (send prev, receive prev, send next, receive next), and messages between two ranks are matched in
     order: what one sends to its previous stage would arrive as the other's receive from *its* previous stage.

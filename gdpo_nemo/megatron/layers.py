@@ -60,6 +60,7 @@ class RMSNorm(torch.nn.Module):
         setattr(self.weight, "sequence_parallel", config.sequence_parallel)  # noqa: B010
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Normalise the last dimension of x [..., hidden]."""
         return torch.nn.functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 

@@ -1,6 +1,6 @@
 """Log-probs and entropy from logits that are sharded over the vocabulary.
 
-Only two small sums per token travel between the tensor-parallel ranks; nothing of vocabulary size is gathered, and
+Only two small reductions per token cross the tensor-parallel ranks; nothing of vocabulary size is gathered, and
 float32 copies exist for one chunk of tokens at a time, forward and backward.
 """
 
@@ -17,7 +17,7 @@ class _TokenLogprobs(torch.autograd.Function):
         first = width * group.rank()
         local = targets - first
         owned = (local >= 0) & (local < width)
-        local = local.clamp(0, width - 1)
+        local = local.clamp(0, width - 1)  # a valid index for gather; `owned` discards what it picks elsewhere
         padding = max(0, first + width - vocab_size)  # columns past the real vocabulary, on the last rank(s)
         log_z = torch.empty(targets.shape, dtype=torch.float32, device=logits.device)
         logprob = torch.empty_like(log_z)
@@ -35,7 +35,8 @@ class _TokenLogprobs(torch.autograd.Function):
             dist.all_reduce(sums, group=group)
             log_sum = sums[0].log()
             log_z[rows] = log_sum + peak
-            logprob[rows] = (sums[1] - peak) - log_sum  # in this order large logits cancel before anything is rounded
+            # large logits cancel first, before the small log_sum would be rounded away
+            logprob[rows] = (sums[1] - peak) - log_sum
             entropy[rows] = log_sum - sums[2] / sums[0]
         ctx.save_for_backward(logits, local, owned, log_z, entropy)
         ctx.options = scale, padding, chunk
@@ -45,6 +46,7 @@ class _TokenLogprobs(torch.autograd.Function):
     def backward(ctx, grad_logprob, grad_entropy):
         logits, local, owned, log_z, entropy = ctx.saved_tensors
         scale, padding, chunk = ctx.options
+        # Most losses have no entropy term; then this saves two passes over the vocabulary.
         with_entropy = ctx.needs_input_grad[0] and bool((grad_entropy != 0).any())
         out = torch.empty_like(logits)
         for rows in _chunks(logits.size(0), chunk):

@@ -30,7 +30,7 @@ def prepare() -> Runtime:
     """Choose device and backend and make megatron-core importable on it. Call before importing megatron.core."""
     warnings.filterwarnings("ignore", message="Transformer Engine and Apex are not installed")
     warnings.filterwarnings("ignore", category=SyntaxWarning)
-    on_cpu = cpu_shim.install()
+    on_cpu = cpu_shim.install()  # before the next line, which imports Megatron
     _use_group_step_adam()
     if on_cpu:
         return Runtime(torch.device("cpu"), "gloo")
@@ -46,6 +46,7 @@ def _use_group_step_adam() -> None:
 
     from gdpo_nemo.megatron.adam import GroupStepAdam
 
+    # Two modules bind Adam and these flags at import; the flags make Megatron take the step from the parameter group.
     if optimizers.USING_PYTORCH_OPTIMIZER:
         optimizers.Adam = GroupStepAdam
         optimizers.USING_PYTORCH_OPTIMIZER = False
@@ -66,7 +67,7 @@ def initialize(
 
     Args:
         init_method: a torch URL: ``file://path``, or ``tcp://host:port`` of rank 0.
-        listener: on rank 0 with ``tcp``: the socket that listens there already; it is given away.
+        listener: on rank 0 with ``tcp``: the socket that already listens there; torch takes ownership of it.
     """
     timeout = datetime.timedelta(seconds=timeout_s)
     meeting: dict = dict(init_method=init_method)
@@ -99,13 +100,13 @@ def seed_everything(seed: int) -> None:
     from megatron.core import tensor_parallel
 
     random.seed(seed)
-    np.random.seed(seed % 2**32)
+    np.random.seed(seed % 2**32)  # NumPy accepts 32 bits only
     torch.manual_seed(seed)
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
 
 
 def tear_down() -> None:
-    """Undo ``lay_out`` and ``initialize``, so that a process can be laid out anew."""
+    """Undo ``lay_out`` and ``initialize``, so that the process can take another layout."""
     from megatron.core import parallel_state
 
     parallel_state.destroy_model_parallel()

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SamplingJob:
-    """What differs between training and validation."""
+    """The sampling settings of one call, which differ between training and validation."""
 
     sampling: Sampling
     samples: int
@@ -52,7 +52,7 @@ class RolloutRunner:
         self.endpoint = self._listening() if config.rollout.endpoint.enabled else None
 
     def _listening(self) -> Endpoint:
-        # FastAPI is not imported by runs that have no agents.
+        # Imported here: runs without agents need no FastAPI.
         from gdpo_nemo.endpoint.router import EngineRouter
         from gdpo_nemo.endpoint.server import Endpoint
         from gdpo_nemo.endpoint.service import Budgets, Service

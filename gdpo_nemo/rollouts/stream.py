@@ -33,11 +33,11 @@ Span = tuple[str, str, float, float]
 
 @dataclass
 class Rollout:
-    """Complete groups of one step, and what making them took."""
+    """Complete groups of one step, with the time they took."""
 
     groups: list[Group]
     next_position: int
-    """Prompts dealt since the start of training once this rollout is trained."""
+    """Prompts consumed since the start of training once this rollout is trained."""
     generation_s: float = 0.0
     verify_s: float = 0.0
     rounds: int = 1
@@ -55,9 +55,9 @@ class RolloutStream:
     """Makes rollouts ahead of the trainer, never further than the staleness bound.
 
     Args:
-        position: prompts dealt by earlier steps (0, or what the checkpoint says).
+        position: prompts consumed by earlier steps: 0, or the checkpoint's number.
         step: steps done; the next batch is number ``step``.
-        limit: prompts that are dealt in the whole run; None deals as many as the steps take.
+        limit: prompts of the whole run (``gdpo.max_num_epochs``); None: as many as the steps take.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class RolloutStream:
         self._next = step
         self._limit = limit
         self._pending: dict[int, Future[Rollout]] = {}
-        # One thread: rollouts are finished in their order, beside the training in the main thread.
+        # One thread, concurrent with training in the main thread: rollouts are finished in their order.
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="rollouts")
 
     def schedule(self, version: int) -> None:
@@ -97,13 +97,14 @@ class RolloutStream:
         count = prompts_per_round(self._config)
         last = min(version + self._config.rollout.max_staleness, self._config.gdpo.max_num_steps - 1)
         while self._next <= last and count <= self._left():
+            # Submitted here and not in the worker thread: the engines must have the call before the next weights.
             ticket, prompts = self._submit(self._position, count)
             self._position += count
             self._pending[self._next] = self._worker.submit(self._complete, ticket, prompts, self._position)
             self._next += 1
 
     def get_batch(self, step: int) -> Rollout:
-        """The rollout of batch ``step``; waits for it.
+        """Wait for the rollout of batch ``step`` and return it.
 
         Raises:
             RunError: engines or environments failed for good.
@@ -113,16 +114,16 @@ class RolloutStream:
 
     @property
     def in_flight(self) -> int:
-        """Batches under way or waiting to be taken."""
+        """Number of batches under way or finished but not yet consumed."""
         return len(self._pending)
 
     def close(self) -> None:
-        """Wait for nothing: what is in flight is dropped."""
+        """Drop the batches in flight without waiting for them."""
         self._worker.shutdown(wait=False, cancel_futures=True)
         self._player.close()
 
     def _left(self) -> float:
-        """Prompts that may still be dealt."""
+        """Prompts that are left of the limit."""
         return float("inf") if self._limit is None else self._limit - self._position
 
     # -- one batch ----------------------------------------------------------------------------------------------
@@ -147,11 +148,11 @@ class RolloutStream:
 
     def _verified(self, ticket: Ticket | None, prompts: list[Prompt], position: int) -> Rollout:
         if ticket is None:
-            return self._played(prompts, position)
+            return self._run_function(prompts, position)
         batch = self._fleet.collect(ticket)
         sampled = time.time()
         groups = grouped(prompts, batch, self._tokenizer)
-        judge([t for g in groups for t in g.trajectories], self._pool)
+        apply_verdicts([t for g in groups for t in g.trajectories], self._pool)
         verified = time.time()
         spans = [
             ("rollout", f"sample {len(batch.completions)}", sampled - batch.seconds, sampled),
@@ -159,8 +160,8 @@ class RolloutStream:
         ]
         return Rollout(groups, position, batch.seconds, verified - sampled, spans=spans)
 
-    def _played(self, prompts: list[Prompt], position: int) -> Rollout:
-        """A batch that a rollout function makes, with calls to engines and environments of its own."""
+    def _run_function(self, prompts: list[Prompt], position: int) -> Rollout:
+        """Run the rollout function of the batch, which calls engines and environments itself."""
         start = time.time()
         first = position - len(prompts)
         seed = partial(sample_seed, self._config.run.seed)
@@ -175,7 +176,7 @@ class RolloutStream:
     def _groups(self, prompts: Sequence[Prompt], asked: SamplingJob) -> tuple[list[Group], float]:
         """Groups by the environment's rollout function, and the seconds that the engines took for them."""
         made, seconds = self._player.play(prompts, asked)
-        judge([t for group in made for t in group if needs_verdict(t)], self._pool)
+        apply_verdicts([t for group in made for t in group if needs_verdict(t)], self._pool)
         return [Group(prompt, trajectories) for prompt, trajectories in zip(prompts, made)], seconds
 
     def _replace_dead(self, rollout: Rollout) -> None:
@@ -188,7 +189,7 @@ class RolloutStream:
         drawn = len(rollout.groups)
         per_round = prompts_per_round(self._config) if dynamic.batch_multiplier else 0
         size = self._config.gdpo.num_generations_per_prompt
-        kept, spare = self._parted(rollout.groups)
+        kept, spare = self._split_by_signal(rollout.groups)
         while (
             (missing := wanted * size - _samples(kept)) > 0 and rollout.rounds < dynamic.max_rounds and self._left() > 0
         ):
@@ -196,19 +197,20 @@ class RolloutStream:
             count = int(min(per_round or -(-missing // size), self._left()))
             self._position += count
             extra = self._verified(*self._submit(position, count), position=self._position)
-            kept += self._parted(extra.groups)[0]
+            kept += self._split_by_signal(extra.groups)[0]
             rollout.next_position = self._position
             rollout.generation_s += extra.generation_s
             rollout.verify_s += extra.verify_s
             rollout.spans += extra.spans
             rollout.rounds += 1
             drawn += count
-        # Never fewer samples than asked for: what found no replacement stays, with its zeros.
+        # The batch keeps its size, which the layout divides: groups without a replacement stay, with advantage 0.
         rollout.groups = _cut(kept + spare, wanted * size)
-        rollout.dropped_groups = max(0, drawn - len(rollout.groups))  # what stays of a group in two parts counts twice
+        # At least 0: both parts of a group that was split may be kept, and then count as two.
+        rollout.dropped_groups = max(0, drawn - len(rollout.groups))
 
-    def _parted(self, groups: Sequence[Group]) -> tuple[list[Group], list[Group]]:
-        """What dynamic sampling keeps of the groups, and what it does not keep."""
+    def _split_by_signal(self, groups: Sequence[Group]) -> tuple[list[Group], list[Group]]:
+        """Split groups into the parts that dynamic sampling keeps and the rest."""
         kept = []
         spare = []
         for group in groups:
@@ -236,7 +238,7 @@ class RolloutStream:
             for j in range(gdpo.val_generations_per_prompt)
         ]
         groups = grouped(prompts, self._fleet.collect(self._fleet.submit(requests, sampling)), self._tokenizer)
-        judge([t for g in groups for t in g.trajectories], self._pool)
+        apply_verdicts([t for g in groups for t in g.trajectories], self._pool)
         return groups
 
 
@@ -256,17 +258,20 @@ def _cut(groups: Sequence[Group], count: int) -> list[Group]:
 
 
 def sample_seed(run_seed: int, position: int, sample: int, turn: int = 0) -> int:
-    """Seed of one sample, from the run's seed, the prompt's place in the run (negative: validation), its number and
+    """Seed of one sample: from the run's seed, the prompt's position in the run (negative: validation), sample and
     turn.
 
-    Independent of engines, batches and resumes, so that a lost sample is drawn again exactly.
+    Independent of engines, batches and resumes, so that a lost sample is sampled again exactly.
     """
+    # Entropy must be non-negative, so the sign is a separate entry. Turn 0 adds none: a first turn has the seed of a
+    # single-turn sample.
     entropy = [run_seed, abs(position), int(position < 0), sample, *([turn] if turn else [])]
+    # 31 bits: non-negative as a signed 32-bit integer, too.
     return int(np.random.SeedSequence(entropy).generate_state(1)[0] >> 1)
 
 
 def grouped(prompts: Sequence[Prompt], batch: CompletionBatch, tokenizer: Any) -> list[Group]:
-    """Completions, which come prompt by prompt, as groups of trajectories without verdicts."""
+    """Groups of trajectories without verdicts, from completions in the order of the prompts."""
     per_prompt = len(batch.completions) // len(prompts)
     texts = tokenizer.batch_decode([c.token_ids.tolist() for c in batch.completions], skip_special_tokens=True)
     groups = []
@@ -288,7 +293,7 @@ def grouped(prompts: Sequence[Prompt], batch: CompletionBatch, tokenizer: Any) -
     return groups
 
 
-def judge(trajectories: Sequence[Trajectory], pool: EnvironmentExecutor) -> None:
+def apply_verdicts(trajectories: Sequence[Trajectory], pool: EnvironmentExecutor) -> None:
     """Fill in rewards and outcomes. A failure of the environment is an outcome, never a reward."""
     for trajectory, verdict in zip(trajectories, pool.verify(trajectories)):
         trajectory.rewards = dict(verdict.rewards)

@@ -1,8 +1,7 @@
 """Episodes of Python environments: all trajectories of a batch take their turns together.
 
 Every turn is one call to the engines and one to the environment workers. A trajectory ends when its environment says
-so, when ``rollout.turns.max_turns`` are taken, or when there is no room for a token more; the last two are
-``truncated``.
+so, after ``rollout.turns.max_turns``, or when no further token fits; the last two are ``truncated``.
 """
 
 from __future__ import annotations
@@ -25,12 +24,12 @@ class _Play:
     transcript: Transcript
     place: int
     messages: list[Message] | None
-    """What was said, for the chat template; None where the prompt is text."""
+    """The conversation so far, for the chat template; None if the prompt is plain text."""
     state: bytes = b""
     done: bool = False
 
     def step(self, message: Message | None, reset: bool = False) -> EpisodeStep:
-        """The next question to the environment."""
+        """The next request to the environment."""
         t = self.transcript
         return EpisodeStep(t.prompt, t.sample_index, t.turns, None if reset else self.state, message)
 
@@ -52,7 +51,7 @@ def play(prompts: Sequence[Prompt], context: RolloutContext) -> list[list[Trajec
         if not playing:
             break
         _turn(playing, turn, context)
-    _cut([p for p in plays if not p.done], context)
+    _truncate([p for p in plays if not p.done], context)
     version = max((p.transcript.version or 0 for p in plays), default=0)
     finished = [p.transcript.trajectory(context.conversation, version) for p in plays]
     return [finished[i : i + context.samples] for i in range(0, len(finished), context.samples)]
@@ -60,7 +59,7 @@ def play(prompts: Sequence[Prompt], context: RolloutContext) -> list[list[Trajec
 
 def _reset(plays: Sequence[_Play], context: RolloutContext) -> None:
     for p, reply in zip(plays, context.pool.step([p.step(None, reset=True) for p in plays])):
-        _take(p, reply)
+        _apply_reply(p, reply)
         if not p.done and reply.observation is not None:
             text, ids = context.conversation.prompt(reply.observation)
             p.messages = context.conversation.messages(reply.observation) if context.conversation.chat else None
@@ -74,8 +73,8 @@ def _room(p: _Play, context: RolloutContext) -> int:
 
 
 def _turn(playing: Sequence[_Play], turn: int, context: RolloutContext) -> None:
-    """One turn of every trajectory that goes on."""
-    _cut([p for p in playing if _room(p, context) < 1], context)
+    """Run one turn of every unfinished trajectory."""
+    _truncate([p for p in playing if _room(p, context) < 1], context)
     playing = [p for p in playing if not p.done]
     if not playing:
         return
@@ -91,13 +90,15 @@ def _turn(playing: Sequence[_Play], turn: int, context: RolloutContext) -> None:
         answers.append({"role": "assistant", "content": text, "finish_reason": completion.finish_reason})
     replies = context.pool.step([p.step(answer) for p, answer in zip(playing, answers)])
     for p, answer, reply in zip(playing, answers, replies):
-        _take(p, reply)
+        _apply_reply(p, reply)
         if not p.done and reply.observation is not None and turn + 1 < context.max_turns:
-            _hear(p, answer, reply.observation, context)
+            _append_observation(p, answer, reply.observation, context)
 
 
-def _hear(p: _Play, answer: Message, observation: str | Sequence[Message], context: RolloutContext) -> None:
-    """Append what the environment said; a trajectory that it leaves no room in is left for ``_cut``."""
+def _append_observation(
+    p: _Play, answer: Message, observation: str | Sequence[Message], context: RolloutContext
+) -> None:
+    """Append the observation; a trajectory without room for it is left to ``_truncate``."""
     t = p.transcript
     talk = context.conversation
     tools = t.prompt.fields.get("tools")
@@ -105,6 +106,7 @@ def _hear(p: _Play, answer: Message, observation: str | Sequence[Message], conte
     if not len(ids):
         raise RunError(f"environment {t.prompt.environment!r}: an observation has no tokens: {str(observation)[:40]!r}")
     if len(t) + len(ids) >= context.max_sequence or t.num_policy_tokens >= context.max_tokens:
+        # Not appended: a trajectory must end with tokens of the policy, and there is no room for one after these.
         t.finish_reason = "length"
         return
     t.append_env_tokens(ids)
@@ -112,7 +114,7 @@ def _hear(p: _Play, answer: Message, observation: str | Sequence[Message], conte
         p.messages += [{"role": "assistant", "content": answer["content"]}, *talk.messages(observation)]
 
 
-def _take(p: _Play, reply: EpisodeReply) -> None:
+def _apply_reply(p: _Play, reply: EpisodeReply) -> None:
     p.state = reply.state
     p.done = reply.done
     p.transcript.add_rewards(reply.rewards)
@@ -122,9 +124,9 @@ def _take(p: _Play, reply: EpisodeReply) -> None:
         p.done = True
 
 
-def _cut(plays: Sequence[_Play], context: RolloutContext) -> None:
-    """End episodes for which a budget is used up."""
+def _truncate(plays: Sequence[_Play], context: RolloutContext) -> None:
+    """End episodes whose budget of turns or tokens is used up."""
     for p, reply in zip(plays, context.pool.step([p.step(None) for p in plays]) if plays else []):
-        _take(p, reply)
+        _apply_reply(p, reply)
         p.done = True
         p.transcript.finish_reason = "length"

@@ -16,7 +16,7 @@ from gdpo_nemo.environments.registry import load_environments
 from gdpo_nemo.errors import ConfigError
 from gdpo_nemo.rollouts.functions import check_one_kind, rollout_functions
 from gdpo_nemo.rollouts.learning import advantages_of
-from gdpo_nemo.rollouts.stream import judge
+from gdpo_nemo.rollouts.stream import apply_verdicts
 from gdpo_nemo.validation import validate
 
 DEMO = Path(__file__).resolve().parents[2] / "configs" / "gdpo_tiny_cpu.yaml"
@@ -67,7 +67,7 @@ def batch(tmp_path_factory):
         for prompt in prompts
     ]
     with EnvironmentPools(config.env, timeout_s=20.0) as pool:
-        judge([t for group in groups for t in group.trajectories], pool)
+        apply_verdicts([t for group in groups for t in group.trajectories], pool)
     return config, groups
 
 
@@ -110,7 +110,7 @@ def test_a_failing_environment_leaves_the_advantages_of_the_others_unchanged(bat
     with EnvironmentPools(
         {"digit_sort": {"plugin": "functions", "functions": {"correctness": f"{PLACE}:down"}}}
     ) as pool:
-        judge(failed, pool)
+        apply_verdicts(failed, pool)
     beside = advantages_of(groups, config).values.numpy()
     assert {trajectory.outcome.value for trajectory in failed} == {"env_failed"}
     assert list(beside[:4]) == [0.0] * 4 and beside[4:] == pytest.approx(alone, abs=1e-12)

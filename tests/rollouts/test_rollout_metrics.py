@@ -12,7 +12,7 @@ from gdpo_nemo.data.results import UpdateResult
 from gdpo_nemo.errors import RunError
 from gdpo_nemo.generation.requests import Completion, CompletionBatch
 from gdpo_nemo.rollouts.learning import check_failures, rollout_metrics, update_metrics, validation_metrics
-from gdpo_nemo.rollouts.stream import grouped, judge, sample_seed
+from gdpo_nemo.rollouts.stream import apply_verdicts, grouped, sample_seed
 
 
 def sample(version: int = 0, tokens: int = 3, environment: str = "toy", **changes) -> Trajectory:
@@ -90,7 +90,7 @@ def test_a_verdict_gives_rewards_and_outcome_and_a_cut_completion_is_truncated()
         Verdict({"a": 0.0}),
         Verdict({}, Outcome.ABORTED),
     ]
-    judge(samples, SimpleNamespace(verify=lambda trajectories: verdicts))
+    apply_verdicts(samples, SimpleNamespace(verify=lambda trajectories: verdicts))
     assert [t.outcome for t in samples] == [Outcome.TRUNCATED, Outcome.ENV_FAILED, Outcome.OK, Outcome.ABORTED]
     assert [t.rewards for t in samples] == [{"a": 1.0}, {}, {"a": 0.0}, {}]
     assert samples[1].detail == "hung"

@@ -1,14 +1,16 @@
-"""Verification in worker processes, where a verifier that hangs, crashes or floods its output does no harm.
+"""Verification in worker processes, where a verifier that hangs, crashes or floods its output cannot harm the run.
 
 Built on pebble's ProcessPool, which kills a worker at the task's time limit and starts another. Workers are spawned,
-never forked: the driver has threads. Three things can happen to a shard of trajectories:
+never forked: a fork would copy locks that other threads of the driver hold. Three things can happen to a shard of
+trajectories:
 
 * it is verified: its verdicts are returned;
-* it exceeds the time limit or its process dies: the members are tried once more one by one, and those that fail again
-  are ``env_failed``. That is never a reward;
+* it exceeds the time limit or its process dies: its members are tried once more one by one, and those that fail again
+  are ``env_failed``, which is never a reward;
 * the environment's code is wrong (it raises, returns too few values or an infinite one): RunError.
 
-Environments that are clients of servers elsewhere (``remote``) need no such protection; they run beside the workers.
+Environments that are clients of servers elsewhere (``remote``) need no such protection; they run in threads of the
+driver.
 """
 
 from __future__ import annotations
@@ -33,11 +35,13 @@ from gdpo_nemo.errors import RunError
 from gdpo_nemo.waits import WaitExpired, waiting
 
 SHARD_SIZE = 32
-"""Trajectories in one task; a shard grows beyond it only to keep the samples of one prompt together."""
+"""Trajectories in one task: the time limit is per task, and a failed one is repeated member by member. A shard exceeds
+it only to keep the samples of one prompt together."""
 RETRY_FAILURES = 3
-"""Members of one shard that may fail alone before the rest of the shard is given up: a verifier that always hangs
-costs a few time limits, not one per sample."""
+"""Members of a shard that may fail alone before the rest counts as failed: a verifier that always hangs costs a few
+time limits, not one per sample."""
 _ATTEMPTS = 3
+"""Pools tried for one shard; see ``_replies``."""
 _POLL_S = 0.5
 
 
@@ -93,7 +97,7 @@ class EnvironmentPool:
 
     def _check_known(self, prompt: Prompt, also: Container[str] = ()) -> None:
         if prompt.environment not in self._environments and prompt.environment not in also:
-            raise RunError(f"prompt {prompt.id} wants the environment {prompt.environment!r}, which env lacks")
+            raise RunError(f"prompt {prompt.id} names the environment {prompt.environment!r}, which env does not have")
 
     def _run(self, task: Callable, asked: Sequence[Trajectory | EpisodeStep], failed: Callable[[str], Any]) -> list:
         """The workers' answer to each of ``asked``, in order; ``failed(line)`` for those without one."""
@@ -122,12 +126,12 @@ class EnvironmentPool:
         self.close()
 
     def _one_by_one(self, task, asked, shard: Sequence[int], reason: str, failed) -> dict[int, Any]:
-        """Answers of a shard that failed as a whole, each member in a task of its own."""
+        """Answers of a shard that failed as a whole: each member in its own task."""
         answers: dict[int, Any] = {}
         failures = 0
         for index in shard:
             if failures >= RETRY_FAILURES:
-                answers[index] = failed(f"{reason}; not tried alone after {failures} samples beside it had failed")
+                answers[index] = failed(f"{reason}; not tried alone after {failures} other samples of its shard failed")
                 continue
             [reply] = self._replies(task, asked, [[index]])
             if isinstance(reply, str):
@@ -138,10 +142,10 @@ class EnvironmentPool:
         return answers
 
     def _replies(self, task, asked: Sequence, shards: Sequence[Sequence[int]]) -> list[list | str]:
-        """For each shard its answers, or one line saying why there are none.
+        """For each shard its answers, or one line with the reason why there are none.
 
-        When a worker dies in an unlucky moment pebble gives up the whole pool with all its tasks; those, which did
-        nothing wrong, are sent again to a new pool.
+        When a worker dies while it takes a task, pebble gives up the whole pool with all its tasks; the innocent ones
+        are sent to a new pool.
         """
         replies: dict[int, list | str] = {}
         open_shards = list(range(len(shards)))
@@ -234,7 +238,7 @@ def _end(pool: ProcessPool) -> None:
 
 
 def _shards(trajectories: Sequence[Trajectory | EpisodeStep], workers: int) -> list[list[int]]:
-    """Indices of the trajectories by shard: one environment each, whole groups, about even over the workers."""
+    """Indices of the trajectories by shard: one environment each, whole groups, about even between the workers."""
     by_environment: dict[str, list[int]] = {}
     for index, trajectory in enumerate(trajectories):
         by_environment.setdefault(trajectory.prompt.environment, []).append(index)

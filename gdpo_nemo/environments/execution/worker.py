@@ -1,7 +1,7 @@
 """The side of the environment pool that runs in the worker process.
 
-A worker builds every environment once, verifies one shard at a time, and ends when the driver does. It is kept free
-of torch: a worker that was killed must be back in a second or two.
+A worker builds every environment once, verifies one shard at a time, and ends with the driver. It must not import
+torch: a killed worker has to be replaced within a second or two.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ from gdpo_nemo.errors import GdpoError
 STARTUP_LIMIT_S = 300.0
 """Seconds a worker may take to build its environments."""
 _GRACE_S = 10.0
+"""Beyond the time limit: the driver kills first, and this timer only where there is no driver any more."""
 _POLL_S = 0.5
+# Signals that a verifier may handle; math-verify's time limit, for one, is a SIGALRM.
 _SIGNALS = (signal.SIGALRM, signal.SIGTERM, signal.SIGINT, signal.SIGCHLD, signal.SIGUSR1, signal.SIGUSR2)
 
 
@@ -50,7 +52,8 @@ def start(section: Mapping[str, Mapping[str, Any]], driver: int) -> None:
     exception here would only break the pool without saying why.
     """
     threading.Thread(target=_end_with, args=(driver,), daemon=True).start()
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # of a terminal that goes away; the driver answers it and ends us
+    # A terminal that closes signals every process of the group; the driver handles it and ends the workers itself.
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     os.dup2(2, 1)  # what reward functions print must not reach the driver's console or a pipe on its output
     faulthandler.dump_traceback_later(STARTUP_LIMIT_S, exit=True)
     for name, options in section.items():
@@ -66,7 +69,7 @@ def start(section: Mapping[str, Mapping[str, Any]], driver: int) -> None:
 
 
 def verify(name: str, trajectories: Sequence[Trajectory], time_limit_s: float, seed: int) -> list[Verdict] | Fault:
-    """The verdicts of one environment on one shard, checked, or the Fault that its author has to mend."""
+    """Return the checked verdicts of one environment on one shard, or the Fault that its author has to fix."""
     environment = _environments[name]
     if isinstance(environment, Fault):
         return environment
@@ -80,15 +83,15 @@ def verify(name: str, trajectories: Sequence[Trajectory], time_limit_s: float, s
         return checked_verdicts(tuple(environment.reward_names), trajectories, verdicts)
     except GdpoError as error:
         return Fault(f"environment {name!r}: {error}")
-    except BaseException as error:  # SystemExit from a reward function is as much its mistake as a ValueError
-        return Fault(f"environment {name!r}: {environment.__class__.__name__}.verify raised {first_line(error)}")
+    except BaseException as error:  # a reward function that calls sys.exit() is as wrong as one that raises
+        return Fault(f"environment {name!r}: {type(environment).__name__}.verify raised {first_line(error)}")
     finally:
         faulthandler.cancel_dump_traceback_later()
         _restore(handlers)
 
 
 def _restore(handlers: Mapping[signal.Signals, Any]) -> None:
-    """Disarm the timer and undo the signal handlers that a verifier left behind: they would strike the next one."""
+    """Disarm the timer and restore the signal handlers that a verifier changed, so that none fires in the next one."""
     signal.setitimer(signal.ITIMER_REAL, 0)
     for number, handler in handlers.items():
         if handler is not None and signal.getsignal(number) is not handler:
@@ -96,7 +99,7 @@ def _restore(handlers: Mapping[signal.Signals, Any]) -> None:
 
 
 def step(name: str, steps: Sequence[EpisodeStep], time_limit_s: float, seed: int) -> list[EpisodeReply] | Fault:
-    """One step of every episode, or the Fault that the environment's author has to mend."""
+    """Run one step of every episode; return the replies, or the Fault that the environment's author has to fix."""
     environment = _environments[name]
     if isinstance(environment, Fault):
         return environment
@@ -105,7 +108,7 @@ def step(name: str, steps: Sequence[EpisodeStep], time_limit_s: float, seed: int
     replies = []
     try:
         for asked in steps:
-            # A reset draws the same for all samples of a prompt: they are to answer the same question.
+            # A reset uses one seed for all samples of a prompt: a group must answer the same question.
             _seed(seed, name, [asked], f"/{asked.turn}" if asked.turn else None)
             replies.append(advance(environment, asked))
         return replies
@@ -119,9 +122,9 @@ def step(name: str, steps: Sequence[EpisodeStep], time_limit_s: float, seed: int
 
 
 def _seed(seed: int, name: str, trajectories: Sequence[Trajectory | EpisodeStep], turn: str | None = "") -> None:
-    """Seed Python's and NumPy's global generators, so that a reward with chance in it is repeated on resume.
+    """Seed Python's and NumPy's global generators, so that a random reward is the same again after a resume.
 
-    ``turn`` None leaves the sample out.
+    ``turn`` None leaves the sample's number out.
     """
     first = trajectories[0]
     sample = "" if turn is None else f"{first.sample_index}{turn}"
@@ -131,7 +134,8 @@ def _seed(seed: int, name: str, trajectories: Sequence[Trajectory | EpisodeStep]
 
 
 def _end_with(driver: int) -> None:
-    """End this process soon after the driver has ended, however it ended."""
+    """End this process soon after the driver, however that ended."""
+    # The parent changes to init or a subreaper when the driver dies, kill -9 included; no signal is needed.
     while os.getppid() == driver:
         time.sleep(_POLL_S)
     os._exit(1)
