@@ -1,74 +1,17 @@
-"""Which Hugging Face models can be trained: the families, and the traits of a config.json that neither trainer nor
-sampler may ignore.
+"""What a model's config.json says, read with its family's declaration; what that does not cover is refused by name.
 
-One declaration for both sides of a run: the checks before it read a ``config.json`` against it, without torch, and
-``megatron.families`` builds the model from it.
+Both sides of a run ask here: the checks before it, without torch, and ``megatron.hf_mapping``, which builds the model.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any, Mapping, Sequence
 
+from gdpo_nemo.config.families import FAMILIES, Family, last_name, linear_layers
 from gdpo_nemo.errors import ConfigError
 
-
-@dataclass(frozen=True)
-class Experts:
-    """A mixture layer: names of its tensors inside a layer as files hold them (``{}`` is an expert), and of its
-    sizes."""
-
-    router: str
-    gate: str
-    up: str
-    down: str
-    count: str
-    """Field of the configuration with the number of experts."""
-    width: str
-    """Field of the configuration with an expert's intermediate size."""
-
-
-@dataclass(frozen=True)
-class Family:
-    """What sets one Hugging Face architecture apart from a plain Llama."""
-
-    architecture: str
-    qkv_bias: bool = False
-    qk_norm: bool = False
-    experts: Experts | None = None
-    window: int | None = None
-    """Sliding window of a config.json that does not mention one."""
-
-
-_MIXTRAL_EXPERTS = Experts(
-    router="block_sparse_moe.gate.weight",
-    gate="block_sparse_moe.experts.{}.w1.weight",
-    up="block_sparse_moe.experts.{}.w3.weight",
-    down="block_sparse_moe.experts.{}.w2.weight",
-    count="num_local_experts",
-    width="intermediate_size",
-)
-_QWEN_EXPERTS = Experts(
-    router="mlp.gate.weight",
-    gate="mlp.experts.{}.gate_proj.weight",
-    up="mlp.experts.{}.up_proj.weight",
-    down="mlp.experts.{}.down_proj.weight",
-    count="num_experts",
-    width="moe_intermediate_size",
-)
-
-FAMILIES: dict[str, Family] = {
-    "llama": Family("LlamaForCausalLM"),
-    "mistral": Family("MistralForCausalLM", window=4096),
-    "mixtral": Family("MixtralForCausalLM", experts=_MIXTRAL_EXPERTS),
-    "qwen2": Family("Qwen2ForCausalLM", qkv_bias=True),
-    "qwen3": Family("Qwen3ForCausalLM", qk_norm=True),
-    "qwen3_moe": Family("Qwen3MoeForCausalLM", qk_norm=True, experts=_QWEN_EXPERTS),
-}
-"""By ``model_type``."""
-
-ROPE_TYPES: dict[str, tuple[str, ...]] = {
+ROPE_PARAMETERS: dict[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
@@ -84,11 +27,11 @@ SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediat
 """Fields that every config.json of these families has; transformers would fill in sizes of its own for a missing
 one."""
 
-TRAITS = (
-    "model_type", "architectures", "sliding_window", "use_sliding_window", "hidden_act", "attention_bias", "mlp_bias",
-    "quantization_config", "rope_parameters", "rope_scaling", "partial_rotary_factor",
-)  # fmt: skip
-"""Fields that ``check_family`` reads."""
+BIASES = ("attention_bias", "attention_out_bias", "mlp_bias")
+"""Fields that give projections biases. Only that of ``Family.qkv_bias`` may be true."""
+
+EXPERT_COUNTS = ("num_experts", "num_local_experts")
+"""The names under which transformers has written the number of experts, for one family or the other."""
 
 
 def check_family(content: Mapping[str, Any]) -> Family:
@@ -106,27 +49,47 @@ def check_family(content: Mapping[str, Any]) -> Family:
         raise _refusal(f"architectures in the model's config.json must be a list, got {given!r}")
     if given and family.architecture not in given:
         raise _refusal(f"architecture {', '.join(map(str, given))} is not supported; supported: {family.architecture}")
-    window = content.get("sliding_window", family.window) if content.get("use_sliding_window", True) else None
-    if window is not None:
-        raise _refusal(f"sliding-window attention ({window} tokens) is not supported")
-    if content.get("hidden_act", "silu") != "silu":
-        raise _refusal(f"activation {content['hidden_act']!r} is not supported; supported: silu")
-    for key in ("attention_bias", "mlp_bias"):
-        if content.get(key):
-            raise _refusal(f"{key} (biases of projections) is not supported for {content['model_type']}")
-    if content.get("quantization_config"):
+    fields = with_defaults(content)
+    _check_window(fields)
+    activation = fields.get("hidden_act", family.activation)
+    if activation != family.activation:
+        raise _refusal(f"activation {activation!r} is not supported; supported: {family.activation}")
+    for key in BIASES:
+        if fields.get(key) and key != family.qkv_bias:
+            raise _refusal(f"{key} (biases of projections) is not supported for {family.model_type}")
+    if fields.get("quantization_config"):
         raise _refusal(
             "quantised weights (quantization_config) are not supported; give the folder of the unquantised model"
         )
-    rope = rope_of(content)
-    if rope["rope_type"] not in ROPE_TYPES:
-        raise _refusal(f"rope scaling {rope['rope_type']!r} is not supported; supported: {', '.join(ROPE_TYPES)}")
-    for key in ROPE_TYPES[rope["rope_type"]]:
-        if not isinstance(rope.get(key), (int, float)):
-            raise _refusal(f"rope scaling {rope['rope_type']!r} needs the number {key}")
-    if rope.get("partial_rotary_factor", content.get("partial_rotary_factor")) not in (None, 1):
-        raise _refusal("a rotary embedding of a part of each head (partial_rotary_factor) is not supported")
+    _check_rope(fields, family)
     return family
+
+
+def _check_window(fields: Mapping[str, Any]) -> None:
+    window = fields.get("sliding_window") if fields.get("use_sliding_window", True) else None
+    if window is not None:
+        raise _refusal(f"sliding-window attention ({window} tokens) is not supported")
+    kinds = sorted({str(kind) for kind in fields.get("layer_types") or ()} - {"full_attention"})
+    if kinds:
+        raise _refusal(f"layers of type {', '.join(kinds)} (layer_types) are not supported; supported: full_attention")
+
+
+def _check_rope(fields: Mapping[str, Any], family: Family) -> None:
+    rope = rope_of(fields)
+    kind = rope["rope_type"]
+    if kind not in family.rope_types:
+        supported = ", ".join(family.rope_types)
+        raise _refusal(f"rope scaling {kind!r} is not supported for {family.model_type}; supported: {supported}")
+    for key in ROPE_PARAMETERS[kind]:
+        if not isinstance(rope.get(key), (int, float)):
+            raise _refusal(f"rope scaling {kind!r} needs the number {key}")
+    if rope.get("partial_rotary_factor", fields.get("partial_rotary_factor")) not in (None, 1):
+        raise _refusal("a rotary embedding of a part of each head (partial_rotary_factor) is not supported")
+
+
+def with_defaults(content: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a configuration, and those that transformers fills in for its family where they are missing."""
+    return {**FAMILIES[content["model_type"]].defaults, **content}
 
 
 def _family(content: Mapping[str, Any]) -> Family:
@@ -148,10 +111,13 @@ def check_model_content(content: Mapping[str, Any]) -> Family:
     for key in ("num_key_value_heads", "head_dim", "max_position_embeddings"):
         if content.get(key) is not None:
             _check_size(key, content[key])
-    if family.experts:
-        _check_size(family.experts.count, num_experts(content))
-        for key in (family.experts.width, "num_experts_per_tok"):
+    experts = family.experts
+    if experts:
+        _check_size(experts.count, num_experts(content))
+        for key in (experts.width, "num_experts_per_tok"):
             _check_size(key, content.get(key))
+        if experts.period and content.get(experts.period) is not None:
+            _check_size(experts.period, content[experts.period])
     return family
 
 
@@ -161,15 +127,37 @@ def _check_size(key: str, value: Any) -> None:
 
 
 def num_experts(content: Mapping[str, Any]) -> int:
-    """Experts of one mixture layer; 0 for a dense family. transformers has written the number under two names."""
+    """Experts of one mixture layer; 0 for a dense family."""
     if not FAMILIES[content["model_type"]].experts:
         return 0
-    return content.get("num_experts") or content.get("num_local_experts") or 0
+    return next((content[key] for key in EXPERT_COUNTS if content.get(key)), 0)
+
+
+def mixture_layers(content: Mapping[str, Any]) -> list[bool]:
+    """For each layer whether its MLP is a mixture."""
+    layers = range(content["num_hidden_layers"])
+    experts = FAMILIES[content["model_type"]].experts
+    if experts is None:
+        return [False for _ in layers]
+    dense = (content.get(experts.dense_layers) if experts.dense_layers else None) or ()
+    period = (content.get(experts.period) if experts.period else None) or 1
+    return [layer not in dense and (layer + 1) % period == 0 for layer in layers]
 
 
 def head_size(content: Mapping[str, Any]) -> int:
-    """Size of one attention head of a ``config.json``."""
-    return content.get("head_dim") or content["hidden_size"] // content["num_attention_heads"]
+    """Size of one attention head."""
+    return with_defaults(content).get("head_dim") or content["hidden_size"] // content["num_attention_heads"]
+
+
+def key_value_heads(content: Mapping[str, Any]) -> int:
+    """Heads of keys and values."""
+    return with_defaults(content).get("num_key_value_heads") or content["num_attention_heads"]
+
+
+def has_qkv_bias(content: Mapping[str, Any]) -> bool:
+    """Whether the projections of queries, keys and values have biases."""
+    bias = FAMILIES[content["model_type"]].qkv_bias
+    return bool(with_defaults(content).get(bias)) if isinstance(bias, str) else bias
 
 
 def rope_of(content: Mapping[str, Any]) -> dict[str, Any]:
@@ -208,17 +196,24 @@ def check_scaled_rope(scaling: float, transformer_engine: bool) -> None:
         )
 
 
-def check_adapted_layers(targets: Sequence[str], experts: int, tied: bool) -> None:
-    """Refuse adapters on layers that a model with so many ``experts`` and a ``tied`` output layer lacks. Raises
+def check_adapted_layers(targets: Sequence[str], family: Family, tied: bool) -> None:
+    """Refuse adapters on layers that a model of the ``family`` with a ``tied`` output layer lacks. Raises
     ConfigError."""
-    if experts and {"gate_proj", "up_proj", "down_proj"} & set(targets):
+    key = "policy.lora.target_modules"
+    known = linear_layers(family)
+    missing = [name for name in targets if name not in known]
+    if missing:
         raise ConfigError(
-            "policy.lora.target_modules: the model's experts cannot be adapted; leave out gate_proj, up_proj, down_proj"
+            f"{key}: a model of type {family.model_type} has no {', '.join(missing)}; its linear layers: "
+            f"{', '.join(known)}"
         )
-    if tied and "lm_head" in targets:
+    dense = [last_name(module) for module in family.modules.mlp]
+    if family.experts and set(dense) & set(targets):
+        raise ConfigError(f"{key}: the model's experts cannot be adapted; leave out {', '.join(dense)}")
+    head = last_name(family.modules.head)
+    if tied and head in targets:
         raise ConfigError(
-            "policy.lora.target_modules: the model's lm_head is its embedding (tie_word_embeddings), which has no "
-            "adapter; leave it out"
+            f"{key}: the model's {head} is its embedding (tie_word_embeddings), which has no adapter; leave it out"
         )
 
 

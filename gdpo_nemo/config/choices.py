@@ -14,8 +14,9 @@ from gdpo_nemo.algorithms.loss_settings import (
     OLD_LOGPROBS,
 )
 from gdpo_nemo.algorithms.settings import PRESETS
+from gdpo_nemo.config.families import FAMILIES, linear_layers
 
-LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head")
+LORA_TARGETS = tuple(dict.fromkeys(name for family in FAMILIES.values() for name in linear_layers(family)))
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "gdpo.estimator": tuple(ESTIMATORS),

@@ -16,8 +16,10 @@ from gdpo_nemo.config.architectures import (
     check_model_content,
     check_scaled_rope,
     head_size,
+    key_value_heads,
     num_experts,
 )
+from gdpo_nemo.config.families import FAMILIES
 from gdpo_nemo.config.layout import Layout
 from gdpo_nemo.config.schema import Config, DatasetConfig
 from gdpo_nemo.config.stages import check_stages
@@ -206,7 +208,7 @@ def _check_shape(content: dict[str, Any], config: Config, layout: Layout) -> Non
     heads = content["num_attention_heads"]
     layers = content["num_hidden_layers"]
     experts = num_experts(content)
-    groups = content.get("num_key_value_heads") or heads
+    groups = key_value_heads(content)
     megatron = "policy.megatron_cfg"
     _check_divides(
         f"{megatron}.tensor_model_parallel_size", layout.tensor, [(heads, "heads"), (groups, "key-value heads")]
@@ -225,7 +227,8 @@ def _check_shape(content: dict[str, Any], config: Config, layout: Layout) -> Non
                 f"{megatron}.{name}: has no effect, the model in {config.policy.model_name} has no experts; remove it"
             )
     if config.policy.lora.rank:
-        check_adapted_layers(config.policy.lora.target_modules, experts, bool(content.get("tie_word_embeddings")))
+        family = FAMILIES[content["model_type"]]
+        check_adapted_layers(config.policy.lora.target_modules, family, bool(content.get("tie_word_embeddings")))
     if experts and layout.tensor > 1 and not config.policy.megatron_cfg.sequence_parallel:
         raise ConfigError(f"{megatron}.sequence_parallel: must be on for a model with experts under tensor parallelism")
     longest = content.get("max_position_embeddings")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Callable, Iterator
 
 import torch
@@ -10,18 +11,17 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from transformers import PretrainedConfig
 
-from gdpo_nemo.megatron.families import (
+from gdpo_nemo.megatron.hf_mapping import (
     COLUMNS,
-    EMBEDDING,
     GATED_ROWS,
-    HEAD,
+    QKV_ROWS,
     REPLICATED,
-    TOP_WEIGHTS,
     Weight,
     family_of,
     head_size,
     layer_weight,
     num_experts,
+    top_weights,
 )
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
@@ -32,19 +32,20 @@ def local_weights(
 ) -> Iterator[tuple[torch.nn.Parameter, Weight]]:
     """This rank's parameters with their global Hugging Face names, in a fixed order."""
     family = family_of(config)
+    top = top_weights(family.model_type)
     for chunk in chunks:
         for name, parameter in chunk.named_parameters():
             if ".adapters." in name:
                 continue
             match = _LAYER.fullmatch(name)
             if match is None:
-                yield parameter, TOP_WEIGHTS[name]
+                yield parameter, top[name]
                 continue
             weight = layer_weight(family, match[2])
             # layer_number counts Hybrid layers from 1 over all pipeline stages.
-            layer = (chunk.decoder.layers[int(match[1])].layer_number - 1) // 2
-            sources = tuple(f"model.layers.{layer}.{source}" for source in weight.sources)
-            yield parameter, Weight(weight.split, sources, weight.expert)
+            layer = family.modules.layer.format((chunk.decoder.layers[int(match[1])].layer_number - 1) // 2)
+            sources = tuple(layer + source for source in weight.sources)
+            yield parameter, replace(weight, sources=sources, stacked=weight.stacked and layer + weight.stacked)
 
 
 def _split_group(weight: Weight) -> dist.ProcessGroup:
@@ -54,10 +55,9 @@ def _split_group(weight: Weight) -> dist.ProcessGroup:
     return parallel_state.get_expert_tensor_parallel_group()
 
 
-def _experts(weight: Weight, config: PretrainedConfig) -> range:
-    """Global numbers of the experts that stand at this place of each expert-parallel rank, in the order of the
-    ranks."""
-    count = num_experts(config)
+def _experts(weight: Weight, count: int) -> range:
+    """Global numbers of the experts, ``count`` in all, that stand at this place of each expert-parallel rank, in the
+    order of the ranks."""
     ranks = parallel_state.get_expert_model_parallel_group().size()
     return range(weight.expert, count, count // ranks)
 
@@ -66,52 +66,49 @@ def _of_expert(sources: tuple[str, ...], expert: int) -> tuple[str, ...]:
     return tuple(source.format(expert) for source in sources)
 
 
-_FUSED = re.compile(r"(model\.layers\.\d+\.)\w+\.(?:gate\.weight|experts\.(\d+)\.(\w+)\.weight)")
-_PART_OF_FUSED = {"gate_proj": 0, "w1": 0, "up_proj": 1, "w3": 1}
-
-
-def _read_fused(read: Callable[[str], torch.Tensor], name: str) -> torch.Tensor:
-    """An expert's tensor out of the fused tensors that transformers keeps in memory (and some folders hold)."""
-    layer, expert, matrix = _FUSED.fullmatch(name).groups()
-    if expert is None:
-        return read(f"{layer}mlp.gate.weight")
-    if matrix in _PART_OF_FUSED:
-        return read(f"{layer}mlp.experts.gate_up_proj")[int(expert)].chunk(2)[_PART_OF_FUSED[matrix]]
-    return read(f"{layer}mlp.experts.down_proj")[int(expert)]
-
-
-def _read(read: Callable[[str], torch.Tensor], name: str) -> torch.Tensor:
+def _read(
+    read: Callable[[str], torch.Tensor], sources: tuple[str, ...], stacked: str | None, expert: int | None
+) -> torch.Tensor:
+    """The sources one over the other, out of the ``stacked`` tensor where the folder has that in their place."""
     try:
-        return read(name)
+        return torch.cat([read(name) for name in sources])
     except KeyError as missing:
-        if _FUSED.fullmatch(name) is None:
+        if stacked is None:
             raise
         try:
-            return _read_fused(read, name)
+            whole = read(stacked)
         except KeyError:
             raise missing from None
+        return whole if expert is None else whole[expert]
 
 
-def _merge(tensors: list[torch.Tensor], config: PretrainedConfig) -> torch.Tensor:
-    """Hugging Face tensors -> one Megatron tensor (unsplit)."""
-    if len(tensors) != 3:
-        return torch.cat(tensors)
-    groups = config.num_key_value_heads
-    parts = [t.reshape(groups, -1, *t.shape[1:]) for t in tensors]  # per query group: its queries, its key, its value
-    return torch.cat(parts, 1).reshape(-1, *tensors[0].shape[1:])
-
-
-def _separate(tensor: torch.Tensor, count: int, config: PretrainedConfig) -> list[torch.Tensor]:
-    """The inverse of ``_merge``."""
-    if count == 1:
-        return [tensor]
-    if count == 2:
-        return list(tensor.chunk(2))
-    groups = config.num_key_value_heads
+def _qkv_rows(config: PretrainedConfig) -> tuple[int, int, int]:
+    """Rows of q, k and v that belong to one query group."""
     size = head_size(config)
-    queries = config.num_attention_heads // groups
-    parts = tensor.reshape(groups, (queries + 2) * size, *tensor.shape[1:]).split([queries * size, size, size], 1)
-    return [part.reshape(-1, *tensor.shape[1:]) for part in parts]
+    return config.num_attention_heads // config.num_key_value_heads * size, size, size
+
+
+def _by_query_group(tensor: torch.Tensor, config: PretrainedConfig) -> torch.Tensor:
+    """All queries, all keys, all values -> group by group its queries, its key, its value."""
+    groups = config.num_key_value_heads
+    parts = tensor.split([groups * rows for rows in _qkv_rows(config)])
+    return torch.cat([part.unflatten(0, (groups, -1)) for part in parts], 1).flatten(0, 1)
+
+
+def _by_matrix(tensor: torch.Tensor, config: PretrainedConfig) -> list[torch.Tensor]:
+    """The inverse of ``_by_query_group``: q, k and v."""
+    parts = tensor.unflatten(0, (config.num_key_value_heads, -1)).split(_qkv_rows(config), 1)
+    return [part.flatten(0, 1) for part in parts]
+
+
+def _separate(tensor: torch.Tensor, weight: Weight, config: PretrainedConfig) -> list[torch.Tensor]:
+    """A whole Megatron tensor -> the Hugging Face tensors of its sources."""
+    parts = [tensor]
+    if weight.split == QKV_ROWS:
+        parts = _by_matrix(tensor, config)
+    elif weight.split == GATED_ROWS:
+        parts = list(tensor.chunk(2))
+    return parts if len(parts) == len(weight.sources) else [torch.cat(parts)]
 
 
 def _shard(tensor: torch.Tensor, split: str, rank: int, size: int) -> torch.Tensor:
@@ -140,20 +137,36 @@ def load_hf(chunks: list[torch.nn.Module], read: Callable[[str], torch.Tensor], 
         KeyError: a tensor is missing. ValueError: a tensor has another shape than the configuration says.
     """
     expert_rank = parallel_state.get_expert_model_parallel_rank()
+    experts = num_experts(config)
+    top = top_weights(family_of(config).model_type)
     for parameter, weight in local_weights(chunks, config):
         group = _split_group(weight)
         sources = weight.sources
+        expert = None
         if weight.expert is not None:
-            sources = _of_expert(sources, _experts(weight, config)[expert_rank])
-        if sources == (HEAD,) and config.tie_word_embeddings:
-            sources = (EMBEDDING,)
-        tensor = _merge([_read(read, name) for name in sources], config)
-        if sources[0] in (EMBEDDING, HEAD):
+            expert = _experts(weight, experts)[expert_rank]
+            sources = _of_expert(sources, expert)
+        if weight.vocabulary and config.tie_word_embeddings:
+            sources = top["embedding.word_embeddings.weight"].sources
+        tensor = _read(read, sources, weight.stacked, expert)
+        if weight.split == QKV_ROWS:
+            _check_rows(tensor, config.num_key_value_heads * sum(_qkv_rows(config)), sources)
+            tensor = _by_query_group(tensor, config)
+        if weight.vocabulary:
             tensor = torch.nn.functional.pad(tensor, (0, 0, 0, parameter.size(0) * group.size() - tensor.size(0)))
         tensor = _shard(tensor, weight.split, group.rank(), group.size())
         if tensor.shape != parameter.shape:
-            raise ValueError(f"{' + '.join(sources)}: shape {tuple(tensor.shape)}, expected {tuple(parameter.shape)}")
+            raise _misshapen(sources, tensor, tuple(parameter.shape))
         parameter.copy_(tensor)
+
+
+def _check_rows(tensor: torch.Tensor, rows: int, sources: tuple[str, ...]) -> None:
+    if len(tensor) != rows:
+        raise _misshapen(sources, tensor, (rows, *tensor.shape[1:]))
+
+
+def _misshapen(sources: tuple[str, ...], tensor: torch.Tensor, expected: tuple[int, ...]) -> ValueError:
+    return ValueError(f"{' + '.join(sources)}: shape {tuple(tensor.shape)}, expected {expected}")
 
 
 @torch.no_grad()
@@ -184,9 +197,11 @@ def export_hf(chunks: list[torch.nn.Module], config: PretrainedConfig) -> Iterat
                 yield name, tensor
 
 
-def _export_stage(chunks, config) -> Iterator[tuple[str, torch.Tensor]]:
+def _export_stage(chunks: list[torch.nn.Module], config: PretrainedConfig) -> Iterator[tuple[str, torch.Tensor]]:
+    experts = num_experts(config)
+    head = top_weights(family_of(config).model_type)["output_layer.weight"]
     for parameter, weight in local_weights(chunks, config):
-        if weight.sources == (HEAD,) and config.tie_word_embeddings:
+        if weight == head and config.tie_word_embeddings:
             continue
         tensor = parameter.detach()
         if weight.split != REPLICATED:
@@ -195,10 +210,10 @@ def _export_stage(chunks, config) -> Iterator[tuple[str, torch.Tensor]]:
             named = [(weight.sources, tensor)]
         else:
             whole = _gather(tensor, parallel_state.get_expert_model_parallel_group())
-            named = [(_of_expert(weight.sources, e), t) for e, t in zip(_experts(weight, config), whole)]
+            named = [(_of_expert(weight.sources, e), t) for e, t in zip(_experts(weight, experts), whole)]
         for sources, tensor in named:
-            for name, part in zip(sources, _separate(tensor, len(sources), config)):
-                yield name, part[: config.vocab_size] if name in (EMBEDDING, HEAD) else part
+            for name, part in zip(sources, _separate(tensor, weight, config)):
+                yield name, part[: config.vocab_size] if weight.vocabulary else part
 
 
 def _gather(tensor: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tensor]:

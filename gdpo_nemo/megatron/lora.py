@@ -2,8 +2,9 @@
 
 Megatron fuses q, k, v and gate, up; the pairs stay apart, so that what is trained is exactly a PEFT adapter of the
 Hugging Face model, at every layout. With ``share_a`` the pairs of a fused layer have one A, which NeMo's adapters of
-such a layer come to. For a matrix split by rows (q, k, v, gate, up, lm_head) A is whole on every tensor-parallel rank
-and B is split; for one split by columns (o, down) A is split and B is whole.
+such a layer come to. Where the Hugging Face module is fused itself, its one pair is kept as an A and a B for each of
+its parts. For a matrix split by rows (q, k, v, gate, up, lm_head) A is whole on every tensor-parallel rank and B is
+split; for one split by columns (o, down) A is split and B is whole.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import contextlib
 import math
 import re
 import zlib
-from typing import Iterator
+from typing import Iterator, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -23,21 +24,29 @@ from megatron.core.utils import make_sharded_tensor_for_checkpoint, make_tp_shar
 from transformers import PretrainedConfig
 
 from gdpo_nemo.config.architectures import check_adapted_layers
+from gdpo_nemo.config.families import Modules, last_name
 from gdpo_nemo.config.schema import LoraConfig
-from gdpo_nemo.megatron.families import HEAD, head_size, num_experts
+from gdpo_nemo.megatron.hf_mapping import family_of, head_size
 from gdpo_nemo.weights.adapters import peft_name
 
 _SITE = re.compile(
     r"decoder\.layers\.(\d+)\.(self_attention\.linear_qkv|self_attention\.linear_proj|mlp\.linear_fc1|mlp\.linear_fc2)"
 )
 _HEAD = "output_layer"
-_MODULES = {
-    "self_attention.linear_qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    "self_attention.linear_proj": ("self_attn.o_proj",),
-    "mlp.linear_fc1": ("mlp.gate_proj", "mlp.up_proj"),
-    "mlp.linear_fc2": ("mlp.down_proj",),
-}
+_QKV = "self_attention.linear_qkv"
+_GATE_UP = "mlp.linear_fc1"
 _SPLIT_BY_COLUMNS = ("self_attention.linear_proj", "mlp.linear_fc2")
+
+
+def _modules_of(site: str, modules: Modules) -> tuple[str, ...]:
+    """The Hugging Face modules in a linear layer of Megatron's."""
+    attention_output, down = _SPLIT_BY_COLUMNS
+    return {
+        _QKV: modules.qkv,
+        attention_output: (modules.attention_output,),
+        _GATE_UP: modules.gate_up,
+        down: (modules.down,),
+    }[site]
 
 
 def initial_a(module: str, rank: int, width: int, seed: int, init: str = "uniform") -> torch.Tensor:
@@ -52,20 +61,38 @@ def initial_a(module: str, rank: int, width: int, seed: int, init: str = "unifor
     return torch.empty(rank, width).uniform_(-bound, bound, generator=generator)
 
 
+class Part(NamedTuple):
+    """Rows of a linear layer of Megatron's that are of one kind: queries, keys, values; gate, up; or all of them."""
+
+    module: str
+    """The Hugging Face module that has these rows, perhaps among others."""
+    height: int
+    """Rows over all tensor-parallel ranks."""
+    suffix: str
+    """Of the key of B in a checkpoint; empty where the module has no other rows."""
+
+
 class Pair(torch.nn.Module):
-    """A and B of one Hugging Face module, this rank's shards; B starts at 0. ``shared``: the A of another pair, to be
-    used here too."""
+    """A and B of one part of a layer, this rank's shards; B starts at 0. ``shared``: the A of another pair, to be used
+    here too."""
 
     def __init__(
-        self, module: str, width: int, height: int, by_columns: bool, settings: LoraConfig, seed: int, like, shared=None
+        self,
+        part: Part,
+        width: int,
+        by_columns: bool,
+        settings: LoraConfig,
+        seed: int,
+        like: torch.Tensor,
+        shared: torch.nn.Parameter | None = None,
     ):
         super().__init__()
-        self.module = module
+        self.part = part
         self.by_columns = by_columns
         group = parallel_state.get_tensor_model_parallel_group()
-        a = initial_a(module, settings.rank, width, seed, settings.init)
+        a = initial_a(part.module, settings.rank, width, seed, settings.init)
         a = a.chunk(group.size(), 1)[group.rank()].contiguous() if by_columns else a
-        rows = height if by_columns else height // group.size()
+        rows = part.height if by_columns else part.height // group.size()
         self.a = torch.nn.Parameter(a.to(like)) if shared is None else shared
         self.b = torch.nn.Parameter(torch.zeros(rows, settings.rank).to(like))
         for matrix, split, dim in ((self.a, by_columns, 1), (self.b, not by_columns, 0)):
@@ -74,10 +101,16 @@ class Pair(torch.nn.Module):
 
 
 class Adapters(torch.nn.Module):
-    """What is added to one Megatron linear layer: scale * B A x of each of its Hugging Face modules, in its layout."""
+    """What is added to one Megatron linear layer: scale * B A x of each of its parts, in its layout."""
 
     def __init__(
-        self, site: str, modules: tuple[str, ...], linear, hf: PretrainedConfig, settings: LoraConfig, seed: int
+        self,
+        site: str,
+        modules: tuple[str, ...],
+        linear: torch.nn.Module,
+        hf: PretrainedConfig,
+        settings: LoraConfig,
+        seed: int,
     ):
         super().__init__()
         self.by_columns = site in _SPLIT_BY_COLUMNS
@@ -86,21 +119,19 @@ class Adapters(torch.nn.Module):
         self.dropout = settings.dropout
         self.enabled = True
         self.group = parallel_state.get_tensor_model_parallel_group()
-        self.query_groups = hf.num_key_value_heads // self.group.size() if len(modules) == 3 else None
-        wanted = set(settings.target_modules)
-        self.heights = _heights(modules, linear, hf, self.group.size())
+        self.query_groups = hf.num_key_value_heads // self.group.size() if site == _QKV else None
+        self.parts = _parts(site, modules, linear, hf, self.group.size())
+        # The parts of one module are rows of one B, so they have one A.
+        self.one_a = settings.share_a or len(modules) == 1
         width = linear.weight.size(1) * (self.group.size() if self.by_columns else 1)
+        like = linear.weight.detach()
         self.pairs = torch.nn.ModuleList()
-        for module, height in self.heights.items():
-            if module.rpartition(".")[2] in wanted:
-                shared = self.pairs[0].a if settings.share_a and len(self.pairs) else None
-                self.pairs.append(
-                    Pair(module, width, height, self.by_columns, settings, seed, linear.weight.detach(), shared)
-                )
-        self.one_a = settings.share_a
-        if (
-            self.sequence_parallel
-        ):  # each tensor-parallel rank sees a share of the tokens: gradients of whole matrices add up
+        for part in self.parts:
+            if last_name(part.module) in settings.target_modules:
+                shared = self.pairs[0].a if self.one_a and len(self.pairs) else None
+                self.pairs.append(Pair(part, width, self.by_columns, settings, seed, like, shared))
+        # Each tensor-parallel rank sees a share of the tokens: gradients of whole matrices add up.
+        if self.sequence_parallel:
             for pair in self.pairs:
                 (pair.b if self.by_columns else pair.a).sequence_parallel = True
 
@@ -121,7 +152,7 @@ class Adapters(torch.nn.Module):
         else:
             inner = tensor_parallel.copy_to_tensor_model_parallel_region(inner, group=self.group)
         shares = [inner] * len(self.pairs) if self.one_a else inner.chunk(len(self.pairs), -1)
-        outputs = {pair.module: F.linear(share, pair.b) for pair, share in zip(self.pairs, shares)}
+        outputs = {pair.part: F.linear(share, pair.b) for pair, share in zip(self.pairs, shares)}
         return self._fuse(outputs, inner) * self.scale
 
     @property
@@ -136,12 +167,12 @@ class Adapters(torch.nn.Module):
         with get_cuda_rng_tracker().fork() if sharded else contextlib.nullcontext():
             return F.dropout(x, self.dropout)
 
-    def _fuse(self, outputs: dict[str, torch.Tensor], like: torch.Tensor) -> torch.Tensor:
-        """Outputs by module -> the layer's rows: gate over up, or per query group its queries, key and value."""
+    def _fuse(self, outputs: dict[Part, torch.Tensor], like: torch.Tensor) -> torch.Tensor:
+        """Outputs by part -> the layer's rows: gate over up, or per query group its queries, key and value."""
         parts = []
-        for module, height in self.heights.items():
-            part = outputs.get(module)
-            parts.append(like.new_zeros(*like.shape[:-1], height // self.group.size()) if part is None else part)
+        for part in self.parts:
+            rows = outputs.get(part)
+            parts.append(like.new_zeros(*like.shape[:-1], part.height // self.group.size()) if rows is None else rows)
         if self.query_groups:
             parts = [part.unflatten(-1, (self.query_groups, -1)) for part in parts]
             return torch.cat(parts, -1).flatten(-2)
@@ -152,8 +183,8 @@ class HeadAdapter(Adapters):
     """The pair of the output layer, whose input is whole on every tensor-parallel rank, with or without sequence
     parallelism."""
 
-    def __init__(self, linear, hf: PretrainedConfig, settings: LoraConfig, seed: int):
-        super().__init__(_HEAD, (_module(HEAD),), linear, hf, settings, seed)
+    def __init__(self, module: str, linear: torch.nn.Module, hf: PretrainedConfig, settings: LoraConfig, seed: int):
+        super().__init__(_HEAD, (module,), linear, hf, settings, seed)
         self.vocab_size = hf.vocab_size
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -166,20 +197,19 @@ class HeadAdapter(Adapters):
         return F.linear(F.linear(self._drop(x), a), pair.b) * self.scale
 
 
-def _module(weight: str) -> str:
-    return weight.removesuffix(".weight")
-
-
-def _heights(modules, linear, hf: PretrainedConfig, ranks: int) -> dict[str, int]:
-    """Output size of each Hugging Face module of a layer, over all ranks."""
-    if len(modules) == 3:
+def _parts(
+    site: str, modules: tuple[str, ...], linear: torch.nn.Module, hf: PretrainedConfig, ranks: int
+) -> list[Part]:
+    rows = linear.weight.size(0) * (1 if site in _SPLIT_BY_COLUMNS else ranks)
+    heights = [rows]
+    if site == _QKV:
         size = head_size(hf)
-        return dict(zip(modules, (hf.num_attention_heads * size, *[hf.num_key_value_heads * size] * 2)))
-    if len(modules) == 2:
-        return dict.fromkeys(modules, linear.weight.size(0) * ranks // 2)
-    if modules == (_module(HEAD),):
-        return {modules[0]: linear.weight.size(0) * ranks}
-    return {modules[0]: linear.weight.size(0)}
+        heights = [hf.num_attention_heads * size, *[hf.num_key_value_heads * size] * 2]
+    elif site == _GATE_UP:
+        heights = [rows // 2] * 2
+    if len(modules) == len(heights):
+        return [Part(module, height, "") for module, height in zip(modules, heights)]
+    return [Part(modules[0], height, f".{place}") for place, height in enumerate(heights)]
 
 
 def _add(adapters: Adapters):
@@ -195,21 +225,23 @@ def attach(chunks: list[torch.nn.Module], hf: PretrainedConfig, settings: LoraCo
     """Freeze the chunks and add trainable adapters to their linear layers.
 
     Raises:
-        ConfigError: the targets are experts, or an output layer that is the embedding.
+        ConfigError: the model has no such layers, or they are experts, or an output layer that is the embedding.
     """
-    check_adapted_layers(settings.target_modules, num_experts(hf), hf.tie_word_embeddings)
+    family = family_of(hf)
+    modules = family.modules
+    check_adapted_layers(settings.target_modules, family, hf.tie_word_embeddings)
     for chunk in chunks:
         chunk.requires_grad_(False)
-        if chunk.post_process and _module(HEAD) in settings.target_modules:
+        if chunk.post_process and last_name(modules.head) in settings.target_modules:
             # The model evaluates its logits chunk by chunk without calling this layer, so it adds this adapter itself.
-            chunk.output_layer.adapters = HeadAdapter(chunk.output_layer, hf, settings, seed)
+            chunk.output_layer.adapters = HeadAdapter(modules.head, chunk.output_layer, hf, settings, seed)
         for name, linear in list(chunk.named_modules()):
             match = _SITE.fullmatch(name)
             if match is None:
                 continue
-            layer = (chunk.decoder.layers[int(match[1])].layer_number - 1) // 2
-            modules = tuple(f"model.layers.{layer}.{module}" for module in _MODULES[match[2]])
-            adapters = Adapters(match[2], modules, linear, hf, settings, seed)
+            layer = modules.layer.format((chunk.decoder.layers[int(match[1])].layer_number - 1) // 2)
+            inside = tuple(layer + module for module in _modules_of(match[2], modules))
+            adapters = Adapters(match[2], inside, linear, hf, settings, seed)
             if len(adapters.pairs):
                 linear.adapters = adapters
                 linear.register_forward_hook(_add(adapters))
@@ -246,15 +278,20 @@ def whole_pairs(chunks: list[torch.nn.Module]) -> dict[str, tuple[torch.Tensor, 
 
     mine = {}
     for adapters in adapters_of(chunks):
+        whole: dict[str, list[torch.Tensor]] = {}
         for pair in adapters.pairs:
             a = pair.a.detach()
             b = pair.b.detach()
-            mine[pair.module] = (
-                (gathered(a, 1), b.cpu().clone()) if pair.by_columns else (a.cpu().clone(), gathered(b, 0))
-            )
-        if isinstance(adapters, HeadAdapter):  # the rows that pad the vocabulary are Megatron's own
-            a, b = mine[pair.module]
-            mine[pair.module] = a, b[: adapters.vocab_size].clone()
+            if pair.by_columns:
+                a, b = gathered(a, 1), b.cpu().clone()
+            else:
+                a, b = a.cpu().clone(), gathered(b, 0)
+            whole.setdefault(pair.part.module, [a]).append(b)
+        for module, (a, *rows) in whole.items():
+            b = torch.cat(rows)
+            if isinstance(adapters, HeadAdapter):  # the rows that pad the vocabulary are Megatron's own
+                b = b[: adapters.vocab_size].clone()
+            mine[module] = a, b
     stages = parallel_state.get_pipeline_model_parallel_group()
     shares: list = [None] * stages.size()
     dist.all_gather_object(shares, mine, group=stages)
@@ -280,9 +317,10 @@ def _matrices(chunk: torch.nn.Module) -> Iterator[tuple[Adapters, str, torch.nn.
     its first pair."""
     for adapters in adapters_of([chunk]):
         for place, pair in enumerate(adapters.pairs):
+            module = pair.part.module
             if place == 0 or not adapters.one_a:
-                yield adapters, peft_name(pair.module, "A"), pair.a, 1 if pair.by_columns else None
-            yield adapters, peft_name(pair.module, "B"), pair.b, None if pair.by_columns else 0
+                yield adapters, peft_name(module, "A"), pair.a, 1 if pair.by_columns else None
+            yield adapters, peft_name(module, "B") + pair.part.suffix, pair.b, None if pair.by_columns else 0
 
 
 @torch.no_grad()

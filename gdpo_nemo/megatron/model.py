@@ -22,7 +22,7 @@ from gdpo_nemo.config.architectures import check_scaled_rope
 from gdpo_nemo.config.schema import LoraConfig, MegatronConfig
 from gdpo_nemo.config.stages import stage_layers
 from gdpo_nemo.errors import ConfigError
-from gdpo_nemo.megatron.families import layer_symbols, rotary, transformer_fields
+from gdpo_nemo.megatron.hf_mapping import layer_symbols, rotary, transformer_fields
 from gdpo_nemo.megatron.layers import layer_spec, transformer_engine_is_usable
 from gdpo_nemo.megatron.logprobs import token_logprobs
 from gdpo_nemo.megatron.lora import attach

@@ -206,7 +206,7 @@ def _ffn_floats(shape: Shape, layout: Layout, gpu: bool) -> float:
         return dense
     # Each token visits active_experts experts, whose inputs are copies; over ranks the copies balance out on average.
     routed = shape.active_experts * (parts * shape.expert_ffn / layout.expert_tensor + 2 * shape.hidden)
-    share = shape.mixture_layers / shape.layers
+    share = len(shape.mixture_layers) / shape.layers
     return share * routed + (1 - share) * dense
 
 

@@ -5,7 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Mapping
 
-from gdpo_nemo.config.architectures import FAMILIES, head_size, num_experts
+from gdpo_nemo.config.architectures import (
+    has_qkv_bias,
+    head_size,
+    key_value_heads,
+    mixture_layers,
+    num_experts,
+)
+from gdpo_nemo.config.families import FAMILIES, Modules, last_name
 from gdpo_nemo.config.files import known_model_config
 from gdpo_nemo.config.layout import Layout
 from gdpo_nemo.config.schema import Config, LoraConfig
@@ -75,10 +82,12 @@ class Shape:
     experts: int = 0
     active_experts: int = 0
     expert_ffn: int = 0
-    mixture_layers: int = 0
-    """Layers whose MLP is a mixture."""
+    mixture_layers: tuple[int, ...] = ()
+    """Numbers of the layers whose MLP is a mixture."""
     qkv_bias: bool = False
     qk_norm: bool = False
+    modules: Modules = Modules()
+    """Names of the linear layers, which decide what an adapter is beside."""
 
     @property
     def query(self) -> int:
@@ -108,7 +117,7 @@ class Shape:
         width = self.query + self.key_value
         attention = self.hidden + self.hidden * width // tensor + self.query * self.hidden // tensor
         attention += width // tensor * self.qkv_bias + 2 * self.head_size * self.qk_norm
-        mixtures = sum(1 for layer in layers if layer >= self.layers - self.mixture_layers)
+        mixtures = sum(layer in self.mixture_layers for layer in layers)
         mlp = self.hidden + 3 * self.hidden * self.ffn // tensor
         router = self.hidden + self.hidden * self.experts
         dense = len(layers) * attention + (len(layers) - mixtures) * mlp + mixtures * router
@@ -128,24 +137,29 @@ class Shape:
 
     def adapters(self, layout: Layout, stage: int, lora: LoraConfig) -> int:
         """Parameters of LoRA's adapters on a rank of ``stage``; the whole side of each pair is on every tensor rank."""
-        t = layout.tensor
-        h = self.hidden
-        f = self.ffn
-        one = self.groups * self.head_size
-        sides = {
-            "q_proj": h + self.query // t, "k_proj": h + one // t, "v_proj": h + one // t, "o_proj": self.query // t +
-            h,
-            "gate_proj": h + f // t, "up_proj": h + f // t, "down_proj": f // t + h,
-        }  # fmt: skip
         wanted = set(lora.target_modules)
-        layer = sum(sides[name] for name in wanted if name in sides)
-        if lora.share_a:
-            layer -= sum(
-                h * max(0, len(wanted & fused) - 1)
-                for fused in ({"q_proj", "k_proj", "v_proj"}, {"gate_proj", "up_proj"})
+        layer = sum(
+            self._adapters_beside(fused, widths, wanted, layout.tensor, lora.share_a)
+            for fused, widths in (
+                (self.modules.qkv, (self.query, self.key_value // 2, self.key_value // 2)),
+                (self.modules.gate_up, (self.ffn, self.ffn)),
             )
-        head = h + -(-self.vocabulary // t) if "lm_head" in wanted and stage == layout.pipeline - 1 else 0
+        )
+        for module, width in ((self.modules.attention_output, self.query), (self.modules.down, self.ffn)):
+            layer += (last_name(module) in wanted) * (width // layout.tensor + self.hidden)
+        head = 0
+        if last_name(self.modules.head) in wanted and stage == layout.pipeline - 1:
+            head = self.hidden + -(-self.vocabulary // layout.tensor)
         return (len(self.on_stage(layout, stage)) * layer + head) * lora.rank
+
+    def _adapters_beside(
+        self, modules: tuple[str, ...], widths: tuple[int, ...], wanted: set[str], tensor: int, share_a: bool
+    ) -> int:
+        """Parameters, per unit of rank, of the adapters beside one matrix of Megatron's: its ``modules`` of Hugging
+        Face, one for each of the ``widths`` or one for all."""
+        rows = dict(zip(modules, widths)) if len(modules) > 1 else {modules[0]: sum(widths)}
+        adapted = [width for module, width in rows.items() if last_name(module) in wanted]
+        return sum(adapted) // tensor + self.hidden * (min(1, len(adapted)) if share_a else len(adapted))
 
     def on_stage(self, layout: Layout, stage: int) -> range:
         """The model's layers on a pipeline stage."""
@@ -159,24 +173,22 @@ def shape_from(content: Mapping[str, Any]) -> Shape:
     layers = content["num_hidden_layers"]
     family = FAMILIES[content["model_type"]]
     experts = num_experts(content)
-    expert_ffn = content[family.experts.width] if experts and family.experts else 0
-    # Mixture layers are counted, not placed: which ones are dense moves little between pipeline stages.
-    dense = len(content.get("mlp_only_layers") or ())
     return Shape(
         layers=layers,
         hidden=hidden,
         heads=heads,
-        groups=content.get("num_key_value_heads") or heads,
+        groups=key_value_heads(content),
         head_size=head_size(content),
         ffn=content["intermediate_size"],
         vocabulary=content["vocab_size"],
         tied=bool(content.get("tie_word_embeddings", False)),
         experts=experts,
         active_experts=content["num_experts_per_tok"] if experts else 0,
-        expert_ffn=expert_ffn,
-        mixture_layers=(layers - dense) // (content.get("decoder_sparse_step") or 1) if experts else 0,
-        qkv_bias=family.qkv_bias,
+        expert_ffn=content[family.experts.width] if experts else 0,
+        mixture_layers=tuple(layer for layer, mixture in enumerate(mixture_layers(content)) if mixture),
+        qkv_bias=has_qkv_bias(content),
         qk_norm=family.qk_norm,
+        modules=family.modules,
     )
 
 

@@ -6,7 +6,6 @@ from its own model folder, one tensor at a time, and merges as the policy's expo
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from typing import Callable, Iterable, Iterator, Mapping
 
@@ -18,7 +17,6 @@ Pairs = Mapping[str, tuple[torch.Tensor, torch.Tensor]]
 """Hugging Face module -> (A [rank, in], B [out, rank])."""
 
 _PREFIX = "base_model.model."
-_LINEAR = re.compile(r"(model\.layers\.\d+\.(?:self_attn|mlp)\.(\w+_proj)|lm_head)\.weight")
 
 
 @dataclass(frozen=True)
@@ -70,9 +68,11 @@ def named(pairs: Pairs) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def modules_of(weights: Iterable[str], targets: Iterable[str]) -> list[str]:
-    """The modules of a dense model with these weights (Hugging Face names) that adapters on ``targets`` belong to."""
+    """The modules of a model with these weights (Hugging Face names) that adapters on ``targets``, by the last part of
+    their names, belong to. Targets are never a mixture's experts, which cannot be adapted."""
     wanted = set(targets)
-    return [match[1] for name in weights if (match := _LINEAR.fullmatch(name)) and (match[2] or match[1]) in wanted]
+    modules = (name.removesuffix(".weight") for name in weights if name.endswith(".weight"))
+    return [module for module in modules if module.rpartition(".")[2] in wanted]
 
 
 def merge(weight: torch.Tensor, pair: tuple[torch.Tensor, torch.Tensor], scale: float) -> torch.Tensor:

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from gdpo_nemo import cli
-from gdpo_nemo.config.architectures import CPU_HEAD_SIZES, FAMILIES, check_model_content
+from gdpo_nemo.config.architectures import CPU_HEAD_SIZES, check_adapted_layers, check_model_content
+from gdpo_nemo.config.families import FAMILIES
 from gdpo_nemo.config.load import load_config
 from gdpo_nemo.errors import ConfigError
 from gdpo_nemo.validation import validate
@@ -92,13 +93,26 @@ REFUSED = {
         shape("qwen2", 3584, 28, 28, 4, 18944, 152064, 32768, sliding_window=131072, use_sliding_window=True),
         "sliding-window attention (131072 tokens) is not supported",
     ),
+    "layers of two kinds": (
+        shape("qwen3", 1024, 28, 16, 8, 3072, 151936, 40960, layer_types=["full_attention", "sliding_attention"]),
+        "layers of type sliding_attention (layer_types) are not supported; supported: full_attention",
+    ),
+    "a part of each head rotated": (
+        shape("llama", 4096, 32, 32, 32, 11008, 32000, 4096, partial_rotary_factor=0.5),
+        "a rotary embedding of a part of each head (partial_rotary_factor) is not supported",
+    ),
+    "a mixture in every half layer": (
+        shape("qwen3_moe", 2048, 48, 32, 4, 6144, 151936, 40960, num_experts=128, num_experts_per_tok=8,
+        moe_intermediate_size=768, decoder_sparse_step="2"),
+        "decoder_sparse_step in the model's config.json must be a positive integer, got '2'",
+    ),
     "a reward model": (
         shape("llama", 4096, 32, 32, 8, 14336, 128256, 8192, architectures=["LlamaForSequenceClassification"]),
         "architecture LlamaForSequenceClassification is not supported; supported: LlamaForCausalLM",
     ),
     "dynamic rope": (
         shape("llama", 4096, 32, 32, 32, 11008, 32000, 4096, rope_scaling=dict(type="dynamic", factor=2.0)),
-        "rope scaling 'dynamic' is not supported; supported: default, linear, llama3, yarn",
+        "rope scaling 'dynamic' is not supported for llama; supported: default, linear, llama3, yarn",
     ),
     "longrope": (
         shape("llama", 4096, 32, 32, 32, 11008, 32000, 4096, rope_scaling=dict(rope_type="longrope",
@@ -203,6 +217,26 @@ def test_yarn_is_refused_where_transformer_engine_would_leave_its_factor_out(fol
         validate(load_config(minimal, [model, *GPUS, local]))
     with pytest.raises(ConfigError, match="transformer_engine: its layers do not honour the attention factor 1.139"):
         validate(load_config(minimal, [model, *GPUS]))
+
+
+@pytest.mark.parametrize(
+    "model, targets, expected",
+    [
+        (
+            "Qwen3",
+            ["qkv_proj", "down_proj"],
+            "type qwen3 has no qkv_proj; its linear layers: q_proj, k_proj",
+        ),
+        ("Qwen3-MoE", ["q_proj", "up_proj"], "experts cannot be adapted; leave out gate_proj, up_proj, down_proj"),
+    ],
+)
+def test_adapters_on_layers_that_the_family_lacks_are_refused(model, targets, expected):
+    with pytest.raises(ConfigError, match=expected):
+        check_adapted_layers(targets, FAMILIES[SUPPORTED[model]["model_type"]], tied=False)
+
+
+def test_a_window_that_is_given_but_off_by_default_is_no_obstacle():
+    check_model_content({**SUPPORTED["Qwen3"], "sliding_window": 4096})
 
 
 def test_head_sizes_matter_to_the_engines_on_cpu_alone(folder, minimal):

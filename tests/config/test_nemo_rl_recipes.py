@@ -5,6 +5,7 @@ What their keys mean was read in NVIDIA-NeMo/RL at 7ea279ab; the place is named 
 
 from __future__ import annotations
 
+import re
 from functools import lru_cache, reduce
 from math import inf
 from pathlib import Path
@@ -362,8 +363,10 @@ def test_a_name_tells_its_family(name, family):
     assert (known.refusal == "") == (family is not None) and (family is None or known.model_type == family)
 
 
-def test_every_family_that_can_be_built_is_known_by_some_name():
-    from gdpo_nemo.config.architectures import FAMILIES
-    from gdpo_nemo.interop.nemo_rl.known_models import _NAMES
+def test_no_name_on_the_hub_is_claimed_by_two_families():
+    from gdpo_nemo.config.families import FAMILIES
+    from gdpo_nemo.planning.shape import KNOWN
 
-    assert set(FAMILIES) <= {kind for _, kind, _ in _NAMES}
+    for name, content in KNOWN.items():
+        claims = [family.model_type for family in FAMILIES.values() if re.fullmatch(family.hub_names, name)]
+        assert claims == [content["model_type"]]

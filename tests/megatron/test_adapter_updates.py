@@ -10,24 +10,28 @@ import rank_cases
 import tiny_models
 import torch
 
+from gdpo_nemo.config.families import FAMILIES, last_name
 from gdpo_nemo.config.schema import LoraConfig
 from gdpo_nemo.errors import RunError
 from gdpo_nemo.weights.adapters import merged_into, modules_of, peft_name
 from gdpo_nemo.weights.manifest import unpack
 from gdpo_nemo.weights.model_folder import open_weights, weight_names
 
-EVERY = LoraConfig(rank=4, alpha=8.0)
-ATTENTION = LoraConfig(rank=3, alpha=1.0, target_modules=["q_proj", "v_proj", "o_proj"])
 HEAD = LoraConfig(rank=4, alpha=8.0, target_modules=["k_proj", "v_proj", "lm_head"], share_a=True)
-MODELS = {
-    "qwen2": HEAD,
-    "llama": EVERY,
-    "qwen2-tied": EVERY,
-    "qwen3": EVERY,
-    "mixtral": ATTENTION,
-    "qwen3-moe-mixed": ATTENTION,
-}
 CPU = torch.device("cpu")
+
+
+def every_linear_layer(name: str) -> LoraConfig:
+    """All that can be adapted in the tiny model ``name``; of a mixture a part of its attention."""
+    fields = tiny_models.MODELS[name]
+    family = FAMILIES[fields["model_type"]]
+    if family.experts:
+        return ATTENTION
+    return LoraConfig(rank=4, alpha=8.0, target_modules=list(map(last_name, family.modules.linear)))
+
+
+ATTENTION = LoraConfig(rank=3, alpha=1.0, target_modules=["q_proj", "v_proj", "o_proj"])
+MODELS = {name: every_linear_layer(name) for name in tiny_models.MODELS} | {"qwen2": HEAD}
 
 
 def received(folder, manifest, buffer) -> dict[str, torch.Tensor]:

@@ -1,15 +1,18 @@
-"""Architectures that are not supported are refused by name, with what is supported."""
+"""A family's declaration says what transformers does with its models, and refuses the rest by name."""
 
 from __future__ import annotations
 
 import pytest
 import tiny_models
 import torch
-from transformers import GPT2Config, LlamaConfig, MistralConfig, Qwen2Config
+from transformers import AutoConfig, GPT2Config, LlamaConfig, MistralConfig, Qwen2Config
 
-from gdpo_nemo.config.architectures import FAMILIES, attention_scaling
+from gdpo_nemo.config import architectures
+from gdpo_nemo.config.architectures import SIZES, attention_scaling
+from gdpo_nemo.config.families import FAMILIES
 from gdpo_nemo.errors import ConfigError
-from gdpo_nemo.megatron.families import family_of, rotary
+from gdpo_nemo.megatron.hf_mapping import family_of, rotary
+from gdpo_nemo.planning.shape import shape_from
 
 
 def test_an_unknown_family_is_refused_with_the_list_of_known_ones():
@@ -28,8 +31,63 @@ def test_a_sliding_window_is_refused(config):
         family_of(config)
 
 
+def test_every_declared_family_has_a_tiny_model_that_all_other_tests_take():
+    assert {fields["model_type"] for fields in tiny_models.MODELS.values()} == set(FAMILIES)
+
+
+@pytest.mark.parametrize("name", tiny_models.MODELS)
+def test_the_plan_counts_the_parameters_that_transformers_makes(name):
+    from transformers import AutoModelForCausalLM
+
+    config = tiny_models.hf_config(name)
+    theirs = sum(parameter.numel() for parameter in AutoModelForCausalLM.from_config(config).parameters())
+    assert shape_from(config.to_dict()).parameters == theirs
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_what_a_config_leaves_out_is_what_transformers_fills_in(name):
+    config = AutoConfig.for_model(name)
+    filled = config.to_dict()
+    family = FAMILIES[name]
+    bare = {"model_type": name, **{key: filled[key] for key in SIZES}}
+    assert architectures.head_size(bare) == architectures.head_size(filled)
+    assert architectures.key_value_heads(bare) == config.num_key_value_heads
+    assert architectures.mixture_layers(bare) == architectures.mixture_layers(filled)
+    ours = architectures.with_defaults(bare)
+    for key in ("sliding_window", "tie_word_embeddings", *architectures.BIASES):
+        assert bool(ours.get(key)) == bool(filled.get(key)), key
+    assert filled["hidden_act"] == family.activation
+    if isinstance(family.qkv_bias, str):
+        assert architectures.has_qkv_bias(bare) == filled[family.qkv_bias]
+
+
+@pytest.mark.parametrize("name", tiny_models.MODELS)
+def test_the_modules_that_are_declared_are_those_of_transformers(name):
+    from transformers import AutoModelForCausalLM
+
+    config = tiny_models.hf_config(name)
+    family = FAMILIES[config.model_type]
+    model = AutoModelForCausalLM.from_config(config)
+    prefix = family.modules.layer.format(0)
+    kinds = {key: type(module) for key, module in model.named_modules()}
+    dense = not architectures.mixture_layers(config.to_dict())[0]
+    linear = family.modules.linear if dense else (*family.modules.qkv, family.modules.attention_output)
+    assert all(kinds[prefix + module] is torch.nn.Linear for module in linear)
+    inside = {key.removeprefix(prefix) for key, kind in kinds.items() if key.startswith(prefix)}
+    assert (family.modules.q_norm in inside) == (family.modules.k_norm in inside) == family.qk_norm
+    bias = model.get_submodule(prefix + family.modules.qkv[0]).bias
+    assert (bias is not None) == architectures.has_qkv_bias(config.to_dict())
+
+
+def test_which_layers_are_mixtures_follows_from_the_declared_fields():
+    content = {**tiny_models.hf_config("qwen3-moe").to_dict(), "num_hidden_layers": 6}
+    placed = architectures.mixture_layers({**content, "decoder_sparse_step": 2, "mlp_only_layers": [3]})
+    assert placed == [False, True, False, False, False, True]
+    assert shape_from({**content, "decoder_sparse_step": 2, "mlp_only_layers": [3]}).mixture_layers == (1, 5)
+
+
 def test_a_sliding_window_that_is_switched_off_is_no_obstacle():
-    assert family_of(Qwen2Config(use_sliding_window=False, sliding_window=64)).qkv_bias
+    assert family_of(Qwen2Config(use_sliding_window=False, sliding_window=64)) is FAMILIES["qwen2"]
 
 
 def test_another_activation_is_refused():

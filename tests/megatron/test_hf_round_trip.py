@@ -5,22 +5,18 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import rank_cases
+import tiny_models
 from safetensors.numpy import load_file, save_file
-
-MODELS = ["llama", "mistral", "qwen2", "qwen2-tied", "qwen3"]
-
-
-MIXTURES = ["mixtral", "qwen3-moe", "qwen3-moe-mixed"]
 
 
 @pytest.mark.parametrize("layout", ["TP1", "TP2", "PP2", "PP2+SHORTHEAD"])
 def test_round_trip_is_bit_exact(on_ranks, model_folder, layout):
-    check({name: model_folder(name) for name in MODELS}, on_ranks, layout)
+    check({name: model_folder(name) for name in tiny_models.DENSE}, on_ranks, layout)
 
 
 @pytest.mark.parametrize("layout", ["TP1", "TP2+SP", "TP2xEP2xETP1+SP", "DP2xEP2", "PP2"])
 def test_round_trip_of_experts_is_bit_exact(on_ranks, model_folder, layout):
-    check({name: model_folder(name) for name in MIXTURES}, on_ranks, layout)
+    check({name: model_folder(name) for name in tiny_models.MIXTURES}, on_ranks, layout)
 
 
 def test_experts_are_read_from_fused_tensors_too(on_ranks, model_folder, tmp_path):

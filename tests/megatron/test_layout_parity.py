@@ -22,9 +22,9 @@ from gdpo_nemo.config.schema import Config, PolicyConfig
 from gdpo_nemo.planning.shape import shape_from
 
 LAYOUTS = ["TP1", "TP2", "TP2+SP", "DP2", "DP2+DIST", "PP2", "CP2"]
-MODELS = ["llama", "mistral", "qwen2", "qwen2-tied", "qwen3"]
+MODELS = tiny_models.DENSE
 MIXTURE_LAYOUTS = ["TP1", "TP2+SP", "TP2xEP2xETP1+SP", "DP2xEP2", "DP2xEP2+DIST", "PP2", "CP2xEP2+DIST"]
-MIXTURES = ["mixtral", "qwen3-moe", "qwen3-moe-mixed"]
+MIXTURES = tiny_models.MIXTURES
 
 
 def pytest_generate_tests(metafunc):

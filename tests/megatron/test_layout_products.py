@@ -23,16 +23,14 @@ DENSE = [
     "PP2xVPP2",
 ]
 MIXTURE = ["DP4xEP2+DIST", "DP4xEP4+DIST", "PP2xDP2xEP2+DIST", "TP2xDP2xEP2+SP+DIST", "TP2xDP2xEP4xETP1+SP+DIST"]
-DENSE_MODELS = ["qwen2-tied", "qwen3", "qwen2", "llama", "mistral"]
-MIXTURE_MODELS = ["mixtral", "qwen3-moe", "qwen3-moe-mixed"]
 
 
 def pytest_generate_tests(metafunc):
     if metafunc.function is not test_updates_equal_transformers_and_torch:
         return
     whole = metafunc.config.getoption("layout_table")
-    cases = in_turn(DENSE, DENSE_MODELS, len(DENSE_MODELS) if whole else 1)
-    cases += in_turn([*MIXTURE, "PP2xVPP2"], MIXTURE_MODELS, len(MIXTURE_MODELS) if whole else 1)
+    cases = in_turn(DENSE, tiny_models.DENSE, len(tiny_models.DENSE) if whole else 1)
+    cases += in_turn([*MIXTURE, "PP2xVPP2"], tiny_models.MIXTURES, len(tiny_models.MIXTURES) if whole else 1)
     metafunc.parametrize("layout, model", cases)
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from gdpo_nemo.config.families import FAMILIES
 from gdpo_nemo.data.packing import TrainSequence
 
 # 99 tokens: the vocabulary has to be padded as soon as it is split.
@@ -21,7 +22,7 @@ _SHAPE = dict(
     max_position_embeddings=128,
     initializer_range=0.1,
 )
-_MIXTURE = dict(num_experts_per_tok=2, tie_word_embeddings=False, router_aux_loss_coef=0.0)
+_MIXTURE = dict(num_experts_per_tok=2, router_aux_loss_coef=0.0)
 _LLAMA_3_ROPE = dict(
     rope_type="llama3",
     rope_theta=5e5,
@@ -32,26 +33,33 @@ _LLAMA_3_ROPE = dict(
 )
 
 
+_EXPERTS = dict(num_experts=4, moe_intermediate_size=24)
+
+MODELS: dict[str, dict] = {
+    "llama": dict(model_type="llama", rope_parameters=_LLAMA_3_ROPE),
+    "mistral": dict(model_type="mistral", sliding_window=None),
+    "qwen2": dict(model_type="qwen2"),
+    "qwen2-tied": dict(model_type="qwen2", tie_word_embeddings=True),
+    "qwen3": dict(model_type="qwen3", head_dim=16),
+    "mixtral": dict(model_type="mixtral", **_MIXTURE, num_local_experts=4, sliding_window=None),
+    "qwen3-moe": dict(model_type="qwen3_moe", **_MIXTURE, **_EXPERTS, head_dim=16, norm_topk_prob=True),
+    # Dense and mixture layers in turn, and shares of the chosen experts that do not add up to 1.
+    "qwen3-moe-mixed": dict(
+        model_type="qwen3_moe", **_MIXTURE, **_EXPERTS, norm_topk_prob=False, mlp_only_layers=[0, 2]
+    ),
+}
+"""The models by the names that tests use: what their config.json has beside ``_SHAPE``. At least one for each declared
+family; tests of layouts, conversions and updates take all of them."""
+
+MIXTURES = [name for name, fields in MODELS.items() if FAMILIES[fields["model_type"]].experts]
+DENSE = [name for name in MODELS if name not in MIXTURES]
+
+
 def hf_config(name: str):
     """The configuration of a tiny model by the name the tests use."""
-    from transformers import LlamaConfig, MistralConfig, MixtralConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
+    from transformers import AutoConfig
 
-    build = {
-        "llama": lambda: LlamaConfig(**_SHAPE, rope_parameters=_LLAMA_3_ROPE, tie_word_embeddings=False),
-        "mistral": lambda: MistralConfig(**_SHAPE, sliding_window=None, tie_word_embeddings=False),
-        "mixtral": lambda: MixtralConfig(**_SHAPE, **_MIXTURE, num_local_experts=4, sliding_window=None),
-        "qwen3-moe": lambda: Qwen3MoeConfig(
-            **_SHAPE, **_MIXTURE, head_dim=16, num_experts=4, moe_intermediate_size=24, norm_topk_prob=True
-        ),
-        # Dense and mixture layers in turn, and shares of the chosen experts that do not add up to 1.
-        "qwen3-moe-mixed": lambda: Qwen3MoeConfig(
-            **_SHAPE, **_MIXTURE, num_experts=4, moe_intermediate_size=24, norm_topk_prob=False, mlp_only_layers=[0, 2]
-        ),
-        "qwen2": lambda: Qwen2Config(**_SHAPE, tie_word_embeddings=False),
-        "qwen2-tied": lambda: Qwen2Config(**_SHAPE, tie_word_embeddings=True),
-        "qwen3": lambda: Qwen3Config(**_SHAPE, head_dim=16, tie_word_embeddings=False),
-    }
-    return build[name]()
+    return AutoConfig.for_model(**{**_SHAPE, "tie_word_embeddings": False, **MODELS[name]})
 
 
 def write_model(name: str, folder: Path) -> Path:

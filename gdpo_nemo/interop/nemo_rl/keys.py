@@ -3,6 +3,7 @@ counts."""
 
 from __future__ import annotations
 
+from gdpo_nemo.config.families import FAMILIES, last_name
 from gdpo_nemo.interop.nemo_rl.recipe import Recipe
 from gdpo_nemo.interop.nemo_rl.rules import Act, RuleResult, combined, fixed, gated, idle, missing, to, where
 
@@ -138,17 +139,18 @@ LOSS = [
     ("loss_fn.positive_example_nll_weight", missing("no likelihood term", 0, 0.0)),
 ]  # fmt: skip
 
-_LORA_NAMES = {
-    "linear_qkv": ["q_proj", "k_proj", "v_proj"],
-    "linear_proj": ["o_proj"],
-    "linear_fc1": ["gate_proj", "up_proj"],
-    "linear_fc2": ["down_proj"],
-}
 
-
-def adapted(names: list[str]) -> list[str]:
-    """Our names of the linear layers that get adapters, from Megatron's or Hugging Face's."""
-    return [ours for name in names for ours in _LORA_NAMES.get(name.rpartition(".")[2], [name.rpartition(".")[2]])]
+def adapted(names: list[str], model_type: str) -> list[str]:
+    """Our names of the linear layers that get adapters, from Megatron's or Hugging Face's; an unknown model has
+    Llama's layers."""
+    modules = FAMILIES.get(model_type, FAMILIES["llama"]).modules
+    megatron = {
+        "linear_qkv": modules.qkv,
+        "linear_proj": (modules.attention_output,),
+        "linear_fc1": modules.gate_up,
+        "linear_fc2": (modules.down,),
+    }
+    return [last_name(module) for name in names for module in megatron.get(last_name(name), (name,))]
 
 
 def _fp8(act: Act) -> Act:

@@ -7,7 +7,8 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-from gdpo_nemo.config.architectures import FAMILIES, check_model_content, num_experts
+from gdpo_nemo.config.architectures import check_model_content, num_experts
+from gdpo_nemo.config.families import FAMILIES
 from gdpo_nemo.config.files import read_model_config
 from gdpo_nemo.errors import ConfigError
 
@@ -25,23 +26,14 @@ class KnownModel(NamedTuple):
     """Whether the output layer is the embedding; None where the name does not tell."""
 
 
-_NAMES = (
-    (r".*(VL|Omni|Vision|Audio)(?![a-z]).*", "a model of images or sound", False),
+_MULTIMODAL = re.compile(r".*(VL|Omni|Vision|Audio)(?![a-z]).*", re.IGNORECASE)
+_UNSUPPORTED = (
     (r"Qwen/Qwen3\.5-.*", "qwen3_5", False),
     (r"Qwen/Qwen3-Next-.*", "qwen3_next", True),
-    (r"Qwen/Qwen3-(Coder-)?\d+B-A\d+B.*", "qwen3_moe", True),
-    (r"Qwen/Qwen3-[\d.]+B.*", "qwen3", False),
     (r"Qwen/(Qwen1\.5-MoE|Qwen2-57B-A14B).*", "qwen2_moe", True),
-    (r"Qwen/(Qwen2(\.5)?-|QwQ-).*", "qwen2", False),
-    (r"deepseek-ai/DeepSeek-R1-Distill-Qwen-.*", "qwen2", False),
-    (r"deepseek-ai/DeepSeek-R1-Distill-Llama-.*", "llama", False),
-    (r"(agentica-org/DeepScaleR|nvidia/OpenMath-Nemotron|nvidia/AceReason-Nemotron)-.*", "qwen2", False),
     (r"deepseek-ai/DeepSeek-.*", "deepseek_v3", True),
     (r"moonshotai/Moonlight-.*", "deepseek_v3", True),
     (r"meta-llama/Llama-4-.*", "llama4", True),
-    (r"(meta-llama/(Meta-)?Llama-[23]|TinyLlama/|nvidia/OpenMath2-Llama).*", "llama", False),
-    (r"mistralai/Mixtral-.*", "mixtral", True),
-    (r"mistralai/Mistral-(7B-(Instruct-)?v0\.[23]|Nemo-).*", "mistral", False),
     (r"mistralai/.*", "a newer family of Mistral", False),
     (r"google/gemma-.*", "gemma", False),
     (r"openai/gpt-oss-.*", "gpt_oss", True),
@@ -49,7 +41,7 @@ _NAMES = (
     (r"zai-org/GLM-.*", "glm", True),
     (r"MiniMaxAI/.*", "minimax", True),
 )
-"""(name on the hub, model_type, mixture), the first that fits."""
+"""(name on the hub, model_type, mixture) of models that no declared family claims, the first that fits."""
 
 _TIED = (
     (r"Qwen/Qwen3-(0\.6|1\.7|4)B.*", True),
@@ -67,18 +59,23 @@ def known_model(name: str) -> KnownModel:
     """The model in a folder or of a name on the hub."""
     if (Path(name) / "config.json").is_file():
         return _of_folder(Path(name))
-    for pattern, kind, mixture in _NAMES:
-        if re.fullmatch(pattern, name, re.IGNORECASE if pattern.startswith(".") else 0):
-            refusal = (
-                ""
-                if kind in FAMILIES
-                else f"{name!r} is {kind}, which is not supported; supported: {', '.join(sorted(FAMILIES))}"
-            )
+    if _MULTIMODAL.fullmatch(name):
+        return _unsupported(name, "a model of images or sound")
+    for family in FAMILIES.values():
+        if re.fullmatch(family.hub_names, name):
             tied = next((tied for pattern, tied in _TIED if re.fullmatch(pattern, name)), None)
-            return KnownModel(kind, mixture, refusal, tied)
+            return KnownModel(family.model_type, family.experts is not None, tied=tied)
+    for pattern, kind, mixture in _UNSUPPORTED:
+        if re.fullmatch(pattern, name):
+            return _unsupported(name, kind, mixture)
     return KnownModel(
         "", refusal=f"{name!r} does not tell a supported family; supported: {', '.join(sorted(FAMILIES))}"
     )
+
+
+def _unsupported(name: str, kind: str, mixture: bool = False) -> KnownModel:
+    supported = ", ".join(sorted(FAMILIES))
+    return KnownModel(kind, mixture, f"{name!r} is {kind}, which is not supported; supported: {supported}")
 
 
 def _of_folder(folder: Path) -> KnownModel:

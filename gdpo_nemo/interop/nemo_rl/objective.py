@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gdpo_nemo.config.choices import LORA_TARGETS
+from gdpo_nemo.config.families import FAMILIES, linear_layers
 from gdpo_nemo.interop.nemo_rl.account import Account
 from gdpo_nemo.interop.nemo_rl.datasets import components, env_name
 from gdpo_nemo.interop.nemo_rl.keys import adapted
@@ -271,7 +271,8 @@ def _every_linear_layer(recipe: Recipe, account: Account, key: str) -> None:
         why = "is the embedding" if tied else "may be the embedding"
         account.differs(key, f"the output layer, which {why} in this model, has no adapter; there it has one")
         return
-    account.set("policy.lora.target_modules", list(LORA_TARGETS), "match_all_linear, the output layer too")
+    every = list(linear_layers(FAMILIES.get(recipe.model.model_type, FAMILIES["llama"])))
+    account.set("policy.lora.target_modules", every, "match_all_linear, the output layer too")
 
 
 def _lora(recipe: Recipe, account: Account) -> None:
@@ -289,7 +290,7 @@ def _lora(recipe: Recipe, account: Account) -> None:
     if not recipe.megatron and recipe.get(f"{section}.match_all_linear"):
         _every_linear_layer(recipe, account, f"{section}.match_all_linear")
     elif names:
-        account.set("policy.lora.target_modules", adapted(names), "target_modules")
+        account.set("policy.lora.target_modules", adapted(names, recipe.model.model_type), "target_modules")
     key = f"{section}.lora_A_init" + ("_method" if recipe.megatron else "")
     kind = recipe.get(key, "xavier")
     account.set("policy.lora.init", "xavier" if kind == "xavier" else "uniform", key)
