@@ -84,7 +84,7 @@ def _explain_key(key: str, owner: type, hint: Any) -> str:
     field = next(f for f in dataclasses.fields(owner) if f.name == name)
     lines = [key, f"  type     {_type_name(hint)}", f"  default  {_default(field)}"]
     if key in CHOICES:
-        own = ", or a function of your own: file.py:name" if key in OWN_FUNCTIONS else ""
+        own = ", or one of your own: file.py:name" if key in OWN_FUNCTIONS else ""
         lines.append(f"  accepts  {', '.join(CHOICES[key])}{own}")
     return "\n".join([*lines, "", *_wrapped(_field_docs(owner).get(name, ""))])
 

@@ -370,7 +370,7 @@ def changed_in_torch(place) -> list[str]:
 
 def lora_updates(place, folder, batch, lora, count=2, adapter_folder=None):
     """Updates of adapters: what each measured, the merged weights, log-probs with the adapters and without."""
-    from gdpo_nemo.weights.folder import write_adapter
+    from gdpo_nemo.weights.adapters import write_adapter
 
     policy = build_policy(place, folder, lora=lora, keep_reference=True)
     assignment = spread(place, batch)
