@@ -189,7 +189,7 @@ def _start_processes(
         probe.calibrate(parts.policy, config)  # before a checkpoint is read: both hold the model's folder now
         lap("probe")
     if checkpoint is not None:
-        parts.policy.load(checkpoint)
+        parts.policy.load_checkpoint(checkpoint)
         lap("checkpoint")
     parts.stream = RolloutStream(
         config,

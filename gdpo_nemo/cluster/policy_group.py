@@ -119,11 +119,11 @@ class PolicyRank:
         self._save.finish()
         del self._save
 
-    def load(self, folder: str, weights_only: bool) -> None:
+    def load_checkpoint(self, folder: str, weights_only: bool) -> None:
         """Read this rank's part of a checkpoint of any layout."""
-        from gdpo_nemo.megatron.checkpoint import load, load_weights
+        from gdpo_nemo.megatron.checkpoint import load_checkpoint, load_weights
 
-        (load_weights if weights_only else load)(self.policy, folder)
+        (load_weights if weights_only else load_checkpoint)(self.policy, folder)
 
     def next_learning_rate(self) -> float:
         """The learning rate of the next update."""
@@ -317,9 +317,9 @@ class PolicyGroup:
         self.begin_save(folder)
         self.finish_save()
 
-    def load(self, folder: Path, weights_only: bool = False) -> None:
+    def load_checkpoint(self, folder: Path, weights_only: bool = False) -> None:
         """Read a checkpoint; ``weights_only`` leaves optimizer, schedule and random state as they are."""
-        self._call("load", str(folder), weights_only, what=f"reading {folder}")
+        self._call("load_checkpoint", str(folder), weights_only, what=f"reading {folder}")
 
     def next_learning_rate(self) -> float:
         """The learning rate of the next update."""

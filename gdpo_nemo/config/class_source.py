@@ -61,8 +61,9 @@ def _follow(module: str, name: str, beside: Path | None, found: ClassSource) -> 
         return tree is not None
     node = next((node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name), None)
     origins = _origins(tree)
-    if module.endswith(".py"):
-        beside = _file_of(module, None).parent
+    file = _file_of(module, beside)
+    if module.endswith(".py") and file is not None:
+        beside = file.parent
     if node is None:
         return name in origins and _follow(*origins[name], beside, found)
     found.ancestry.append(place)
@@ -80,7 +81,7 @@ def _follow(module: str, name: str, beside: Path | None, found: ClassSource) -> 
 
 def _origins(tree: ast.Module) -> dict[str, tuple[str, str]]:
     """Names that a module imports -> (module, name there); whole modules come from module ''."""
-    found = {}
+    found: dict[str, tuple[str, str]] = {}
     for node in tree.body:
         if isinstance(node, ast.ImportFrom) and node.module and not node.level:
             found |= {alias.asname or alias.name: (node.module, alias.name) for alias in node.names}
@@ -90,14 +91,19 @@ def _origins(tree: ast.Module) -> dict[str, tuple[str, str]]:
 
 
 def _assigned(node: ast.stmt) -> list[tuple[str, Any]]:
-    targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
-    if not targets or node.value is None:
+    """(name, value) of what a statement of a class body assigns."""
+    targets: list[ast.expr]
+    if isinstance(node, ast.Assign):
+        targets, value = node.targets, node.value
+    elif isinstance(node, ast.AnnAssign) and node.value is not None:
+        targets, value = [node.target], node.value
+    else:
         return []
     try:
-        value = ast.literal_eval(node.value)
+        found = ast.literal_eval(value)
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
-        value = NotLiteral()
-    return [(target.id, value) for target in targets if isinstance(target, ast.Name)]
+        found = NotLiteral()
+    return [(target.id, found) for target in targets if isinstance(target, ast.Name)]
 
 
 def _module(module: str, beside: Path | None) -> ast.Module | None:
