@@ -79,7 +79,7 @@ class IpcSender(Sender):
 class IpcServer:
     """The sending end, for one engine process."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         # A leading zero: an address that is no file.
         self.address: Address = (f"\0gdpo_nemo_{secrets.token_hex(8)}", secrets.token_bytes(16))
         self._server = socket.socket(socket.AF_UNIX)

@@ -13,7 +13,7 @@ import contextlib
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar, Iterable, Iterator, Mapping, Protocol, Sequence
+from typing import Any, ClassVar, Iterable, Iterator, Mapping, Protocol, Sequence, SupportsIndex
 
 import torch
 
@@ -117,7 +117,7 @@ class Receiver(ABC):
             which ends the run.
         """
 
-    def __reduce_ex__(self, protocol: int) -> Any:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
         """Classes of a config's author are in files that an engine's process cannot import by a module's name."""
         if not type(self).__module__.startswith(PLUGIN_PREFIX):
             return super().__reduce_ex__(protocol)
