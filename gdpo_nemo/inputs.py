@@ -13,6 +13,7 @@ from typing import Any, Mapping, Sequence
 from gdpo_nemo.config.architectures import check_model_content
 from gdpo_nemo.config.files import find_function, read_model_config
 from gdpo_nemo.config.schema import Config
+from gdpo_nemo.config.transports import TRANSPORTS
 from gdpo_nemo.config.turn_limits import check_turns_kept
 from gdpo_nemo.data.prompts import PromptSource
 from gdpo_nemo.data.records import Prompt
@@ -22,6 +23,7 @@ from gdpo_nemo.environments.registry import check_rewards, load_environments
 from gdpo_nemo.errors import ConfigError, GdpoError, RunError
 from gdpo_nemo.rollouts.functions import check_one_kind, rollout_functions
 from gdpo_nemo.rollouts.learning import check_own_estimator
+from gdpo_nemo.weights.transports.transport import load_transport
 
 
 @dataclass
@@ -44,6 +46,13 @@ class Inputs:
         return self.sources["train"]
 
 
+def _check_own_transport(config: Config) -> None:
+    """Load a transport of the user's own. Raises ConfigError."""
+    name = config.weights.transport
+    if name != "auto" and name not in TRANSPORTS:
+        load_transport(name)
+
+
 def read_inputs(config: Config, splits: Sequence[str]) -> Inputs:
     """Read and check what ``splits`` of the data, the environments and the model are.
 
@@ -56,6 +65,7 @@ def read_inputs(config: Config, splits: Sequence[str]) -> Inputs:
     folder = _model_folder(config)
     tokenizer = load_tokenizer(config, folder)
     check_own_estimator(config)
+    _check_own_transport(config)
     functions = rollout_functions(config)
     room = room_for_prompts(config)
     sources = {

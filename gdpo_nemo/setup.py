@@ -13,8 +13,9 @@ import psutil
 
 from gdpo_nemo.checkpoints import Checkpoints, RunState
 from gdpo_nemo.config.layout import last_step, prompt_limit, resolve_layout
-from gdpo_nemo.config.placement import chosen_transport, joined
+from gdpo_nemo.config.placement import joined
 from gdpo_nemo.config.schema import Config
+from gdpo_nemo.config.transports import chosen_transport
 from gdpo_nemo.data.splits import wanted_splits
 from gdpo_nemo.endings import answered_by, leave_lost_terminal
 from gdpo_nemo.environments.execution.dispatch import EnvironmentPools
@@ -148,9 +149,9 @@ def _start_processes(
     from gdpo_nemo.cluster.policy_group import PolicyGroup
     from gdpo_nemo.cluster.reservation import reserve
     from gdpo_nemo.cluster.session import keep_logs, session
-    from gdpo_nemo.cluster.transports import make_transport
     from gdpo_nemo.cluster.weight_sync import WeightSync
     from gdpo_nemo.rollouts.stream import RolloutStream
+    from gdpo_nemo.weights.transports.transport import close_transport, make_transport
 
     # The policy needs the number of its ranks; the run's own config keeps what the user wrote, which a resume is
     # compared with.
@@ -188,7 +189,7 @@ def _start_processes(
         probe.calibrate(parts.policy, config)  # before a checkpoint is read: both hold the model's folder now
         lap("probe")
     if checkpoint is not None:
-        parts.policy.load(checkpoint)
+        parts.policy.load_checkpoint(checkpoint)
         lap("checkpoint")
     parts.stream = RolloutStream(
         config,
@@ -205,7 +206,7 @@ def _start_processes(
     # Engines may then have to start again while the policy trains.
     keep = config.rollout.max_staleness > 0 or config.rollout.endpoint.enabled
     transport = make_transport(chosen_transport(config), parts.policy, parts.run_dir / "weights", bucket, keep)
-    stack.callback(transport.close)
+    stack.callback(close_transport, transport)
     parts.sync = WeightSync(parts.policy, fleet, probe, transport, shared)
 
 

@@ -12,12 +12,12 @@ import numpy as np
 
 from gdpo_nemo.cluster.reservation import Placement, here
 from gdpo_nemo.cluster.session import WorkerDied, answered, cores, gather, ray, thread_environment
-from gdpo_nemo.cluster.transports import Transport
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.errors import RunError
 from gdpo_nemo.generation.engine import CPU_ENVIRONMENT, ENVIRONMENT, Engine
 from gdpo_nemo.generation.requests import CompletionBatch, FinishedRequest, SampleRequest, Sampling
 from gdpo_nemo.weights.buckets import PeerLost
+from gdpo_nemo.weights.transports.transport import Transport, errors_named
 
 _START_S = 900.0
 """vLLM loads the model, profiles memory and captures graphs before it answers."""
@@ -239,7 +239,7 @@ class EngineFleet:
         self._actors[index] = self._start(index)
 
     def update(self, weights: Transport) -> None:
-        """Give every engine the weights that the transport holds, after the calls submitted before."""
+        """Give every engine what ``weights`` has prepared, after the calls it was given before."""
         with self._lock:
             self._weights = weights
             self._deliver_all(range(len(self._actors)))
@@ -267,7 +267,8 @@ class EngineFleet:
             except WorkerDied as error:
                 self._replace(index, error)
                 return engines
-        refs, sent = weights.ship({index: self._actors[index] for index in engines})
+        with errors_named(type(weights), "send"):
+            refs, sent = weights.send({index: self._actors[index] for index in engines})
         again = []
         if sent:
             try:

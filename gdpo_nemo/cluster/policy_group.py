@@ -6,29 +6,34 @@ import json
 import os
 import socket
 from pathlib import Path
-from typing import Any, Sequence
+from typing import TYPE_CHECKING, Any, Iterable, Sequence
 
 import numpy as np
 
 from gdpo_nemo.cluster.network import interface_of
 from gdpo_nemo.cluster.reservation import Placement, here
 from gdpo_nemo.cluster.session import answered, cores, gather, ray, thread_environment
-from gdpo_nemo.cluster.streaming import StreamingRank
 from gdpo_nemo.config.objective_checks import kl_in_reward
+from gdpo_nemo.config.objects import load_object, place_of
 from gdpo_nemo.config.schema import Config, MegatronConfig, PolicyConfig
 from gdpo_nemo.data.packing import TrainSequence, assign, assign_singly, attention_cost, measure
 from gdpo_nemo.data.results import UpdateResult
 
+if TYPE_CHECKING:
+    from gdpo_nemo.weights.transports.transport import Sender
+
 _START_S = 900.0
 
 
-class PolicyRank(StreamingRank):
+class PolicyRank:
     """One rank of the policy inside a Ray actor; every method is collective over all ranks."""
 
     def __init__(self, rank: int, world_size: int):
         self.rank = rank
         self.world_size = world_size
         self._listener: socket.socket | None = None
+        self._senders: dict[str, Any] = {}
+        """Of the run's transport, by place."""
         # Ray's CUDA_VISIBLE_DEVICES holds the actor's own GPU alone, so it is device 0 whatever the rank.
         os.environ["LOCAL_RANK"] = "0"
 
@@ -87,27 +92,12 @@ class PolicyRank(StreamingRank):
         """This rank's share of the log-probs of all completion tokens, or None."""
         return self.policy.logprobs(sequences, assignment, reference, temperature)
 
-    def pack_weights(self, version: int):
-        """Return (manifest, flat buffer) of ``Policy.update`` on rank 0, (None, None) on the other ranks."""
-        from gdpo_nemo.weights.manifest import pack
-
-        if self.rank == 0:
-            return pack(self.policy.update(), version, self.policy.adapters)
-        for _ in self.policy.update():  # its collectives need every rank
-            pass
-        return None, None
-
-    def hold_weights(self, version: int):
-        """Like ``pack_weights``, but the buffer stays here, on rank 0, until the next version; returns the manifest."""
-        manifest, buffer = self.pack_weights(version)
-        self._held = (manifest, buffer)
-        return manifest
-
-    def write_weights(self, folder: str, bucket_bytes: int) -> None:
-        """Write the held weights as safetensors files."""
-        from gdpo_nemo.weights import folder as files
-
-        files.write(folder, *self._held, bucket_bytes)
+    def run_sender(self, place: str, method: str, *arguments: Any) -> Any:
+        """Call a method of the transport's sender at ``place``, which is made at its first call and kept."""
+        if place not in self._senders:
+            host = ray.util.get_node_ip_address()
+            self._senders[place] = load_object(place)(self.policy, self.rank, host)
+        return getattr(self._senders[place], method)(*arguments)
 
     def release(self) -> None:
         """Release torch's cached GPU memory, for the engine that shares the device."""
@@ -130,11 +120,11 @@ class PolicyRank(StreamingRank):
         self._save.finish()
         del self._save
 
-    def load(self, folder: str, weights_only: bool) -> None:
+    def load_checkpoint(self, folder: str, weights_only: bool) -> None:
         """Read this rank's part of a checkpoint of any layout."""
-        from gdpo_nemo.megatron.checkpoint import load, load_weights
+        from gdpo_nemo.megatron.checkpoint import load_checkpoint, load_weights
 
-        (load_weights if weights_only else load)(self.policy, folder)
+        (load_weights if weights_only else load_checkpoint)(self.policy, folder)
 
     def next_learning_rate(self) -> float:
         """The learning rate of the next update."""
@@ -143,7 +133,7 @@ class PolicyRank(StreamingRank):
     def export(self, folder: str) -> None:
         """Write the weights as a Hugging Face folder (rank 0), and LoRA's adapter as ``adapter`` next to it."""
         from gdpo_nemo.megatron.hf_files import write_model
-        from gdpo_nemo.weights.folder import write_adapter
+        from gdpo_nemo.weights.adapters import write_adapter
 
         if self.policy.adapters:
             matrices = dict(self.policy.update())
@@ -288,21 +278,31 @@ class PolicyGroup:
                 found[sequence][offset] = value
         return found
 
-    def pack_weights(self, version: int):
-        """References to (manifest, buffer) of the current weights in the object store."""
-        refs = [rank.pack_weights.options(num_returns=2).remote(version) for rank in self.ranks]
-        gather([manifest for manifest, _ in refs], "exporting weights", self.timeout_s, "policy")
-        return refs[0]
+    @property
+    def engine_processes(self) -> int:
+        """Processes of one engine."""
+        return self.config.generation.vllm_cfg.tensor_parallel_size
 
-    def hold_weights(self, version: int):
-        """Reference to the manifest of the current weights, which stay on rank 0 to be written."""
-        refs = [rank.hold_weights.remote(version) for rank in self.ranks]
-        gather(refs, "exporting weights", self.timeout_s, "policy")
-        return refs[0]
+    def start_sender(
+        self,
+        sender: type[Sender],
+        method: str,
+        *arguments: Any,
+        ranks: Iterable[int] | None = None,
+        num_returns: int = 1,
+    ) -> list[Any]:
+        """Call a method of a transport's sender on ``ranks`` (None: all), where it is made if it is not there yet.
 
-    def outline_weights(self):
-        """The manifest of the weights without version and checksums."""
-        return self._call("outline_weights", what="exporting weights")[0]
+        Returns:
+            A reference to the result of each; ``num_returns`` above 1: a list of as many.
+        """
+        place = place_of(sender)
+        chosen = self.ranks if ranks is None else [self.ranks[rank] for rank in ranks]
+        return [rank.run_sender.options(num_returns=num_returns).remote(place, method, *arguments) for rank in chosen]
+
+    def wait(self, refs: Sequence[Any], what: str) -> list[Any]:
+        """Results of ``start_sender``. Raises RunError where a rank fails, dies or is late."""
+        return gather(refs, what, self.timeout_s, "policy")
 
     def begin_save(self, folder: Path, background: bool = False) -> None:
         """Start a checkpoint; with ``background`` it returns once the ranks hold a copy of their state."""
@@ -321,9 +321,9 @@ class PolicyGroup:
         self.begin_save(folder)
         self.finish_save()
 
-    def load(self, folder: Path, weights_only: bool = False) -> None:
+    def load_checkpoint(self, folder: Path, weights_only: bool = False) -> None:
         """Read a checkpoint; ``weights_only`` leaves optimizer, schedule and random state as they are."""
-        self._call("load", str(folder), weights_only, what=f"reading {folder}")
+        self._call("load_checkpoint", str(folder), weights_only, what=f"reading {folder}")
 
     def next_learning_rate(self) -> float:
         """The learning rate of the next update."""

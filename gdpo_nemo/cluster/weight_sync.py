@@ -7,7 +7,8 @@ import time
 from gdpo_nemo.cluster.fleet import EngineFleet
 from gdpo_nemo.cluster.policy_group import PolicyGroup
 from gdpo_nemo.cluster.probe import Probe
-from gdpo_nemo.cluster.transports import Memory, Transport
+from gdpo_nemo.weights.transports.memory import MemoryTransport
+from gdpo_nemo.weights.transports.transport import Transport, errors_named
 
 METRICS = {
     "time/sync": ("s", "Publishing the new weights to every engine, time/wake and the probe included"),
@@ -26,7 +27,8 @@ class WeightSync:
     Args:
         probe: what trainer and engines must agree on after every update; None switches that off.
         transport: of the policy's weights; None: through the object store.
-        shared: whether the engines sit on the policy's devices. They then sleep from ``rest`` to the next ``publish``.
+        shared: whether the engines sit on the policy's devices. They then sleep from ``sleep_engines`` to the next
+            ``publish``.
     """
 
     def __init__(
@@ -37,7 +39,7 @@ class WeightSync:
         transport: Transport | None = None,
         shared: bool = False,
     ):
-        self.transport = transport or Memory(policy)
+        self.transport = transport or MemoryTransport(policy)
         self.version: int | None = None
         """The newest version that every engine holds."""
         self._policy = policy
@@ -49,7 +51,7 @@ class WeightSync:
     def publish(self, version: int) -> dict[str, float]:
         """Send the current weights as ``version``; returns ``time/sync`` and ``parity/probe``.
 
-        Where devices are shared also ``time/sleep`` (what ``rest`` took before) and ``time/wake`` (part of
+        Where devices are shared also ``time/sleep`` (what ``sleep_engines`` took before) and ``time/wake`` (part of
         ``time/sync``).
 
         Raises:
@@ -59,7 +61,8 @@ class WeightSync:
         row = self._slept
         if self._shared:
             row["time/wake"] = self._wake("weights")
-        self.transport.load(version)
+        with errors_named(type(self.transport), "prepare"):
+            self.transport.prepare(version)
         self._fleet.update(self.transport)
         if self._shared:
             row["time/wake"] += self._wake("kv_cache")

@@ -86,7 +86,7 @@ def export(checkpoint: Path, out: Path, config: Config, model: str | Path) -> No
     """Write the weights of ``checkpoint`` as a Hugging Face folder, by ranks in the Ray session that stands. Raises
     RunError."""
     with _policy(config, model) as policy:
-        policy.load(checkpoint, weights_only=True)
+        policy.load_checkpoint(checkpoint, weights_only=True)
         policy.export(out)
 
 

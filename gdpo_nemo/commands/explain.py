@@ -78,7 +78,7 @@ def _explain_section(path: str, section: type) -> str:
 def _explain_key(key: Key) -> str:
     lines = [key.path, f"  type     {key.type}", f"  default  {key.default}"]
     if key.choices:
-        own = ", or a function of your own: file.py:name" if key.takes_own else ""
+        own = ", or one of your own: file.py:name" if key.takes_own else ""
         lines.append(f"  accepts  {', '.join(key.choices)}{own}")
     return "\n".join([*lines, "", *_wrapped(key.about)])
 

@@ -15,6 +15,7 @@ from gdpo_nemo.algorithms.loss_settings import (
 )
 from gdpo_nemo.algorithms.settings import PRESETS
 from gdpo_nemo.config.families import FAMILIES, linear_layers
+from gdpo_nemo.config.transports import TRANSPORTS
 
 LORA_TARGETS = tuple(dict.fromkeys(name for family in FAMILIES.values() for name in linear_layers(family)))
 
@@ -39,10 +40,11 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "policy.megatron_cfg.scheduler.lr_decay_style": ("constant", "linear", "cosine"),
     "policy.generation.backend": ("vllm",),
     "cluster.placement": ("separate", "colocated"),
-    "weights.transport": ("auto", "memory", "gloo", "nccl", "ipc", "folder"),
+    "weights.transport": ("auto", *TRANSPORTS),
     "logger.wandb.mode": ("online", "offline"),
     "logger.console": ("auto", "live", "plain"),
 }
 """Dotted key -> accepted values. Keys that are not listed take any value of their type."""
-OWN_FUNCTIONS = ("gdpo.estimator",)
-"""Keys among these that also take a function of the user's, by its place: file.py:name or package.module:name."""
+OWN_FUNCTIONS = ("gdpo.estimator", "weights.transport")
+"""Keys among these that also take a function or class of the user's, by its place: file.py:name or
+package.module:name."""

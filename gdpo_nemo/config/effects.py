@@ -11,8 +11,8 @@ from __future__ import annotations
 from functools import partial
 from typing import Any, Callable, NamedTuple
 
-from gdpo_nemo.config.placement import chosen_transport
 from gdpo_nemo.config.schema import Config
+from gdpo_nemo.config.transports import chosen_transport, declared
 
 
 class Effect(NamedTuple):
@@ -146,8 +146,8 @@ EFFECTS = (
     ),
     Effect(
         ("weights.bucket_mib",),
-        lambda c: chosen_transport(c) != "memory",
-        "with weights.transport memory",
+        lambda c: declared(chosen_transport(c)).uses_buckets,
+        "with weights.transport memory, nor with any other that sends a model as a whole (uses_buckets)",
     ),
     Effect(
         ("checkpointing.keep_best",),

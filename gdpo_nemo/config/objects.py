@@ -13,6 +13,9 @@ from gdpo_nemo.config.files import REPOSITORY
 from gdpo_nemo.config.messages import first_line, nearest
 from gdpo_nemo.errors import ConfigError
 
+PLUGIN_PREFIX = "gdpo_nemo_plugin_"
+"""How the modules start that are loaded from files."""
+
 
 def is_reference(text: str) -> bool:
     """Whether the text names an object by place (``file.py:name``, ``pkg.mod:name``, ``pkg.mod.name``)."""
@@ -35,6 +38,13 @@ def load_object(reference: str) -> Any:
     return getattr(module, name)
 
 
+def place_of(found: type) -> str:
+    """The text by which ``load_object`` finds a class on any node: its file, where it was loaded from one."""
+    module = sys.modules[found.__module__]
+    home = module.__file__ if module.__name__.startswith(PLUGIN_PREFIX) else module.__name__
+    return f"{home}:{found.__qualname__}"
+
+
 def find_file(place: str) -> Path | None:
     """The file, looked up from the working directory, then from the repository; None where there is none."""
     paths = (Path(place).expanduser(), REPOSITORY / place)
@@ -52,7 +62,7 @@ def _load_file(place: str) -> ModuleType:
     path = find_file(place)
     if path is None:
         raise ConfigError(f"no such file: {place}")
-    name = "gdpo_nemo_plugin_" + "_".join(part.replace(".", "_") for part in path.parts[1:])
+    name = PLUGIN_PREFIX + "_".join(part.replace(".", "_") for part in path.parts[1:])
     if name in sys.modules:
         return sys.modules[name]
     if str(path.parent) not in sys.path:

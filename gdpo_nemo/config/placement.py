@@ -144,19 +144,6 @@ def _does_not_fit(layout: Layout, nodes: int, gpus: int) -> str:
     )
 
 
-def chosen_transport(config: Config) -> str:
-    """What ``weights.transport: auto`` stands for: ipc on shared devices, nccl between GPUs, else memory or gloo."""
-    name = config.weights.transport
-    cluster = config.cluster
-    if name != "auto":
-        return name
-    if cluster.placement == "colocated":
-        return "ipc"
-    if cluster.gpus_per_node:
-        return "nccl"
-    return "memory" if cluster.num_nodes == 1 else "gloo"
-
-
 def describe_places(config: Config) -> str:
     """One line of the plan: what each node carries, neighbouring nodes with the same load together."""
     places = place(config)

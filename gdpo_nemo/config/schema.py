@@ -376,8 +376,8 @@ class WeightsConfig:
 
     transport: str = "auto"
     """memory (Ray's object store), gloo (broadcast between hosts), nccl (broadcast between GPUs), ipc (handles of the
-    memory that colocated processes share), folder (safetensors on a shared disk). auto: ipc where colocated, nccl on
-    GPUs, on CPU memory on one node and gloo on several."""
+    memory that colocated processes share), folder (safetensors on a shared disk), or a class of your own by its place
+    (file.py:Class). auto: ipc where colocated, nccl on GPUs, on CPU memory on one node and gloo on several."""
     bucket_mib: int = 256
     """MiB of one broadcast, handle or file, unless a single tensor is larger. Sender and receiver hold two of them."""
 

@@ -19,6 +19,7 @@ from gdpo_nemo.config.objective_checks import check_learning
 from gdpo_nemo.config.placement import Places, joined, place
 from gdpo_nemo.config.schema import Config, DatasetConfig
 from gdpo_nemo.config.stages import check_stages
+from gdpo_nemo.config.transports import check_transport
 from gdpo_nemo.config.turn_limits import check_turns_kept
 from gdpo_nemo.errors import ConfigError
 
@@ -228,17 +229,7 @@ def _check_placement(config: Config) -> None:
             f"cluster.placement: colocated engines sleep while the policy trains, so nothing can run ahead "
             f"(rollout.max_staleness {config.rollout.max_staleness}); use separate, or max_staleness 0"
         )
-    if config.weights.transport == "ipc" and config.cluster.placement == "separate":
-        raise ConfigError(
-            "weights.transport: ipc hands memory to the process on the same device, and with cluster.placement "
-            "separate there is none; use nccl, gloo, memory or folder"
-        )
-    if config.weights.transport == "nccl" and not config.cluster.gpus_per_node:
-        raise ConfigError(
-            "weights.transport: nccl needs GPUs (cluster.gpus_per_node); gloo is the same broadcast between hosts"
-        )
-    if config.weights.transport == "nccl" and config.cluster.placement == "colocated":
-        raise ConfigError("weights.transport: nccl cannot join two processes on one GPU (cluster.placement colocated)")
+    check_transport(config)
 
 
 def check_parallelism(config: Config) -> None:

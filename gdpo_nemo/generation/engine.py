@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
-import tempfile
 import time
-from typing import Any, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Mapping, Sequence
 
 import numpy as np
 
@@ -16,6 +15,9 @@ from gdpo_nemo.generation.requests import Completion, CompletionBatch, FinishedR
 from gdpo_nemo.weights.adapters import modules_of, peft_name
 from gdpo_nemo.weights.manifest import Manifest
 from gdpo_nemo.weights.model_folder import weight_names
+
+if TYPE_CHECKING:
+    from gdpo_nemo.weights.transports.transport import Receiver
 
 CPU_ENVIRONMENT = {
     # One process instead of three, and no C++ compiler at the first sample.
@@ -38,7 +40,8 @@ SLICE_S = 0.05
 
 
 class Engine:
-    """A vLLM engine. Create one per process; it starts with the weights of ``model`` and version -1 until ``update``.
+    """A vLLM engine. Create one per process; it starts with the weights of ``model`` and version -1 until
+    ``update_weights``.
 
     Args:
         model: Hugging Face folder.
@@ -61,7 +64,7 @@ class Engine:
         sleeps: bool = False,
         targets: Sequence[str] = (),
     ):
-        from vllm import LLM
+        from vllm import LLM, envs
 
         from gdpo_nemo.weights import vllm_receiver
 
@@ -81,9 +84,10 @@ class Engine:
                 enable_sleep_mode=sleeps,
             )
         )
-        self._tensor_parallel = config.tensor_parallel_size
-        if self._tensor_parallel > 1:
+        if config.tensor_parallel_size > 1:
             placed["distributed_executor_backend"] = "mp"
+        self._in_process = config.tensor_parallel_size == 1 and not envs.VLLM_ENABLE_V1_MULTIPROCESSING
+        """Whether vLLM's only worker is this process, which it is on CPUs (``CPU_ENVIRONMENT``)."""
         self._max_model_len = max_model_len
         self._llm = LLM(
             model=model,
@@ -225,47 +229,26 @@ class Engine:
             names = [peft_name(module, letter) for module in modules for letter in "AB"]
         manifest.check_names(names)
 
-    def fetch(self, manifest: Manifest, source) -> int:
-        """Get the bytes of an update from ``source.fetch(manifest)``, then ``update``. A failed fetch changes
-        nothing."""
-        return self.update(manifest, source.fetch(manifest))
-
-    def update(self, manifest: Manifest, buffer: np.ndarray) -> int:
-        """Replace all weights by those of ``buffer``; see ``receive``."""
-        from gdpo_nemo.weights import vllm_receiver
-
-        path = None
-        if self._tensor_parallel > 1:
-            path = _shared_file(buffer)
-        else:
-            vllm_receiver.INBOX[manifest.version] = buffer
-        try:
-            return self._load(manifest, path=path)
-        finally:
-            vllm_receiver.INBOX.pop(manifest.version, None)
-            if path is not None:
-                os.unlink(path)
-
-    def receive(self, manifest: Manifest, source) -> int:
-        """Replace all weights by those that ``source.fetch`` yields in each of the engine's processes, as they come.
+    def update_weights(self, manifest: Manifest, receiver: Receiver, *data: Any) -> int:
+        """Replace all weights by those that ``receiver`` yields in each of the engine's processes, as they come.
 
         Cached prefixes are forgotten. Returns the version now held.
 
-        Raises:
-            RunError: names or checksums do not match, or the source broke off. The engine then holds parts of two
-            versions
-                and does not sample before the next update.
-        """
-        return self._load(manifest, source=source)
+        Args:
+            data: what the receiver needs in this process, once (see ``Receiver.opened``).
 
-    def _load(self, manifest: Manifest, **where) -> int:
-        self.expect(manifest)
-        self._torn = True
-        self._llm.start_weight_update()
-        self._llm.update_weights({"update_info": {"manifest": manifest, **where}})
-        self._llm.finish_weight_update(str(manifest.version))
-        for error in filter(None, self._llm.collective_rpc("update_error")):
-            raise error
+        Raises:
+            RunError: names or checksums do not match, or the sender broke off. The engine then holds parts of two
+            versions and does not sample before the next update.
+        """
+        with receiver.opened(manifest, self._in_process, *data) as opened:
+            self.expect(manifest)
+            self._torn = True
+            self._llm.start_weight_update()
+            self._llm.update_weights({"update_info": {"manifest": manifest, "receiver": opened}})
+            self._llm.finish_weight_update(str(manifest.version))
+            for error in filter(None, self._llm.collective_rpc("update_error")):
+                raise error
         self._llm.reset_prefix_cache()
         self._torn = False
         self.version = manifest.version
@@ -276,10 +259,3 @@ def _completion(output) -> Completion:
     ids = np.array(output.token_ids, np.int32)
     logprobs = np.array([step[token].logprob for step, token in zip(output.logprobs, output.token_ids)], np.float32)
     return Completion(ids, logprobs, str(output.finish_reason))
-
-
-def _shared_file(buffer: np.ndarray) -> str:
-    folder = "/dev/shm" if os.path.isdir("/dev/shm") else None
-    with tempfile.NamedTemporaryFile(prefix="gdpo_nemo_weights_", dir=folder, delete=False) as file:
-        file.write(memoryview(buffer))
-    return file.name

@@ -195,7 +195,7 @@ def _fill_model(policy, state: dict) -> None:
             chunk.load_state_dict(state[name])
 
 
-def load(policy, folder: str | Path) -> None:
+def load_checkpoint(policy, folder: str | Path) -> None:
     """Read a checkpoint written at any layout; collective."""
     with policy.optimizer_on_device():
         _load(policy, folder)

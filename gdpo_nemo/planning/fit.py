@@ -9,8 +9,8 @@ from typing import Any, Iterator
 from gdpo_nemo.config.layout import resolve_layout, samples_per_step, updates_per_step
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.errors import ConfigError
+from gdpo_nemo.planning.footprint import GPU_RESERVE, EngineMemory, engine_memory, policy_memory, resting_memory
 from gdpo_nemo.planning.hardware import Device, Rates
-from gdpo_nemo.planning.memory import GPU_RESERVE, EngineMemory, engine_memory, policy_memory, resting_memory
 from gdpo_nemo.planning.shape import Shape
 from gdpo_nemo.planning.speed import step_time
 

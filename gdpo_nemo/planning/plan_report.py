@@ -8,8 +8,8 @@ from gdpo_nemo.config.layout import Layout, resolve_layout, samples_per_step, up
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.data.packing import assign
 from gdpo_nemo.planning.fit import best_split, fits, smallest_change
+from gdpo_nemo.planning.footprint import EngineMemory, RankMemory, engine_memory, policy_memory, resting_memory
 from gdpo_nemo.planning.hardware import Device, Rates
-from gdpo_nemo.planning.memory import EngineMemory, RankMemory, engine_memory, policy_memory, resting_memory
 from gdpo_nemo.planning.shape import Shape, model_shape
 from gdpo_nemo.planning.speed import expected_lengths, refit_bytes, step_time, sync_work
 

@@ -12,8 +12,8 @@ from math import ceil
 from gdpo_nemo.config.layout import Layout, resolve_layout, samples_per_step, updates_per_step
 from gdpo_nemo.config.objective_checks import kl_in_reward
 from gdpo_nemo.config.schema import Config
+from gdpo_nemo.planning.footprint import BYTES, engine_memory
 from gdpo_nemo.planning.hardware import Device, Rates
-from gdpo_nemo.planning.memory import BYTES, engine_memory
 from gdpo_nemo.planning.shape import Shape
 
 

@@ -6,12 +6,15 @@ from its own model folder, one tensor at a time, and merges as the policy's expo
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Callable, Iterable, Iterator, Mapping
 
 import torch
 
 from gdpo_nemo.errors import RunError
+from gdpo_nemo.weights.model_folder import save_tensors
 
 Pairs = Mapping[str, tuple[torch.Tensor, torch.Tensor]]
 """Hugging Face module -> (A [rank, in], B [out, rank])."""
@@ -121,3 +124,12 @@ def merged_into(
         yield name, merge(weight, pair, scale)
     if left:
         raise RunError(f"adapters: the model has no weight for {len(left)} matrices, for instance {min(left)}")
+
+
+def write_adapter(folder: str | Path, matrices: Mapping[str, torch.Tensor], adapters: Adapters) -> None:
+    """Write A and B, by PEFT's names, as a folder that PEFT and vLLM load. Raises OSError."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    save_tensors(matrices, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    described = adapters.description(peft_modules(matrices))
+    (folder / "adapter_config.json").write_text(json.dumps(described, indent=1))

@@ -67,7 +67,9 @@ def form(tensor: torch.Tensor) -> tuple[str, tuple[int, ...]]:
     return str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
 
 
-def outline(tensors: Iterable[tuple[str, torch.Tensor]], version: int, adapters: Adapters | None = None) -> Manifest:
+def weight_metadata(
+    tensors: Iterable[tuple[str, torch.Tensor]], version: int, adapters: Adapters | None = None
+) -> Manifest:
     """The manifest of tensors without their checksums: what an update will consist of, whatever its values are."""
     entries = []
     offset = 0

@@ -1,17 +1,14 @@
-"""vLLM's side of a weight update: a transfer backend that loads from this machine's memory, or what a source streams.
+"""vLLM's side of a weight update: a transfer backend that loads what a transport's receiver yields.
 
 Registered with vLLM by importing this module, which vLLM does in every worker process because it names the module's
-``Worker`` as ``worker_extension_cls``. In-process engines take a flat buffer from ``INBOX``; engines with worker
-processes map a file in shared memory. A source (``broadcast.Broadcast``, ``handles.Handles``) brings the tensors to the
-worker's device.
+``Worker`` as ``worker_extension_cls``.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Iterator
+from typing import Iterator
 
-import numpy as np
 import torch
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
@@ -23,12 +20,11 @@ from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise
 
 from gdpo_nemo.errors import GdpoError
 from gdpo_nemo.weights.adapters import merged_into
-from gdpo_nemo.weights.manifest import Manifest, unpack
+from gdpo_nemo.weights.manifest import Manifest
 from gdpo_nemo.weights.model_folder import open_weights, weight_names
+from gdpo_nemo.weights.transports.transport import Receiver
 
-BACKEND = "gdpo_nemo_memory"
-INBOX: dict[int, np.ndarray] = {}
-"""Buffers handed over inside one process, by version."""
+BACKEND = "gdpo_nemo"
 _ERRORS: list[GdpoError] = []
 """Of the update under way in this process."""
 
@@ -40,14 +36,13 @@ class InitInfo(WeightTransferInitInfo):
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
-    """Where the tensors are: ``source``, else the shared-memory file ``path``, else ``INBOX[manifest.version]``."""
+    """What the tensors are, and who brings them."""
 
     manifest: Manifest
-    path: str | None = None
-    source: Any = None
+    receiver: Receiver
 
 
-class MemoryTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
+class ReceiverTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
     """Loads an update through vLLM's layer-wise reload, which repacks weights the way loading them did."""
 
     init_info_cls = InitInfo
@@ -74,19 +69,13 @@ class MemoryTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def _tensors(self, update: UpdateInfo) -> Iterator[tuple[str, torch.Tensor]]:
         adapters = update.manifest.adapters
-        came = self._came(update)
+        received = update.receiver.receive(update.manifest, self.device, self.parallel_config.rank)
         if adapters is None:
-            return came
+            return received
         # All checksums first: a matrix that is not what was sent must not leave the model half loaded.
         base = self.model_config.model
-        matrices = dict(came)
+        matrices = dict(received)
         return merged_into(weight_names(base), open_weights(base), matrices, adapters.scale, self.device)
-
-    def _came(self, update: UpdateInfo) -> Iterator[tuple[str, torch.Tensor]]:
-        if update.source is not None:
-            return update.source.fetch(update.manifest, self.device, self.parallel_config.rank)
-        buffer = INBOX[update.manifest.version] if update.path is None else np.memmap(update.path, np.uint8, "r")
-        return unpack(update.manifest, buffer)
 
     def update_weights(self, update_info: dict) -> None:
         """Receive one update (vLLM calls this with the dictionary the engine was given)."""
@@ -121,4 +110,4 @@ class Worker:
 
 
 if BACKEND not in WeightTransferEngineFactory._registry:
-    WeightTransferEngineFactory.register_engine(BACKEND, MemoryTransfer)
+    WeightTransferEngineFactory.register_engine(BACKEND, ReceiverTransfer)

@@ -89,7 +89,7 @@ def _model(folder: Path, size: str):
 
 def _predicted(content: dict, megatron, tokens: int, rows: int) -> int:
     from gdpo_nemo.config.schema import Config
-    from gdpo_nemo.planning.memory import policy_memory
+    from gdpo_nemo.planning.footprint import policy_memory
     from gdpo_nemo.planning.shape import shape_from
 
     config = Config()

@@ -135,7 +135,7 @@ def ours(folder: Path, arguments):
 def predicted(model: Path, policy, tokens: int, rows: int) -> dict:
     """The plan's bytes for one rank with that fullest micro-batch, item by item."""
     from gdpo_nemo.config.schema import Config
-    from gdpo_nemo.planning.memory import policy_memory
+    from gdpo_nemo.planning.footprint import policy_memory
     from gdpo_nemo.planning.shape import shape_from
 
     config = Config()

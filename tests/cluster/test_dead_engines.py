@@ -42,7 +42,7 @@ class Mortal:
     def expect(self, manifest) -> None:
         self._live()
 
-    def update(self) -> int:
+    def update_weights(self) -> int:
         return 7
 
 
@@ -51,8 +51,8 @@ class ToEveryone:
 
     manifest = None
 
-    def ship(self, engines):
-        return [engine.update.remote() for engine in engines.values()], []
+    def send(self, engines):
+        return [engine.update_weights.remote() for engine in engines.values()], []
 
 
 @pytest.fixture(scope="module")

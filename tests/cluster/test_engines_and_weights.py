@@ -20,7 +20,6 @@ from gdpo_nemo.cluster.fleet import EngineFleet
 from gdpo_nemo.cluster.policy_group import PolicyGroup
 from gdpo_nemo.cluster.probe import Probe
 from gdpo_nemo.cluster.session import WorkerDied, gather, ray, session
-from gdpo_nemo.cluster.transports import make_transport
 from gdpo_nemo.cluster.weight_sync import WeightSync
 from gdpo_nemo.config.load import load_config
 from gdpo_nemo.config.schema import LoraConfig
@@ -29,8 +28,11 @@ from gdpo_nemo.errors import RunError
 from gdpo_nemo.generation.requests import SampleRequest, Sampling
 from gdpo_nemo.weights.buckets import PeerLost
 from gdpo_nemo.weights.manifest import pack
+from gdpo_nemo.weights.transports.memory import MemoryTransport
+from gdpo_nemo.weights.transports.transport import Receiver, make_transport
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+OWN = "examples/custom_transport.py:CompressedTransport"
 SAMPLING = Sampling(temperature=1.0, top_p=1.0, top_k=-1, max_new_tokens=16)
 WORDS = np.arange(20, dtype=np.int32)
 
@@ -84,6 +86,13 @@ def train_once(policy: PolicyGroup, learning_rate_sign: float = 1.0) -> None:
     policy.train([sequence], LossSettings())
 
 
+def packed(policy: PolicyGroup, version: int):
+    """(manifest, buffer) of the policy's weights."""
+    transport = MemoryTransport(policy)
+    transport.prepare(version)
+    return ray.get([transport.manifest, transport.buffer])
+
+
 def same(left, right) -> bool:
     return all(
         np.array_equal(a.token_ids, b.token_ids) and np.array_equal(a.logprobs, b.logprobs)
@@ -127,7 +136,7 @@ def test_published_weights_reach_every_engine_and_stale_prefixes_are_forgotten(p
 
 def test_engines_that_hold_other_weights_are_found_by_the_probe(parts):
     train_once(parts.policy)
-    parts.sync.transport.load(3)
+    parts.sync.transport.prepare(3)
     parts.fleet.update(parts.sync.transport)
     train_once(parts.policy)
     train_once(parts.policy)
@@ -136,7 +145,7 @@ def test_engines_that_hold_other_weights_are_found_by_the_probe(parts):
     parts.sync.publish(4)
 
 
-@pytest.mark.parametrize("name", ["gloo", "folder"])
+@pytest.mark.parametrize("name", ["gloo", "folder", OWN])
 def test_every_transport_gives_the_engines_the_same_weights(parts, tmp_path, name):
     """Against the object store, bit for bit, in buckets far smaller than the model; and a second version after the
     first."""
@@ -151,7 +160,7 @@ def test_every_transport_gives_the_engines_the_same_weights(parts, tmp_path, nam
         parts.sync.publish(version)
         assert same(through_it, draw(parts.fleet, wanted)) and through_it.version == version
         assert not same(before, through_it)
-    kept = [path.name for path in (tmp_path / "weights").glob("*")]
+    kept = [path.stem for path in (tmp_path / "weights").glob("*")]
     assert kept == ([] if name == "gloo" else ["version_11"])
     transport.close()
     assert not (tmp_path / "weights").exists()
@@ -193,7 +202,7 @@ def test_adapters_alone_give_the_engines_the_merged_weights_on_every_transport(p
 
 def test_an_update_that_misses_a_tensor_is_refused_before_it_touches_the_engine(parts):
     parts.sync.publish(5)
-    manifest, _ = ray.get(list(parts.policy.pack_weights(6)))
+    manifest, _ = packed(parts.policy, 6)
     short = copy.replace(manifest, entries=manifest.entries[1:]) if hasattr(copy, "replace") else None
     short = short or type(manifest)(manifest.version, manifest.entries[1:])
     with pytest.raises(RunError, match="1 tensors missing"):
@@ -284,13 +293,13 @@ def test_an_engine_replaced_by_an_update_is_not_replaced_again_by_those_who_wait
     assert same(drawn, draw(parts.fleet, wanted)) and drawn.version == 22  # the older of the two that drew
 
 
-class BreaksOff:
-    """A source whose sender is lost halfway."""
+class BreaksOff(Receiver):
+    """Its sender is lost halfway."""
 
     def __init__(self, buffer: np.ndarray):
         self.buffer = buffer
 
-    def fetch(self, manifest, device, worker):
+    def receive(self, manifest, device, worker):
         from itertools import islice
 
         from gdpo_nemo.weights.buckets import PeerLost
@@ -305,10 +314,10 @@ def test_an_engine_with_half_an_update_does_not_sample_before_a_whole_one(parts)
     parts.sync.publish(40)
     before = draw(parts.fleet, requests(8))
     train_once(parts.policy)
-    manifest, buffer = ray.get(list(parts.policy.pack_weights(41)))
+    manifest, buffer = packed(parts.policy, 41)
     engine = parts.fleet._actors[0]
     with pytest.raises(PeerLost, match="halfway"):
-        gather([engine.receive.remote(manifest, BreaksOff(buffer))], "half an update", 60)
+        gather([engine.update_weights.remote(manifest, BreaksOff(buffer))], "half an update", 60)
     with pytest.raises(RunError, match="an engine was asked to sample while it holds part of an update"):
         draw(parts.fleet, requests(8))
     parts.sync.publish(41)
@@ -368,4 +377,4 @@ def test_a_dead_policy_rank_surfaces_as_an_error_of_the_call(parts):
     ranks = [p for p in psutil.Process().children(recursive=True) if p.name().startswith("ray::PolicyRank")]
     os.kill(ranks[0].pid, signal.SIGKILL)
     with pytest.raises(WorkerDied, match="exporting weights: a worker process died"):
-        parts.policy.pack_weights(9)
+        packed(parts.policy, 9)

@@ -21,6 +21,7 @@ from gdpo_nemo.config.load import load_config
 from gdpo_nemo.data.packing import TrainSequence
 from gdpo_nemo.errors import RunError
 from gdpo_nemo.weights.manifest import pack, unpack
+from gdpo_nemo.weights.transports.memory import MemoryReceiver, MemoryTransport
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 DOWN = "model.layers.1.mlp.down_proj.weight"
@@ -48,7 +49,9 @@ class Stage:
         self.new = self.weights()
 
     def weights(self) -> Weights:
-        manifest, buffer = ray.get(list(self.policy.pack_weights(1)))
+        transport = MemoryTransport(self.policy)
+        transport.prepare(1)
+        manifest, buffer = ray.get([transport.manifest, transport.buffer])
         return {name: tensor.clone() for name, tensor in unpack(manifest, buffer)}
 
     def _train(self) -> None:
@@ -62,7 +65,7 @@ class Stage:
     def difference(self, weights: Weights) -> float:
         """Between the policy and an engine that got ``weights``, as the probe measures it."""
         manifest, buffer = pack(weights.items(), 1)
-        gather([self.fleet._actors[0].update.remote(manifest, buffer)], "updating", 120)
+        gather([self.fleet._actors[0].update_weights.remote(manifest, MemoryReceiver(), buffer)], "updating", 120)
         limit = self.probe.limit
         self.probe.limit = np.inf
         try:

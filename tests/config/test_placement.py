@@ -10,8 +10,9 @@ import pytest
 from gdpo_nemo.config.env_workers import SHARED, place_workers
 from gdpo_nemo.config.layout import resolve_layout
 from gdpo_nemo.config.load import load_config
-from gdpo_nemo.config.placement import chosen_transport, describe_places, place
+from gdpo_nemo.config.placement import describe_places, place
 from gdpo_nemo.config.schema import Config
+from gdpo_nemo.config.transports import chosen_transport
 from gdpo_nemo.errors import ConfigError
 from gdpo_nemo.validation import validate
 

@@ -307,10 +307,10 @@ def tampered_save(place, folder, batch, checkpoint):
 
 def load_and_go_on(place, folder, batch, checkpoint, count=2, precision="float32"):
     """The updates after a checkpoint."""
-    from gdpo_nemo.megatron.checkpoint import load
+    from gdpo_nemo.megatron.checkpoint import load_checkpoint
 
     policy = build_policy(place, folder, precision)
-    load(policy, checkpoint)
+    load_checkpoint(policy, checkpoint)
     return train(policy, batch, spread(place, batch), count)
 
 
@@ -322,7 +322,7 @@ def continuations(place, folder, batch, checkpoint, starts, precision="float32")
         weights).
     """
     from gdpo_nemo.algorithms.policy_loss import LossSettings
-    from gdpo_nemo.megatron.checkpoint import load, save
+    from gdpo_nemo.megatron.checkpoint import load_checkpoint, save
 
     policy = build_policy(place, folder, precision)
     assignment = spread(place, batch)
@@ -332,7 +332,7 @@ def continuations(place, folder, batch, checkpoint, starts, precision="float32")
     out = []
     for start in starts:
         policy = build_policy(place, folder, precision, **start)
-        load(policy, checkpoint)
+        load_checkpoint(policy, checkpoint)
         announced = policy.next_learning_rate()
         result = policy.train(batch, assignment, LossSettings())
         groups = [(group["betas"], group["eps"], group["step"]) for group in policy.built.optimizer.param_groups]
@@ -345,7 +345,7 @@ def random_streams(place, folder, checkpoint):
     import torch
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
-    from gdpo_nemo.megatron.checkpoint import load, save
+    from gdpo_nemo.megatron.checkpoint import load_checkpoint, save
 
     def draw():
         with get_cuda_rng_tracker().fork():
@@ -356,7 +356,7 @@ def random_streams(place, folder, checkpoint):
     draw()
     save(policy, checkpoint)
     first = draw()
-    load(policy, checkpoint)
+    load_checkpoint(policy, checkpoint)
     return first, draw()
 
 
@@ -370,7 +370,7 @@ def changed_in_torch(place) -> list[str]:
 
 def lora_updates(place, folder, batch, lora, count=2, adapter_folder=None):
     """Updates of adapters: what each measured, the merged weights, log-probs with the adapters and without."""
-    from gdpo_nemo.weights.folder import write_adapter
+    from gdpo_nemo.weights.adapters import write_adapter
 
     policy = build_policy(place, folder, lora=lora, keep_reference=True)
     assignment = spread(place, batch)
@@ -399,7 +399,7 @@ def lora_shipments(place, folders, precision):
 
 def lora_checkpoint(place, folder, batch, lora, checkpoint, saves):
     """Saves after one update, or loads; then two more updates."""
-    from gdpo_nemo.megatron.checkpoint import load, save
+    from gdpo_nemo.megatron.checkpoint import load_checkpoint, save
 
     policy = build_policy(place, folder, lora=lora)
     assignment = spread(place, batch)
@@ -407,7 +407,7 @@ def lora_checkpoint(place, folder, batch, lora, checkpoint, saves):
         train(policy, batch, assignment, 1)
         save(policy, checkpoint)
     else:
-        load(policy, checkpoint)
+        load_checkpoint(policy, checkpoint)
     return train(policy, batch, assignment, 2)
 
 

@@ -8,7 +8,7 @@ import tiny_models
 from layouts import parse
 
 from gdpo_nemo.config.schema import Config
-from gdpo_nemo.planning.memory import policy_memory
+from gdpo_nemo.planning.footprint import policy_memory
 from gdpo_nemo.planning.shape import shape_from
 
 SIZES = {

@@ -14,8 +14,8 @@ from gdpo_nemo.config.load import load_config
 from gdpo_nemo.errors import ConfigError
 from gdpo_nemo.planning.calibrate import Observation, fit
 from gdpo_nemo.planning.fit import best_split, changed, fits, smallest_change
+from gdpo_nemo.planning.footprint import engine_memory, policy_memory, resting_memory
 from gdpo_nemo.planning.hardware import Phase, Rates, device, load_rates, save_rates
-from gdpo_nemo.planning.memory import engine_memory, policy_memory, resting_memory
 from gdpo_nemo.planning.plan_report import brief, full, worked_batch
 from gdpo_nemo.planning.shape import KNOWN, model_shape, shape_from
 from gdpo_nemo.planning.speed import Work, refit_bytes, step_time

@@ -10,8 +10,7 @@ import torch
 from transformers import AutoConfig
 
 from gdpo_nemo.megatron.hf_files import write_model
-from gdpo_nemo.weights.adapters import Adapters
-from gdpo_nemo.weights.folder import write_adapter
+from gdpo_nemo.weights.adapters import Adapters, write_adapter
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 

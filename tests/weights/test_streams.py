@@ -16,11 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gdpo_nemo.errors import RunError
-from gdpo_nemo.weights.broadcast import Broadcast, Sender
 from gdpo_nemo.weights.buckets import PeerLost, divide, filled
 from gdpo_nemo.weights.checksum import _BLOCK, checksum
-from gdpo_nemo.weights.handles import Handles, Lender
-from gdpo_nemo.weights.manifest import outline
+from gdpo_nemo.weights.manifest import weight_metadata
+from gdpo_nemo.weights.transports.collective import BroadcastServer, CollectiveReceiver
+from gdpo_nemo.weights.transports.ipc import IpcReceiver, IpcServer
 
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.uint8)
@@ -93,7 +93,7 @@ def test_blocks_that_change_places_and_lengths_that_differ_change_the_checksum()
 
 @given(st.integers(1, 10_000))
 def test_buckets_give_back_what_they_were_filled_with(bucket_bytes):
-    manifest = outline(model(), 3)
+    manifest = weight_metadata(model(), 3)
     buckets = divide(manifest, bucket_bytes)
     assert [e for b in buckets for e in b.entries] == list(manifest.entries)
     received = [
@@ -105,7 +105,7 @@ def test_buckets_give_back_what_they_were_filled_with(bucket_bytes):
 
 
 def test_any_changed_byte_of_a_bucket_is_found_and_its_tensor_named():
-    manifest = outline(model(), 3)
+    manifest = weight_metadata(model(), 3)
     (bucket,) = divide(manifest, 1 << 20)
     (data,) = filled(manifest, iter(model()), 1 << 20, CPU)
     for entry in manifest.entries:
@@ -118,37 +118,37 @@ def test_any_changed_byte_of_a_bucket_is_found_and_its_tensor_named():
 
 
 def test_a_model_that_is_not_the_manifests_is_refused_before_it_is_sent():
-    manifest = outline(model(), 3)
+    manifest = weight_metadata(model(), 3)
     for wrong in (model()[:-1], [("other", model()[0][1]), *model()[1:]], [("layer.0", torch.zeros(8)), *model()[1:]]):
         with pytest.raises(RunError, match="weight update 3: the policy has .* where its manifest has"):
             list(filled(manifest, iter(wrong), 1000, CPU))
 
 
-# -- both ways --------------------------------------------------------------------------------------------------
+# -- by collective and ipc --------------------------------------------------------------------------------------
 
 
-def through_broadcast(manifest, tensors, bucket_bytes: int, take=list, receivers: int = 2):
+def by_collective(manifest, tensors, bucket_bytes: int, take=list, receivers: int = 2):
     """Sent from this thread to two processes of one engine, which are threads here."""
-    sender = Sender("127.0.0.1", "gloo")
-    source = Broadcast("127.0.0.1", sender.port, 1, 1 + receivers, bucket_bytes, 30, "gloo")
-    found = [Received(source, manifest, worker, take) for worker in range(receivers)]
-    sender.send(filled(manifest, tensors, bucket_bytes, CPU), receivers)
+    server = BroadcastServer("127.0.0.1", "gloo")
+    receiver = CollectiveReceiver("127.0.0.1", server.port, 1, 1 + receivers, bucket_bytes, 30, "gloo")
+    found = [Received(receiver, manifest, worker, take) for worker in range(receivers)]
+    server.send(filled(manifest, tensors, bucket_bytes, CPU), receivers)
     return [each.get() for each in found]
 
 
-def through_handles(manifest, tensors, bucket_bytes: int, take=list):
-    lender = Lender()
-    found = Received(Handles((("nowhere", b"none"), lender.door), bucket_bytes, 30), manifest, 1, take)
-    lender.lend(manifest, tensors, bucket_bytes, CPU)
+def by_ipc(manifest, tensors, bucket_bytes: int, take=list):
+    server = IpcServer()
+    found = Received(IpcReceiver((("nowhere", b"none"), server.address), bucket_bytes, 30), manifest, 1, take)
+    server.send(manifest, tensors, bucket_bytes, CPU)
     return [found.get()]
 
 
 class Received(threading.Thread):
-    """The tensors a source yields, or the exception it raises."""
+    """The tensors that a receiver yields, or the exception it raises."""
 
-    def __init__(self, source, manifest, worker: int, take=list):
+    def __init__(self, receiver, manifest, worker: int, take=list):
         super().__init__(daemon=True)
-        self.source = source
+        self.receiver = receiver
         self.manifest = manifest
         self.worker = worker
         self.take = take
@@ -156,7 +156,7 @@ class Received(threading.Thread):
 
     def run(self):
         try:
-            self.result = self.take(self.source.fetch(self.manifest, CPU, self.worker))
+            self.result = self.take(self.receiver.receive(self.manifest, CPU, self.worker))
         except RunError as error:
             self.result = error
 
@@ -167,13 +167,13 @@ class Received(threading.Thread):
         return self.result
 
 
-WAYS = {"broadcast": through_broadcast, "handles": through_handles}
+TRANSPORTS = {"collective": by_collective, "ipc": by_ipc}
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", TRANSPORTS)
 @pytest.mark.parametrize("bucket_bytes", [1, 700, 1 << 20])
-def test_every_process_receives_every_tensor(way, bucket_bytes):
-    for received in WAYS[way](outline(model(), 1), iter(model()), bucket_bytes):
+def test_every_process_receives_every_tensor(name, bucket_bytes):
+    for received in TRANSPORTS[name](weight_metadata(model(), 1), iter(model()), bucket_bytes):
         assert same(received, model())
 
 
@@ -191,9 +191,9 @@ def tensors():
     for i in range(48):
         yield f"w{i}", torch.full((1 << 20,), float(i))
 
-manifest = t.outline(((n, x) for n, x in tensors()), 0)
+manifest = t.weight_metadata(((n, x) for n, x in tensors()), 0)
 t.checksum(torch.ones(1 << 20))
-for way in t.WAYS.values():
+for way in t.TRANSPORTS.values():
     Path("/proc/self/clear_refs").write_text("5")
     before = resident()["VmRSS"]
     totals = way(manifest, tensors(), 8 << 20, lambda pairs: sum(float(x[0]) for _, x in pairs))
@@ -211,26 +211,26 @@ def test_neither_end_holds_a_copy_of_the_model():
     assert max(map(float, shown.split())) < 150, shown
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_a_receiver_that_gives_up_ends_the_senders_wait(way):
-    manifest = outline(model(), 1)
+@pytest.mark.parametrize("name", TRANSPORTS)
+def test_a_receiver_that_gives_up_ends_the_senders_wait(name):
+    manifest = weight_metadata(model(), 1)
     start = time.monotonic()
     with pytest.raises(PeerLost):
-        if way == "handles":
-            lender = Lender()
-            Received(Handles((lender.door,), 1, 600), manifest, 0, take=next)
-            lender.lend(manifest, iter(model()), 1, CPU)
+        if name == "ipc":
+            server = IpcServer()
+            Received(IpcReceiver((server.address,), 1, 600), manifest, 0, take=next)
+            server.send(manifest, iter(model()), 1, CPU)
         else:
-            sender = Sender("127.0.0.1", "gloo")
-            Received(Broadcast("127.0.0.1", sender.port, 1, 2, 1, 600, "gloo"), manifest, 0, take=next)
-            sender.send(filled(manifest, iter(model()), 1, CPU), 1)
+            server = BroadcastServer("127.0.0.1", "gloo")
+            Received(CollectiveReceiver("127.0.0.1", server.port, 1, 2, 1, 600, "gloo"), manifest, 0, take=next)
+            server.send(filled(manifest, iter(model()), 1, CPU), 1)
     assert time.monotonic() - start < 300
 
 
 def test_shared_memory_has_no_name_that_a_kill_could_leave_behind():
     """Looked at in the middle of an update, and memory and socket are there all the same."""
-    lender = Lender()
-    manifest = outline(model(), 1)
+    server = IpcServer()
+    manifest = weight_metadata(model(), 1)
     before = set(os.listdir("/dev/shm"))
     seen = []
 
@@ -239,7 +239,7 @@ def test_shared_memory_has_no_name_that_a_kill_could_leave_behind():
         seen.extend(set(os.listdir("/dev/shm")) - before)
         return received + list(pairs)
 
-    found = Received(Handles((lender.door,), 1, 600), manifest, 0, take=look)
-    lender.lend(manifest, iter(model()), 1, CPU)
+    found = Received(IpcReceiver((server.address,), 1, 600), manifest, 0, take=look)
+    server.send(manifest, iter(model()), 1, CPU)
     assert same(found.get(), model())
     assert [name for name in seen if name.startswith("torch")] == []

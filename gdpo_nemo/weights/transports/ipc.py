@@ -15,13 +15,14 @@ from dataclasses import dataclass
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Connection, answer_challenge, deliver_challenge
 from multiprocessing.reduction import recv_handle, send_handle
-from typing import Iterator
+from typing import Any, Iterator, Mapping, Sequence
 
 import torch
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 from gdpo_nemo.weights.buckets import Bucket, PeerLost, divide
 from gdpo_nemo.weights.manifest import Manifest
+from gdpo_nemo.weights.transports.transport import Receiver, Sender, StreamingTransport, Tensors
 
 _JOIN_S = 120.0
 """Time for the engine to come, and to copy one bucket; it is known to wait when the rank begins."""
@@ -29,24 +30,64 @@ _BUFFERS = 2
 _FILLED = b"filled"
 _TAKEN = b"taken"
 _CLOSED = b"closed"
+Address = tuple[str, bytes]
+"""Of a local socket, and the key that the process which comes there must have."""
 _DEVICE = 6
 """Place of the device's number among what ``rebuild_cuda_tensor`` is called with."""
 
 
-class Lender:
-    """The sending end, for one engine process; ``door`` is where and with which key it comes in."""
+class IpcTransport(StreamingTransport):
+    """Buckets in memory that a policy rank and the engine process on its device share."""
 
-    def __init__(self):
+    refuses = {
+        "separate": "hands memory to the process on the same device, and with cluster.placement separate there is "
+        "none; use nccl, gloo, memory or folder"
+    }
+
+    def send(self, engines: Mapping[int, Any]) -> tuple[list[Any], list[Any]]:
+        """The ranks beside these engines listen; all ranks gather, for those and for nobody else."""
+        shared = self.policy.shared
+        listening = [rank for number in engines for rank in shared[number]]
+        opened = self.policy.start_sender(IpcSender, "listen", ranks=listening)
+        addresses = dict(zip(listening, self.policy.wait(opened, "opening handles")))
+        bucket = self.options.bucket_bytes
+        receivers = {
+            number: IpcReceiver(tuple(addresses[rank] for rank in shared[number]), bucket, self.policy.timeout_s)
+            for number in engines
+        }
+        updates = [engine.update_weights.remote(self.manifest, receivers[n]) for n, engine in engines.items()]
+        return updates, self.policy.start_sender(IpcSender, "send", self.manifest, bucket, listening)
+
+
+class IpcSender(Sender):
+    """Serves the engine process beside this rank."""
+
+    def listen(self) -> Address:
+        """Open the address to which the engine process beside this rank comes for the next ``send``."""
+        self._server = IpcServer()
+        return self._server.address
+
+    def send(self, manifest: Manifest, bucket_bytes: int, listening: Sequence[int]) -> None:
+        """Pass the current weights on, on the ranks that were made to listen; the others only gather along."""
+        with self.gathered() as tensors:
+            if self.rank in listening:
+                server = self._server
+                del self._server
+                server.send(manifest, tensors, bucket_bytes, self.policy.runtime.device)
+
+
+class IpcServer:
+    """The sending end, for one engine process."""
+
+    def __init__(self) -> None:
         # A leading zero: an address that is no file.
-        self.door: tuple[str, bytes] = (f"\0gdpo_nemo_{secrets.token_hex(8)}", secrets.token_bytes(16))
+        self.address: Address = (f"\0gdpo_nemo_{secrets.token_hex(8)}", secrets.token_bytes(16))
         self._server = socket.socket(socket.AF_UNIX)
-        self._server.bind(self.door[0])
+        self._server.bind(self.address[0])
         self._server.listen()
         self._server.settimeout(_JOIN_S)
 
-    def lend(
-        self, manifest: Manifest, tensors: Iterator[tuple[str, torch.Tensor]], bucket_bytes: int, device: torch.device
-    ) -> None:
+    def send(self, manifest: Manifest, tensors: Tensors, bucket_bytes: int, device: torch.device) -> None:
         """Pass an update on, bucket by bucket, as ``tensors`` are gathered.
 
         Raises:
@@ -54,7 +95,7 @@ class Lender:
         """
         buckets = divide(manifest, bucket_bytes)
         buffers = [torch.empty(_largest(buckets), dtype=torch.uint8, device=device) for _ in range(_BUFFERS)]
-        with _named(manifest), self._visitor() as connection:
+        with _named(manifest), self._accepted() as connection:
             _send_handles(connection, buffers)
             for number, bucket in enumerate(buckets):
                 if number >= _BUFFERS:
@@ -70,31 +111,31 @@ class Lender:
             torch.cuda.ipc_collect()
 
     @contextlib.contextmanager
-    def _visitor(self) -> Iterator[Connection]:
+    def _accepted(self) -> Iterator[Connection]:
         with self._server:
-            visitor, _ = self._server.accept()
-        with Connection(visitor.detach()) as connection:
-            deliver_challenge(connection, self.door[1])
-            answer_challenge(connection, self.door[1])
+            peer, _ = self._server.accept()
+        with Connection(peer.detach()) as connection:
+            deliver_challenge(connection, self.address[1])
+            answer_challenge(connection, self.address[1])
             yield connection
 
 
 @dataclass(frozen=True)
-class Handles:
+class IpcReceiver(Receiver):
     """What one engine is told: for each of its processes where the handles are, and with which key."""
 
-    doors: tuple[tuple[str, bytes], ...]
+    addresses: tuple[Address, ...]
     bucket_bytes: int
     timeout_s: float
     """How long to wait for a bucket; the rank may be training."""
 
-    def fetch(self, manifest: Manifest, device: torch.device, worker: int) -> Iterator[tuple[str, torch.Tensor]]:
+    def receive(self, manifest: Manifest, device: torch.device, worker: int) -> Tensors:
         """Copy the tensors of an update to ``device``, as process ``worker`` (0 ..) of the engine.
 
         Raises:
             PeerLost: the rank is gone. RunError: a tensor is not what was sent.
         """
-        for bucket, buffer in self._copies(manifest, *self.doors[worker], device):
+        for bucket, buffer in self._copies(manifest, *self.addresses[worker], device):
             yield from bucket.open(buffer)
 
     def _copies(self, manifest: Manifest, address: str, key: bytes, device) -> Iterator[tuple[Bucket, torch.Tensor]]:

@@ -13,20 +13,119 @@ import datetime
 import os
 import socket
 from dataclasses import dataclass
-from typing import Iterable, Iterator
+from typing import Any, ClassVar, Iterable, Iterator, Mapping
 
 import torch
 import torch.distributed as dist
 
-from gdpo_nemo.weights.buckets import Bucket, PeerLost, divide
+from gdpo_nemo.weights.buckets import Bucket, PeerLost, divide, filled
 from gdpo_nemo.weights.manifest import Manifest
+from gdpo_nemo.weights.transports.transport import Receiver, Sender, StreamingTransport, Tensors
 
 _JOIN_S = 120.0
 """Time for the engines to join and for one bucket to pass; they are known to wait when the sender begins."""
 _BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
 
 
-class Sender:
+class CollectiveTransport(StreamingTransport):
+    """A broadcast from rank 0 to every process of the engines, bucket by bucket, while the policy's ranks gather.
+
+    With ``TransportOptions.keep`` rank 0 keeps what it sent in host memory, for an engine that has to start again.
+    """
+
+    backend: ClassVar[str]
+    _sent = False
+
+    def prepare(self, version: int) -> None:
+        """Name the version; nothing of it was sent yet."""
+        super().prepare(version)
+        self._sent = False
+
+    def send(self, engines: Mapping[int, Any]) -> tuple[list[Any], list[Any]]:
+        """One group of rank 0 and these engines for this delivery; a second one of the same version sends what was
+        kept."""
+        policy = self.policy
+        bucket = self.options.bucket_bytes
+        each = policy.engine_processes
+        opened = policy.start_sender(CollectiveSender, "open", self.backend, ranks=[0])
+        ((host, port),) = policy.wait(opened, "opening the weights' sender")
+        receivers = each * len(engines)
+        updates = [
+            engine.update_weights.remote(
+                self.manifest,
+                CollectiveReceiver(host, port, first, 1 + receivers, bucket, policy.timeout_s, self.backend),
+            )
+            for engine, first in zip(engines.values(), range(1, 1 + receivers, each))
+        ]
+        keep = self.options.keep
+        if keep and self._sent:
+            kept = policy.start_sender(CollectiveSender, "broadcast_kept", receivers, self.backend, ranks=[0])
+            return updates, kept
+        self._sent = True
+        what = (self.manifest, receivers, bucket, self.backend, keep)
+        return updates, policy.start_sender(CollectiveSender, "broadcast", *what)
+
+
+class NcclTransport(CollectiveTransport):
+    """From GPU to GPU."""
+
+    backend = "nccl"
+    refuses = {
+        "cpu": "needs GPUs (cluster.gpus_per_node); gloo is the same broadcast between hosts",
+        "colocated": "cannot join two processes on one GPU (cluster.placement colocated)",
+    }
+
+
+class GlooTransport(CollectiveTransport):
+    """From host to host."""
+
+    backend = "gloo"
+
+
+class CollectiveSender(Sender):
+    """Rank 0 sends; the others only gather along."""
+
+    def open(self, backend: str) -> tuple[str, int]:
+        """(host, port) where receivers of the next broadcast find this rank."""
+        self._server = BroadcastServer(self.host, backend)
+        return self.host, self._server.port
+
+    def broadcast(self, manifest: Manifest, receivers: int, bucket_bytes: int, backend: str, keep: bool) -> None:
+        """Broadcast the current weights from rank 0, as they are gathered, to receivers that were told of ``open``.
+
+        ``keep``: rank 0 keeps them in host memory for ``broadcast_kept``.
+        """
+        with self.gathered() as tensors:
+            if self.rank == 0:
+                self._kept: list[torch.Tensor] = []
+                buckets = filled(manifest, tensors, bucket_bytes, self._device(backend))
+                self._send(self._keeping(buckets, keep), receivers)
+
+    def broadcast_kept(self, receivers: int, backend: str) -> None:
+        """Broadcast what was kept, from this rank alone."""
+        device = self._device(backend)
+        self._send((bucket.to(device) for bucket in self._kept), receivers)
+
+    def _device(self, backend: str) -> Any:
+        return self.policy.runtime.device if backend == "nccl" else "cpu"
+
+    def _keeping(self, buckets: Iterable[torch.Tensor], keep: bool) -> Iterator[torch.Tensor]:
+        for bucket in buckets:
+            if keep:
+                self._kept.append(bucket.to("cpu", copy=True))
+            yield bucket
+
+    def _send(self, buckets: Iterator[torch.Tensor], receivers: int) -> None:
+        try:
+            self._server.send(buckets, receivers)
+        finally:
+            # With its store the receivers' wait ends, too.
+            del self._server
+            for _ in buckets:  # what is kept is kept whole
+                pass
+
+
+class BroadcastServer:
     """The sending end. Opens a store on all of this machine's addresses; ``port`` says where."""
 
     def __init__(self, host: str, backend: str):
@@ -55,7 +154,7 @@ class Sender:
 
 
 @dataclass(frozen=True)
-class Broadcast:
+class CollectiveReceiver(Receiver):
     """What the processes of one engine are told: where the group meets, and which ranks they are."""
 
     host: str
@@ -68,7 +167,7 @@ class Broadcast:
     """How long to wait for the sender, which may be training."""
     backend: str
 
-    def fetch(self, manifest: Manifest, device: torch.device, worker: int) -> Iterator[tuple[str, torch.Tensor]]:
+    def receive(self, manifest: Manifest, device: torch.device, worker: int) -> Tensors:
         """Receive the tensors of an update on ``device``, as process ``worker`` (0 ..) of the engine.
 
         Raises:
