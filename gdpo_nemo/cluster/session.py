@@ -39,6 +39,7 @@ import ray  # noqa: E402
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError, RayTaskError  # noqa: E402
 
 from gdpo_nemo.cluster.reaper import Reaper  # noqa: E402
+from gdpo_nemo.config.messages import message_line  # noqa: E402
 from gdpo_nemo.config.placement import joined  # noqa: E402
 from gdpo_nemo.config.schema import ClusterConfig  # noqa: E402
 from gdpo_nemo.endings import hangups_held  # noqa: E402
@@ -118,7 +119,7 @@ def _connect(where: dict[str, Any]) -> None:
         _initialize(where)
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise RunError(
-            f"cluster.address: no Ray cluster to join at {where['address']} ({_first_line(error)})"
+            f"cluster.address: no Ray cluster to join at {where['address']} ({message_line(error)})"
         ) from error
 
 
@@ -138,7 +139,7 @@ def _start(where: dict[str, Any]) -> None:
             psutil.wait_procs(left)
             if attempt == _STARTS:
                 raise RunError(
-                    f"Ray did not start on this machine in {_STARTS} attempts ({_first_line(error)}); its logs are in "
+                    f"Ray did not start on this machine in {_STARTS} attempts ({message_line(error)}); its logs are in "
                     f"{os.environ['RAY_TMPDIR']}/ray"
                 ) from error
 
@@ -271,23 +272,18 @@ def _raise_failure(ref: ray.ObjectRef, what: str) -> None:
     except (ActorDiedError, ActorUnavailableError) as error:
         # A connection breaks before Ray declares its node dead. Wait for that, to name the node and not a worker.
         _check_nodes(what, _NODE_LOSS_S if isinstance(error, ActorUnavailableError) else 0.0)
-        raise WorkerDied(f"{what}: a worker process died ({_first_line(error)})") from error
+        raise WorkerDied(f"{what}: a worker process died ({message_line(error)})") from error
     except RayTaskError as error:
         cause = error.cause if isinstance(error.cause, BaseException) else error
         if isinstance(cause, GdpoError):
             raise cause from None
-        raise RunError(f"{what}: {type(cause).__name__}: {_first_line(cause)}") from error
+        raise RunError(f"{what}: {type(cause).__name__}: {message_line(cause)}") from error
     except RayError as error:
-        raise RunError(f"{what}: {_first_line(error)}") from error
+        raise RunError(f"{what}: {message_line(error)}") from error
 
 
 class WorkerDied(RunError):
     """A worker process died; the caller replaces it where it can."""
-
-
-def _first_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__
 
 
 def log_folder() -> Path | None:

@@ -118,6 +118,13 @@ _DECLARATIONS = (
         defaults={"num_key_value_heads": 8},
     ),
     Family(
+        "phi3",
+        "Phi3ForCausalLM",
+        r"microsoft/[Pp]hi-4(-reasoning.*)?",
+        modules=Modules(qkv=("self_attn.qkv_proj",), gate_up=("mlp.gate_up_proj",)),
+        rope_types=("default",),
+    ),
+    Family(
         "qwen2",
         "Qwen2ForCausalLM",
         r"(Qwen/(Qwen2(\.5)?-(?!57B-A14B)|QwQ-)|deepseek-ai/DeepSeek-R1-Distill-Qwen-"
@@ -149,6 +156,13 @@ _DECLARATIONS = (
             period="decoder_sparse_step",
         ),
         defaults={"num_key_value_heads": 4, "norm_topk_prob": False, **_QWEN_WINDOW},
+    ),
+    Family(
+        "seed_oss",
+        "SeedOssForCausalLM",
+        r"ByteDance-Seed/Seed-OSS-.*",
+        qkv_bias="attention_bias",
+        defaults={"num_key_value_heads": 8, "head_dim": 128, "attention_bias": True},
     ),
 )
 

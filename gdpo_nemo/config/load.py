@@ -20,6 +20,7 @@ from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
 
 from gdpo_nemo.config.choices import CHOICES, OWN_FUNCTIONS
 from gdpo_nemo.config.files import REPOSITORY
+from gdpo_nemo.config.messages import message_line
 from gdpo_nemo.config.reward_weights import weights_beside_rewards
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.errors import ConfigError
@@ -114,7 +115,7 @@ def _read_yaml(path: Path) -> dict:
     except yaml.YAMLError as error:
         raise ConfigError(_yaml_message(error, path)) from None
     except OmegaConfBaseException as error:
-        raise ConfigError(f"{path}: {_first_line(error)}") from None
+        raise ConfigError(f"{path}: {message_line(error)}") from None
     except RecursionError:
         raise ConfigError(f"{path}: an alias holds itself") from None
     if not isinstance(content, DictConfig):
@@ -131,7 +132,7 @@ def _read_override(text: str) -> tuple[str, dict]:
     except yaml.YAMLError:
         raise ConfigError(f"{key}: {text.partition('=')[2]!r} is not a YAML value (quote it?)") from None
     except OmegaConfBaseException as error:
-        raise ConfigError(f"{key}: {_first_line(error)}") from None
+        raise ConfigError(f"{key}: {message_line(error)}") from None
     return "command line", OmegaConf.to_container(content, resolve=False)
 
 
@@ -266,18 +267,14 @@ def _join(section: str, name: Any) -> str:
     return f"{section}.{name}" if section else str(name)
 
 
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
-
-
 def _yaml_message(error: yaml.YAMLError, path: Path) -> str:
     mark = getattr(error, "problem_mark", None)
     line = f", line {mark.line + 1}" if mark else ""
-    return f"{path}{line}: invalid YAML ({getattr(error, 'problem', None) or _first_line(error)})"
+    return f"{path}{line}: invalid YAML ({getattr(error, 'problem', None) or message_line(error)})"
 
 
 def _translated(error: OmegaConfBaseException, source: str) -> ConfigError:
     key = getattr(error, "full_key", None) or "config"
     if isinstance(error, InterpolationKeyError):
-        return ConfigError(f"{key}: {_first_line(error)}; ${{...}} takes the full dotted key of another value")
-    return ConfigError(f"{key}: {_first_line(error)}{_where(source)}")
+        return ConfigError(f"{key}: {message_line(error)}; ${{...}} takes the full dotted key of another value")
+    return ConfigError(f"{key}: {message_line(error)}{_where(source)}")

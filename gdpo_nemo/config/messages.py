@@ -15,7 +15,14 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f"; known: {', '.join(known)}" if known else ""
 
 
+def message_line(error: BaseException) -> str:
+    """The first line of the exception's message that is not blank; where there is none, the exception's type."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__
+
+
 def first_line(error: BaseException) -> str:
     """The exception's type and the first line of its message, at most 300 characters."""
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__
+    name = type(error).__name__
+    line = message_line(error)
+    return name if line == name else f"{name}: {line[:300]}"

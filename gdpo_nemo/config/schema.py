@@ -251,8 +251,8 @@ class LoraConfig:
     target_modules: List[str] = field(
         default_factory=lambda: ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
     )
-    """Hugging Face names of the linear layers that get an adapter: those of the default, and lm_head where it is not
-    the embedding."""
+    """Hugging Face names of the linear layers that get an adapter: those of the default (other names for some
+    families, docs/models.md), and lm_head where it is not the embedding."""
     share_a: bool = False
     """Whether the layers that Megatron fuses (q, k, v; gate, up) share one A, as in NeMo's adapters; false: an A each,
     as in PEFT."""

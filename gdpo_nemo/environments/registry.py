@@ -115,11 +115,6 @@ def own_workers(name: str, options: Mapping[str, Any] | None) -> int | None:
     return number
 
 
-def environment_reward_names(name: str, options: Mapping[str, Any] | None = None) -> tuple[str, ...]:
-    """The reward components that the environment may return. Raises as ``load_environment`` does."""
-    return tuple(load_environment(name, options).reward_names)
-
-
 def find_plugin(name: str, plugin: str) -> Any:
     """The class behind ``plugin``, for the environment ``name``. Raises ConfigError as ``load_environment`` does."""
     if plugin in BUILT_IN:

@@ -107,11 +107,11 @@ class Engine:
         self._targets = tuple(targets)
         self.version = -1
         self._asleep = self._torn = False
-        self._drawn: list[FinishedRequest] = []
-        """Completions of ``advance`` that nobody has fetched yet."""
+        self._finished: list[FinishedRequest] = []
+        """Requests that are done and that ``advance`` has not returned yet."""
 
     def process_location(self) -> tuple[str, int]:
-        """(host, process) of this engine."""
+        """Return (host, process id) of this engine."""
         return socket.gethostname(), os.getpid()
 
     def generate(self, requests: Sequence[SampleRequest], sampling: Sampling) -> CompletionBatch:
@@ -128,8 +128,9 @@ class Engine:
         return CompletionBatch([_completion(o.outputs[0]) for o in outputs], self.version, time.monotonic() - start)
 
     def advance(self, new: Mapping[str, tuple[SampleRequest, Sampling]]) -> list[FinishedRequest]:
-        """Take further requests, by name, to those that are being drawn, and work until one is done, but no longer than
-        ``SLICE_S``; what is done is returned once. A call with nothing new goes on with the work.
+        """Add requests, by name, to those in flight, and work until one is done, but no longer than ``SLICE_S``.
+
+        What is done is returned once. A call with nothing new goes on with the work.
 
         Whatever else the engine is asked to do comes after all requests that it took before, so that no completion is
         begun by one version of the weights and ended by another.
@@ -138,41 +139,41 @@ class Engine:
             RunError: a prompt leaves no room for a completion, or the engine sleeps.
         """
         if new:
-            self._check_fit()
+            self._check_can_sample()
         engine = self._llm.llm_engine
         end = time.monotonic() + SLICE_S
         for name, (request, sampling) in new.items():
             engine.add_request(
                 name, {"prompt_token_ids": request.prompt_ids.tolist()}, self._parameters(request, sampling)
             )
-        while not self._drawn and engine.has_unfinished_requests() and time.monotonic() < end:
+        while not self._finished and engine.has_unfinished_requests() and time.monotonic() < end:
             self._step()
-        drawn = self._drawn
-        self._drawn = []
-        return drawn
+        finished = self._finished
+        self._finished = []
+        return finished
 
     def _step(self) -> None:
         outputs = (output for output in self._llm.llm_engine.step() if output.finished)
-        self._drawn += [
+        self._finished += [
             FinishedRequest(output.request_id, _completion(output.outputs[0]), self.version) for output in outputs
         ]
 
-    def _finish_drawing(self) -> None:
+    def _finish_inflight(self) -> None:
         while self._llm.llm_engine.has_unfinished_requests():
             self._step()
 
     def _prepare(self) -> None:
-        """Before other work than ``advance``: may this engine sample, and has it done what it took?"""
-        self._check_fit()
-        self._finish_drawing()
+        """Check that the engine may sample, and finish the requests in flight, before other work than ``advance``."""
+        self._check_can_sample()
+        self._finish_inflight()
 
-    def _check_fit(self) -> None:
+    def _check_can_sample(self) -> None:
         if self._asleep or self._torn:
             state = "sleeps" if self._asleep else "holds part of an update"
             raise RunError(f"an engine was asked to sample while it {state}")
 
     def _parameters(self, request: SampleRequest, sampling: Sampling):
-        """What vLLM is told about a request. Raises RunError where its prompt leaves no room."""
+        """Translate a request for vLLM. Raises RunError where its prompt leaves no room."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -193,36 +194,35 @@ class Engine:
         )
 
     def score(self, sequences: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """float32 [tokens - 1] of each sequence: log-prob of each token after the first, at temperature 1."""
+        """Score sequences: float32 [tokens - 1] of each, the log-probs of all tokens but the first at temperature 1."""
         from vllm import SamplingParams
 
         self._prepare()
-        asked = [[int(token) for token in ids] for ids in sequences]
+        prompts = [[int(token) for token in ids] for ids in sequences]
         params = SamplingParams(temperature=1.0, max_tokens=1, prompt_logprobs=0, detokenize=False, seed=0)
-        outputs = self._llm.generate([{"prompt_token_ids": ids} for ids in asked], params, use_tqdm=False)
+        outputs = self._llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
         return [
             np.array([entry[token].logprob for entry, token in zip(output.prompt_logprobs[1:], ids[1:])], np.float32)
-            for output, ids in zip(outputs, asked)
+            for output, ids in zip(outputs, prompts)
         ]
 
     def sleep(self) -> None:
-        """Give weights and KV cache back (vLLM's level 2: the next update brings the weights); cached prefixes are
-        forgotten."""
-        self._finish_drawing()
+        """Free weights and KV cache (vLLM's level 2: the next update brings the weights) and forget cached prefixes."""
+        self._finish_inflight()
         self._llm.sleep(level=2)
         self._asleep = True
 
     def wake(self, what: str) -> None:
-        """Take memory again: first ``weights``, whose content an update has to bring, then ``kv_cache``; then it can
-        sample."""
+        """Allocate memory again: first ``weights``, whose content an update has to bring, then ``kv_cache``; then the
+        engine can sample."""
         self._asleep = not self._llm.wake_up(tags=[what])
 
     def expect(self, manifest: Manifest) -> None:
-        """Finish what is being drawn and check that an update fits, before its bytes are sent.
+        """Finish the requests in flight and check that an update fits, before its bytes are sent.
 
         Raises RunError where a name is missing, unexpected or double.
         """
-        self._finish_drawing()
+        self._finish_inflight()
         names: list[str] = self._weights
         if manifest.adapters is not None:
             modules = modules_of(self._weights, self._targets)

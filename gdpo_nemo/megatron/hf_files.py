@@ -23,16 +23,6 @@ _COMPANIONS = (
 )
 
 
-def resolve(model: str) -> Path:
-    """A local folder for ``model``: itself when it is one, else a snapshot from the Hugging Face hub."""
-    folder = Path(model)
-    if folder.is_dir():
-        return folder
-    from huggingface_hub import snapshot_download
-
-    return Path(snapshot_download(model, allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]))
-
-
 def write_model(
     folder: str | Path,
     tensors: Iterable[tuple[str, torch.Tensor]],

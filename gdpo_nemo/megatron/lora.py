@@ -50,7 +50,7 @@ def _modules_of(site: str, modules: Modules) -> tuple[str, ...]:
 
 
 def initial_a(module: str, rank: int, width: int, seed: int, init: str = "uniform") -> torch.Tensor:
-    """float32 [rank, width]: the starting A of a Hugging Face module; the same at every layout.
+    """Draw the starting A of a Hugging Face module, float32 [rank, width]; the same at every layout.
 
     uniform is that of PEFT; xavier (Glorot and Bengio 2010, normal) is the default of NeMo's adapters.
     """
@@ -136,7 +136,7 @@ class Adapters(torch.nn.Module):
                 (pair.b if self.by_columns else pair.a).sequence_parallel = True
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """What to add to the layer's output for its input ``x`` (sharded as the layer takes it)."""
+        """Compute what to add to the layer's output for its input ``x`` (sharded as the layer takes it)."""
         x = self._drop(x)
         if self.by_columns:
             (pair,) = self.pairs
@@ -188,7 +188,7 @@ class HeadAdapter(Adapters):
         self.vocab_size = hf.vocab_size
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """What to add to this rank's columns of the logits."""
+        """Compute what to add to this rank's columns of the logits."""
         (pair,) = self.pairs
         # A rank's share of the vocabulary gives a share of A's gradient; the backward of copy_to adds the shares up.
         # Around the product, as in the other layers, it would also add up the input's gradient, which the model does
@@ -248,13 +248,13 @@ def attach(chunks: list[torch.nn.Module], hf: PretrainedConfig, settings: LoraCo
 
 
 def adapters_of(chunks: list[torch.nn.Module]) -> Iterator[Adapters]:
-    """All adapters of this rank."""
+    """Yield the adapters of this rank."""
     return (module for chunk in chunks for module in chunk.modules() if isinstance(module, Adapters))
 
 
 @contextlib.contextmanager
-def switched_off(chunks: list[torch.nn.Module]):
-    """The model without its adapters, which is the reference model."""
+def adapters_disabled(chunks: list[torch.nn.Module]) -> Iterator[None]:
+    """Run the model without its adapters: that is the reference model."""
     found = list(adapters_of(chunks))
     for adapters in found:
         adapters.enabled = False
@@ -266,9 +266,9 @@ def switched_off(chunks: list[torch.nn.Module]):
 
 
 @torch.no_grad()
-def whole_pairs(chunks: list[torch.nn.Module]) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """Hugging Face module -> (A [rank, in], B [out, rank]) of the whole model, on every rank, in host memory;
-    collective."""
+def gather_adapters(chunks: list[torch.nn.Module]) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Gather the adapters of the whole model: Hugging Face module -> (A [rank, in], B [out, rank]), on every rank, in
+    host memory. Collective."""
     group = parallel_state.get_tensor_model_parallel_group()
 
     def gathered(tensor, dim):
@@ -299,7 +299,8 @@ def whole_pairs(chunks: list[torch.nn.Module]) -> dict[str, tuple[torch.Tensor, 
 
 
 def sharded_adapters(chunk: torch.nn.Module) -> dict:
-    """A chunk's pairs as Megatron saves them: keys are PEFT's names, so they mean the same at every layout."""
+    """Describe a chunk's adapters as Megatron saves them: keys are PEFT's names, so they mean the same at every
+    layout."""
     state = {}
     for adapters, key, parameter, axis in _matrices(chunk):
         if axis is None:
@@ -325,6 +326,6 @@ def _matrices(chunk: torch.nn.Module) -> Iterator[tuple[Adapters, str, torch.nn.
 
 @torch.no_grad()
 def load_adapters(chunk: torch.nn.Module, state: dict) -> None:
-    """The inverse of ``sharded_adapters``, from what Megatron has read."""
+    """Copy what Megatron has read for ``sharded_adapters`` into the chunk."""
     for _, key, parameter, _ in _matrices(chunk):
         parameter.copy_(state[key])

@@ -23,7 +23,7 @@ from gdpo_nemo.data.packing import Assignment, PackedRows, TrainSequence, pack_r
 from gdpo_nemo.data.results import TokenValues, UpdateResult
 from gdpo_nemo.megatron.attention import local_positions, make_packing
 from gdpo_nemo.megatron.conversion import export_hf
-from gdpo_nemo.megatron.lora import switched_off, whole_pairs
+from gdpo_nemo.megatron.lora import adapters_disabled, gather_adapters
 from gdpo_nemo.megatron.model import BuiltModel, build
 from gdpo_nemo.megatron.runtime import Runtime
 from gdpo_nemo.weights.adapters import Adapters, merged, named
@@ -249,7 +249,7 @@ class Policy:
     @contextlib.contextmanager
     def _reference_weights(self):
         if self.lora:
-            with switched_off(self.chunks):
+            with adapters_disabled(self.chunks):
                 yield
             return
         with self.params_synced():
@@ -330,12 +330,12 @@ class Policy:
                 wrapped.enable_forward_pre_hook()
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """All weights under their Hugging Face names, whole, on every rank (see ``convert.export_hf``); adapters
+        """All weights under their Hugging Face names, whole, on every rank (see ``conversion.export_hf``); adapters
         merged."""
         with self.params_synced():
             tensors = export_hf(self.chunks, self.built.hf_config)
             if self.lora:
-                tensors = merged(tensors, whole_pairs(self.chunks), self.adapters.scale)
+                tensors = merged(tensors, gather_adapters(self.chunks), self.adapters.scale)
             yield from tensors
 
     def update(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -344,6 +344,6 @@ class Policy:
         return iter(self.weights() if self.adapters is None else named(self.adapter()))
 
     def adapter(self) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-        """LoRA's matrices by Hugging Face module, whole, on every rank (see ``lora.whole_pairs``)."""
+        """LoRA's matrices by Hugging Face module, whole, on every rank (see ``lora.gather_adapters``)."""
         with self.params_synced():
-            return whole_pairs(self.chunks)
+            return gather_adapters(self.chunks)

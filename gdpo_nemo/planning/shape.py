@@ -19,21 +19,22 @@ from gdpo_nemo.config.schema import Config, LoraConfig
 from gdpo_nemo.config.stages import stage_layers
 
 _QWEN25 = dict(model_type="qwen2", vocab_size=151936, num_key_value_heads=2)
+_QWEN25_1_5B = _QWEN25 | dict(
+    hidden_size=1536, num_hidden_layers=28, num_attention_heads=12, intermediate_size=8960, tie_word_embeddings=True
+)
+_QWEN25_7B = _QWEN25 | dict(
+    vocab_size=152064, hidden_size=3584, num_hidden_layers=28, num_attention_heads=28, num_key_value_heads=4,
+    intermediate_size=18944, tie_word_embeddings=False,
+)  # fmt: skip
 KNOWN: dict[str, dict[str, Any]] = {
     "Qwen/Qwen2.5-0.5B": _QWEN25
     | dict(hidden_size=896, num_hidden_layers=24, num_attention_heads=14, intermediate_size=4864,
     tie_word_embeddings=True),
-    "Qwen/Qwen2.5-1.5B": _QWEN25
-    | dict(hidden_size=1536, num_hidden_layers=28, num_attention_heads=12, intermediate_size=8960,
-    tie_word_embeddings=True),
+    "Qwen/Qwen2.5-1.5B": _QWEN25_1_5B,
     "Qwen/Qwen2.5-3B": _QWEN25
     | dict(hidden_size=2048, num_hidden_layers=36, num_attention_heads=16, intermediate_size=11008,
     tie_word_embeddings=True),
-    "Qwen/Qwen2.5-7B": _QWEN25
-    | dict(
-        vocab_size=152064, hidden_size=3584, num_hidden_layers=28, num_attention_heads=28, num_key_value_heads=4,
-        intermediate_size=18944, tie_word_embeddings=False,
-    ),
+    "Qwen/Qwen2.5-7B": _QWEN25_7B,
     "Qwen/Qwen2.5-32B": _QWEN25
     | dict(
         vocab_size=152064, hidden_size=5120, num_hidden_layers=64, num_attention_heads=40, num_key_value_heads=8,
@@ -44,13 +45,15 @@ KNOWN: dict[str, dict[str, Any]] = {
         num_key_value_heads=4, head_dim=128, intermediate_size=6144, num_experts=128, num_experts_per_tok=8,
         moe_intermediate_size=768, tie_word_embeddings=False,
     ),
-    "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B": _QWEN25
-    | dict(hidden_size=1536, num_hidden_layers=28, num_attention_heads=12, intermediate_size=8960,
-    tie_word_embeddings=False),
-    "deepseek-ai/DeepSeek-R1-Distill-Qwen-7B": _QWEN25
-    | dict(
-        vocab_size=152064, hidden_size=3584, num_hidden_layers=28, num_attention_heads=28, num_key_value_heads=4,
-        intermediate_size=18944, tie_word_embeddings=False,
+    "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B": _QWEN25_1_5B | dict(tie_word_embeddings=False),
+    "deepseek-ai/DeepSeek-R1-Distill-Qwen-7B": _QWEN25_7B,
+    "microsoft/phi-4": dict(
+        model_type="phi3", vocab_size=100352, hidden_size=5120, num_hidden_layers=40, num_attention_heads=40,
+        num_key_value_heads=10, intermediate_size=17920, tie_word_embeddings=False,
+    ),
+    "ByteDance-Seed/Seed-OSS-36B": dict(
+        model_type="seed_oss", vocab_size=155136, hidden_size=5120, num_hidden_layers=64, num_attention_heads=80,
+        num_key_value_heads=8, head_dim=128, intermediate_size=27648, tie_word_embeddings=False,
     ),
     "meta-llama/Llama-3.1-8B": dict(
         model_type="llama", vocab_size=128256, hidden_size=4096, num_hidden_layers=32, num_attention_heads=32,

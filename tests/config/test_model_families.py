@@ -75,7 +75,11 @@ REFUSED = {
     ),
     "Phi-3": (
         shape("phi3", 3072, 32, 32, 32, 8192, 32064, 4096, sliding_window=2047, architectures=["Phi3ForCausalLM"]),
-        "model type 'phi3' is not supported",
+        "sliding-window attention (2047 tokens) is not supported",
+    ),
+    "Phi-3 with 128k": (
+        shape("phi3", 3072, 32, 32, 32, 8192, 32064, 131072, rope_scaling=dict(type="longrope", short_factor=[1.0])),
+        "rope scaling 'longrope' is not supported for phi3; supported: default",
     ),
     "Qwen2-VL": (
         {"model_type": "qwen2_vl", "text_config": shape("qwen2_vl_text", 1536, 28, 12, 2, 8960, 151936, 32768)},
@@ -153,6 +157,8 @@ SUPPORTED = {
     "Llama 3.1": shape("llama", 4096, 32, 32, 8, 14336, 128256, 131072, rope_scaling=LLAMA_3_ROPE, mlp_bias=False),
     "Mistral 7B v0.3": shape("mistral", 4096, 32, 32, 8, 14336, 32768, 32768, sliding_window=None),
     "Mixtral": shape("mixtral", 4096, 32, 32, 8, 14336, 32000, 32768, num_local_experts=8, num_experts_per_tok=2,
+    sliding_window=None),
+    "Phi-4": shape("phi3", 5120, 40, 40, 10, 17920, 100352, 16384, architectures=["Phi3ForCausalLM"], rope_scaling=None,
     sliding_window=None),
     "Qwen2.5 with YaRN": shape("qwen2", 3584, 28, 28, 4, 18944, 152064, 131072, rope_scaling=QWEN_YARN),
 }  # fmt: skip
@@ -235,6 +241,11 @@ def test_adapters_on_layers_that_the_family_lacks_are_refused(model, targets, ex
         check_adapted_layers(targets, FAMILIES[SUPPORTED[model]["model_type"]], tied=False)
 
 
+def test_the_layers_to_adapt_are_named_where_the_usual_names_do_not_fit(folder, minimal):
+    with pytest.raises(ConfigError, match="its linear layers: qkv_proj, o_proj, gate_up_proj, down_proj, lm_head"):
+        validate(load_config(minimal, [f"policy.model_name={folder(SUPPORTED['Phi-4'])}", "policy.lora.rank=8"]))
+
+
 def test_a_window_that_is_given_but_off_by_default_is_no_obstacle():
     check_model_content({**SUPPORTED["Qwen3"], "sliding_window": 4096})
 
@@ -247,9 +258,11 @@ def test_head_sizes_matter_to_the_engines_on_cpu_alone(folder, minimal):
 
 def test_a_recipe_of_nemo_rl_with_a_local_model_is_held_against_the_families_too(folder, tmp_path, capsys):
     recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(f"policy: {{model_name: {folder(REFUSED['Phi-3'][0])}}}\ngrpo: {{num_prompts_per_step: 4}}\n")
+    recipe.write_text(
+        f"policy: {{model_name: {folder(REFUSED['DeepSeek-V3'][0])}}}\ngrpo: {{num_prompts_per_step: 4}}\n"
+    )
     assert cli.main(["config", "from-nemo-rl", str(recipe)]) != 0
-    assert "model type 'phi3' is not supported" in capsys.readouterr().err
+    assert "model type 'deepseek_v3' is not supported" in capsys.readouterr().err
 
 
 def test_the_check_needs_no_torch():

@@ -15,6 +15,7 @@ import pytest
 from gdpo_nemo import cli
 from gdpo_nemo.config.effects import keys_without_effect
 from gdpo_nemo.config.load import load_config
+from gdpo_nemo.interop.nemo_rl.keys import adapted
 from gdpo_nemo.interop.nemo_rl.known_models import known_model
 from gdpo_nemo.interop.nemo_rl.translate import CANNOT_RUN, DIFFERS, SAME, Translation, translate
 from gdpo_nemo.validation import validate
@@ -348,6 +349,11 @@ def test_the_exit_status_tells_the_three_apart_where_it_is_asked_to(name, status
         ("deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B", "qwen2"),
         ("meta-llama/Llama-3.1-8B-Instruct", "llama"),
         ("mistralai/Mixtral-8x7B-v0.1", "mixtral"),
+        ("microsoft/phi-4", "phi3"),
+        ("ByteDance-Seed/Seed-OSS-36B-Instruct", "seed_oss"),
+        ("microsoft/Phi-4-mini-instruct", None),
+        ("Qwen/Qwen2-57B-A14B-Instruct", None),
+        ("mistralai/Mistral-Small-24B-Instruct-2501", None),
         ("deepseek-ai/DeepSeek-V3", None),
         ("Qwen/Qwen3.5-35B-A3B-Base", None),
         ("Qwen/Qwen2.5-VL-3B-Instruct", None),
@@ -361,6 +367,17 @@ def test_the_exit_status_tells_the_three_apart_where_it_is_asked_to(name, status
 def test_a_name_tells_its_family(name, family):
     known = known_model(name)
     assert (known.refusal == "") == (family is not None) and (family is None or known.model_type == family)
+
+
+@pytest.mark.parametrize(
+    "model_type, expected",
+    [
+        ("", ["q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "o_proj"]),
+        ("phi3", ["qkv_proj", "gate_up_proj", "o_proj"]),
+    ],
+)
+def test_megatrons_layers_are_the_familys_layers_of_hugging_face(model_type, expected):
+    assert adapted(["*.linear_qkv", "linear_fc1", "o_proj"], model_type) == expected
 
 
 def test_no_name_on_the_hub_is_claimed_by_two_families():

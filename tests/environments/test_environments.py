@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from gdpo_nemo import cli
 from gdpo_nemo.environments import registry
 from gdpo_nemo.environments.execution.pool import EnvironmentPool
-from gdpo_nemo.environments.registry import environment_names, environment_reward_names, load_environment
+from gdpo_nemo.environments.registry import environment_names, load_environment
 from gdpo_nemo.environments.tasks.digit_sort import DigitSort, is_held_out
 from gdpo_nemo.environments.tasks.gsm8k import Gsm8k
 from gdpo_nemo.environments.tasks.math import Math
@@ -233,10 +233,8 @@ def test_every_built_in_environment_loads_and_names_its_rewards():
     }
     for name in registry.BUILT_IN.keys() - {"reasoning_gym"}:  # an extra: test_reasoning_gym.py
         assert name in environment_names()
-        assert environment_reward_names(name, options.get(name)) == tuple(
-            load_environment(name, options.get(name)).reward_names
-        )
-    assert environment_reward_names("mine", {"plugin": "gsm8k"}) == ("correctness", "integer", "format")
+        assert load_environment(name, options.get(name)).reward_names
+    assert tuple(load_environment("mine", {"plugin": "gsm8k"}).reward_names) == ("correctness", "integer", "format")
 
 
 def test_an_installed_plugin_is_found_by_its_entry_point(monkeypatch):

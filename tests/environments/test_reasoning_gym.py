@@ -6,7 +6,7 @@ import pytest
 from environment_samples import trajectory
 
 from gdpo_nemo.data.records import Outcome
-from gdpo_nemo.environments.registry import environment_reward_names, load_environment
+from gdpo_nemo.environments.registry import load_environment
 from gdpo_nemo.environments.tasks.reasoning_gym import ReasoningGym
 from gdpo_nemo.errors import ConfigError
 
@@ -36,7 +36,7 @@ def test_it_refuses_what_the_library_does_not_know():
 
 
 def test_it_names_its_rewards():
-    assert environment_reward_names("reasoning_gym", {"task": "chain_sum"}) == ("correctness", "format")
+    assert tuple(load_environment("reasoning_gym", {"task": "chain_sum"}).reward_names) == ("correctness", "format")
 
 
 def test_a_scorer_that_stumbles_over_an_answer_is_a_failure_and_no_reward():

@@ -9,7 +9,9 @@ from transformers import AutoConfig, GPT2Config, LlamaConfig, MistralConfig, Qwe
 
 from gdpo_nemo.config import architectures
 from gdpo_nemo.config.architectures import SIZES, attention_scaling
-from gdpo_nemo.config.families import FAMILIES
+from gdpo_nemo.config.families import FAMILIES, last_name
+from gdpo_nemo.config.layout import resolve_layout
+from gdpo_nemo.config.schema import Config, LoraConfig
 from gdpo_nemo.errors import ConfigError
 from gdpo_nemo.megatron.hf_mapping import family_of, rotary
 from gdpo_nemo.planning.shape import shape_from
@@ -42,6 +44,23 @@ def test_the_plan_counts_the_parameters_that_transformers_makes(name):
     config = tiny_models.hf_config(name)
     theirs = sum(parameter.numel() for parameter in AutoModelForCausalLM.from_config(config).parameters())
     assert shape_from(config.to_dict()).parameters == theirs
+
+
+@pytest.mark.parametrize("share_a", [False, True])
+@pytest.mark.parametrize("name", tiny_models.DENSE)
+def test_the_plan_counts_the_parameters_of_the_adapters(name, share_a):
+    from transformers import AutoModelForCausalLM
+
+    config = tiny_models.hf_config(name)
+    family = FAMILIES[config.model_type]
+    targets = [last_name(module) for module in family.modules.linear[1:]]
+    model = AutoModelForCausalLM.from_config(config)
+    adapted = [module for key, module in model.named_modules() if last_name(key) in targets]
+    expected = 3 * sum(module.in_features + module.out_features for module in adapted)
+    if share_a and len(family.modules.qkv) > 1:  # k and v, gate and up
+        expected -= 3 * 2 * config.hidden_size * config.num_hidden_layers
+    lora = LoraConfig(rank=3, target_modules=targets, share_a=share_a)
+    assert shape_from(config.to_dict()).adapters(resolve_layout(Config()), 0, lora) == expected
 
 
 @pytest.mark.parametrize("name", FAMILIES)

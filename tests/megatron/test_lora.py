@@ -23,6 +23,8 @@ SOME = LoraConfig(rank=4, alpha=8.0, target_modules=["q_proj", "v_proj", "up_pro
 SHARED = LoraConfig(rank=4, alpha=8.0, share_a=True)
 HEAD = LoraConfig(rank=4, alpha=8.0, target_modules=["v_proj", "down_proj", "lm_head"])
 HEAD_SHARED = LoraConfig(rank=4, alpha=8.0, target_modules=["k_proj", "v_proj", "lm_head"], share_a=True)
+# Phi-3 has these two in one matrix each, so PEFT's pair of each is trained as an A and two or three Bs.
+IN_ONE_MATRIX = LoraConfig(rank=4, alpha=8.0, target_modules=["qkv_proj", "gate_up_proj", "down_proj"])
 FUSED = {"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "gate_proj": "gate-up", "up_proj": "gate-up"}
 
 
@@ -82,6 +84,7 @@ def expected(on_ranks, model_folder):
         "shared": run(SHARED),
         "head": run(HEAD, "qwen2"),
         "head, shared": run(HEAD_SHARED, "qwen2"),
+        "in one matrix": run(IN_ONE_MATRIX, "phi3"),
     }
 
 
@@ -91,7 +94,7 @@ def expected(on_ranks, model_folder):
      ("PP2", "some"), ("DP2+DIST", "every"), ("CP2", "every"), ("TP1", "shared"), ("TP2+SP", "shared"), ("DP2+DIST",
      "shared"),
      ("TP1", "head"), ("TP2", "head"), ("TP2xPP2+SP+FULL", "head"), ("DP2+DIST", "head, shared"), ("TP2+SP",
-     "head, shared")],
+     "head, shared"), ("TP1", "in one matrix"), ("TP2+SP", "in one matrix"), ("PP2", "in one matrix")],
 )  # fmt: skip
 def test_adapters_learn_what_they_learn_in_transformers(on_ranks, model_folder, expected, layout, which, tmp_path):
     settings, folder, steps, pairs = expected[which]
@@ -134,6 +137,7 @@ def test_without_adapters_the_model_is_the_reference_and_no_copy_is_kept(on_rank
         ("DP2+DIST", "TP2", "qwen2-tied", SHARED),
         ("TP2xPP2", "DP2+DIST", "qwen2", HEAD_SHARED),
         ("TP1", "TP2", "qwen2", HEAD),
+        ("TP2", "DP2+DIST", "phi3", IN_ONE_MATRIX),
     ],
 )
 def test_a_checkpoint_of_adapters_goes_on_at_another_layout_and_holds_nothing_else(

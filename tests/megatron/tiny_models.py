@@ -21,6 +21,7 @@ _SHAPE = dict(
     vocab_size=VOCABULARY,
     max_position_embeddings=128,
     initializer_range=0.1,
+    pad_token_id=None,
 )
 _MIXTURE = dict(num_experts_per_tok=2, router_aux_loss_coef=0.0)
 _LLAMA_3_ROPE = dict(
@@ -38,9 +39,11 @@ _EXPERTS = dict(num_experts=4, moe_intermediate_size=24)
 MODELS: dict[str, dict] = {
     "llama": dict(model_type="llama", rope_parameters=_LLAMA_3_ROPE),
     "mistral": dict(model_type="mistral", sliding_window=None),
+    "phi3": dict(model_type="phi3"),
     "qwen2": dict(model_type="qwen2"),
     "qwen2-tied": dict(model_type="qwen2", tie_word_embeddings=True),
     "qwen3": dict(model_type="qwen3", head_dim=16),
+    "seed-oss": dict(model_type="seed_oss", head_dim=16),
     "mixtral": dict(model_type="mixtral", **_MIXTURE, num_local_experts=4, sliding_window=None),
     "qwen3-moe": dict(model_type="qwen3_moe", **_MIXTURE, **_EXPERTS, head_dim=16, norm_topk_prob=True),
     # Dense and mixture layers in turn, and shares of the chosen experts that do not add up to 1.
@@ -55,19 +58,19 @@ MIXTURES = [name for name, fields in MODELS.items() if FAMILIES[fields["model_ty
 DENSE = [name for name in MODELS if name not in MIXTURES]
 
 
-def hf_config(name: str):
-    """The configuration of a tiny model by the name the tests use."""
+def hf_config(name: str, **fields: object):
+    """The configuration of a tiny model by the name the tests use; ``fields`` take the place of its own."""
     from transformers import AutoConfig
 
-    return AutoConfig.for_model(**{**_SHAPE, "tie_word_embeddings": False, **MODELS[name]})
+    return AutoConfig.for_model(**{**_SHAPE, "tie_word_embeddings": False, **MODELS[name], **fields})
 
 
-def write_model(name: str, folder: Path) -> Path:
+def write_model(name: str, folder: Path, seed: int = 7, **fields: object) -> Path:
     """Save the tiny model ``name`` into ``folder``, with norms and biases away from their neutral start."""
     from transformers import AutoModelForCausalLM
 
-    torch.manual_seed(7)
-    model = AutoModelForCausalLM.from_config(hf_config(name))
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(hf_config(name, **fields))
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 1:

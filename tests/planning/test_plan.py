@@ -40,6 +40,8 @@ def config_of(*overrides: str):
         ("meta-llama/Llama-3.1-8B", 8030, None),
         ("meta-llama/Llama-3.1-70B", 70554, None),
         ("Qwen/Qwen3-30B-A3B", 30532, 3300),
+        ("microsoft/phi-4", 14659, None),
+        ("ByteDance-Seed/Seed-OSS-36B", 36151, None),
     ],
 )
 def test_parameters_are_those_the_publishers_give(name, millions, active):

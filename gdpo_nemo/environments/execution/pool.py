@@ -27,6 +27,7 @@ from typing import Any, Callable, Container, Mapping, Sequence
 
 from pebble import ProcessExpired, ProcessPool
 
+from gdpo_nemo.config.messages import first_line
 from gdpo_nemo.data.records import Outcome, Prompt, Trajectory, Verdict
 from gdpo_nemo.environments.episodes import EpisodeReply, EpisodeStep
 from gdpo_nemo.environments.execution import worker
@@ -200,7 +201,7 @@ class EnvironmentPool:
         if isinstance(error, ProcessExpired):
             return f"verification process died (exit code {error.exitcode})"
         if error is not None:
-            raise RunError(f"environment worker failed: {type(error).__name__}: {str(error).splitlines()[0]}")
+            raise RunError(f"environment worker failed: {first_line(error)}")
         reply = future.result()
         if isinstance(reply, worker.Fault):
             raise RunError(reply.message)

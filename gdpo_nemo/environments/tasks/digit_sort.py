@@ -26,6 +26,14 @@ def is_held_out(digits: str) -> bool:
     return sum(int(digit) * 7**place for place, digit in enumerate(digits)) % 10 == 0
 
 
+def digit_rows(split: str, size: int | None, seed: int) -> list[Mapping[str, Any]]:
+    """The 90,000 training rows or the 10,000 held-out rows, in an order drawn from the seed, cut at ``size``."""
+    every = (f"{number:0{DIGITS}d}" for number in range(10**DIGITS))
+    chosen = [digits for digits in every if is_held_out(digits) == (split != "train")]
+    random.Random(seed).shuffle(chosen)
+    return [{"id": f"digits/{digits}", "prompt": f"{digits}=", "digits": digits} for digits in chosen[:size]]
+
+
 class DigitSort(Environment):
     """The digit-sorting environment.
 
@@ -58,11 +66,8 @@ class DigitSort(Environment):
         return [self._verdict(trajectory) for trajectory in trajectories]
 
     def rows(self, split: str, size: int | None, seed: int) -> list[Mapping[str, Any]]:
-        """The 90,000 training rows or the 10,000 held-out rows, in an order drawn from the seed, cut at ``size``."""
-        every = (f"{number:0{DIGITS}d}" for number in range(10**DIGITS))
-        chosen = [digits for digits in every if is_held_out(digits) == (split != "train")]
-        random.Random(seed).shuffle(chosen)
-        return [{"id": f"digits/{digits}", "prompt": f"{digits}=", "digits": digits} for digits in chosen[:size]]
+        """See ``digit_rows``."""
+        return digit_rows(split, size, seed)
 
     def examples(self, row: Mapping[str, Any]) -> list[str]:
         """What the task wants, and the same with everything wrong."""

@@ -7,13 +7,12 @@ single-turn task, so the same model plays it.
 
 from __future__ import annotations
 
-import random
 import re
 from typing import Any, Mapping
 
 from gdpo_nemo.environments.base import Environment
 from gdpo_nemo.environments.options import read_options
-from gdpo_nemo.environments.tasks.digit_sort import DIGITS, is_held_out
+from gdpo_nemo.environments.tasks.digit_sort import DIGITS, digit_rows
 
 _RUN = re.compile(r"[0-9]+")
 _WELL_FORMED = re.compile(r"<t>[^<>]*</t><a>[^<>]*</a>")
@@ -38,10 +37,7 @@ class DigitTurns(Environment):
 
     def rows(self, split: str, size: int | None, seed: int) -> list[Mapping[str, Any]]:
         """Rows as of ``digit_sort``."""
-        every = (f"{number:0{DIGITS}d}" for number in range(10**DIGITS))
-        chosen = [digits for digits in every if is_held_out(digits) == (split != "train")]
-        random.Random(seed).shuffle(chosen)
-        return [{"id": f"digits/{digits}", "prompt": f"{digits}=", "digits": digits} for digits in chosen[:size]]
+        return digit_rows(split, size, seed)
 
     def examples(self, row: Mapping[str, Any]) -> list[str]:
         """What every turn wants."""

@@ -16,6 +16,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from gdpo_nemo.config.messages import message_line
 from gdpo_nemo.errors import ConfigError
 from gdpo_nemo.interop.nemo_rl.known_models import KnownModel, known_model
 
@@ -171,7 +172,7 @@ def read_recipe(path: Path) -> dict[str, Any]:
         OmegaConf.resolve(config)
         return _restored_variables(OmegaConf.to_container(config))
     except (OmegaConfBaseException, TypeError, ZeroDivisionError) as error:
-        raise ConfigError(f"{path}: {str(error).splitlines()[0]}") from None
+        raise ConfigError(f"{path}: {message_line(error)}") from None
     finally:
         for name in _ARITHMETIC:
             OmegaConf.clear_resolver(name)
@@ -214,7 +215,7 @@ def _merged(path: Path, children: tuple[Path, ...]) -> dict[str, Any]:
         asked = f", which {children[-1].name} names under defaults" if children else ""
         raise ConfigError(f"{path}: no such recipe{asked}") from None
     except (OSError, UnicodeDecodeError, yaml.YAMLError, OmegaConfBaseException) as error:
-        raise ConfigError(f"{path}: cannot be read as YAML ({str(error).splitlines()[0]})") from None
+        raise ConfigError(f"{path}: cannot be read as YAML ({message_line(error)})") from None
     if not isinstance(content, DictConfig):
         raise ConfigError(f"{path}: expected sections, found a list")
     own = cast(dict[str, Any], OmegaConf.to_container(content))  # of a DictConfig

@@ -18,6 +18,7 @@ from typing import Any, ClassVar, Iterable, Iterator, Mapping
 import torch
 import torch.distributed as dist
 
+from gdpo_nemo.config.messages import message_line
 from gdpo_nemo.weights.buckets import Bucket, PeerLost, divide, filled
 from gdpo_nemo.weights.manifest import Manifest
 from gdpo_nemo.weights.transports.transport import Receiver, Sender, StreamingTransport, Tensors
@@ -179,7 +180,7 @@ class CollectiveReceiver(Receiver):
             store = dist.TCPStore(self.host, self.port, is_master=False, timeout=limit)
         except RuntimeError as error:
             raise PeerLost(
-                f"weight update {manifest.version}: no sender at {self.host}:{self.port} ({_brief(error)})"
+                f"weight update {manifest.version}: no sender at {self.host}:{self.port} ({message_line(error)[:160]})"
             ) from error
         here = _own_address(self.host, self.port)
         with _group(store, self.rank + worker, self.world, here, self.backend, self.timeout_s) as group:
@@ -267,8 +268,4 @@ def _own_address(host: str, port: int) -> str:
 
 
 def _lost(error: BaseException) -> str:
-    return f"a member of the broadcast group was lost ({_brief(error)})"
-
-
-def _brief(error: BaseException) -> str:
-    return str(error).strip().splitlines()[0][:160]
+    return f"a member of the broadcast group was lost ({message_line(error)[:160]})"
