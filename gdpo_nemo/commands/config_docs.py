@@ -85,9 +85,11 @@ def _type_name(hint: Any) -> str:
 @cache
 def _field_docs(section: type) -> dict[str, str]:
     """The string literal under each field of a dataclass, which Python itself throws away."""
-    body = ast.parse(textwrap.dedent(inspect.getsource(section))).body[0].body
-    docs = {}
-    for field, text in zip(body, body[1:]):
+    (definition,) = ast.parse(textwrap.dedent(inspect.getsource(section))).body
+    docs: dict[str, str] = {}
+    if not isinstance(definition, ast.ClassDef):
+        return docs
+    for field, text in zip(definition.body, definition.body[1:]):
         if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
-            docs[field.target.id] = " ".join(str(text.value.value).split())
+            docs[ast.unparse(field.target)] = " ".join(str(text.value.value).split())
     return docs

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import textwrap
+from typing import Sequence
 
 from gdpo_nemo.commands.config_docs import Key, about_section, keys_of
 from gdpo_nemo.config.load import nearest_key
@@ -45,26 +46,23 @@ def explain(key: str = "") -> str:
         return _all_metrics() + "\n"
     if key.startswith(f"{_METRIC}/"):
         return _explain_metric(key.partition("/")[2]) + "\n"
-    found = _find(key)
-    if found is None or found.section:
-        return _explain_section(key, found.section if found else Config) + "\n"
-    return _explain_key(found) + "\n"
+    if not key:
+        return _explain_section("", Config) + "\n"
+    found = _find(key, key.split("."), Config)
+    return (_explain_section(found.path, found.section) if found.section else _explain_key(found)) + "\n"
 
 
-def _find(path: str) -> Key | None:
-    """The key at ``path``, None for the root; a key inside a free-form mapping stands for the mapping."""
-    found = None
-    section: type | None = Config
-    for name in path.split(".") if path else []:
-        if section is None and found is not None and found.type.startswith("mapping"):
-            break
-        keys = {key.name: key for key in keys_of(section, found.path if found else "")} if section else {}
-        if name not in keys:
-            near = nearest_key(path)
-            raise ConfigError(f"{path}: unknown key" + (f", did you mean {near}?" if near else ""))
-        found = keys[name]
-        section = found.section
-    return found
+def _find(path: str, names: Sequence[str], section: type | None, prefix: str = "") -> Key:
+    """The key at ``path``, whose last ``names`` lie below the section ``prefix``; a key inside a free-form mapping
+    stands for the mapping."""
+    keys = {key.name: key for key in keys_of(section, prefix)} if section else {}
+    if names[0] not in keys:
+        near = nearest_key(path)
+        raise ConfigError(f"{path}: unknown key" + (f", did you mean {near}?" if near else ""))
+    found = keys[names[0]]
+    if len(names) == 1 or found.type.startswith("mapping"):
+        return found
+    return _find(path, names[1:], found.section, found.path)
 
 
 def _explain_section(path: str, section: type) -> str:

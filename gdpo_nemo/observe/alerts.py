@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from gdpo_nemo.errors import RunError
+from gdpo_nemo.observe.metrics import read_lines
 
 FILE = "alerts.jsonl"
 
@@ -25,13 +26,7 @@ def read_alerts(run_dir: str | Path) -> list[dict[str, Any]]:
         RunError: a line is not an alert, or the file cannot be read.
     """
     path = Path(run_dir) / FILE
-    try:
-        lines = path.read_bytes().split(b"\n")
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        raise RunError(f"{path} cannot be read: {error.strerror}") from None
-    return [_alert(line, f"{path}, line {number}") for number, line in enumerate(lines[:-1], start=1)]
+    return [_alert(line, f"{path}, line {number}") for number, line in enumerate(read_lines(path)[:-1], start=1)]
 
 
 def _alert(line: bytes, where: str) -> dict[str, Any]:

@@ -172,7 +172,7 @@ def _metric(key: str, entry: object, source: str) -> Metric:
     if not isinstance(entry, tuple) or len(entry) not in (2, 3) or not all(isinstance(part, str) for part in entry[:2]):
         raise ValueError(f"{source}: METRICS[{key!r}] must be (unit, meaning) or (unit, meaning, further fields)")
     try:
-        return Metric(key, *entry[:2], **dict(*entry[2:]), source=source)
+        return Metric(key, entry[0], entry[1], source=source, **dict(*entry[2:]))
     except TypeError as error:
         raise ValueError(f"{source}: METRICS[{key!r}]: {error}") from None
 

@@ -73,12 +73,7 @@ def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:
         RunError: a line before the last is not a row, or the file cannot be read.
     """
     path = Path(run_dir) / FILE
-    try:
-        lines = path.read_bytes().split(b"\n")
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        raise RunError(f"{path} cannot be read: {error.strerror}") from None
+    lines = read_lines(path)
     rows = []
     for number, line in enumerate(lines, start=1):
         row = _parsed(line)
@@ -87,6 +82,17 @@ def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:
         elif number < len(lines):  # The last piece follows the last newline: torn, or empty.
             raise RunError(f"{path}, line {number}: not a row of metrics")
     return rows
+
+
+def read_lines(path: Path) -> list[bytes]:
+    """The pieces of a file between its line breaks, of which the last is empty, or torn by a crash; none where there is
+    no file. Raises RunError."""
+    try:
+        return path.read_bytes().split(b"\n")
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise RunError(f"{path} cannot be read: {error.strerror}") from None
 
 
 def clean(row: Mapping[str, Any]) -> dict[str, Any]:
