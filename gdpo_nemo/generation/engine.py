@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import socket
 import time
 from typing import TYPE_CHECKING, Any, Mapping, Sequence
@@ -245,7 +246,8 @@ class Engine:
             self.expect(manifest)
             self._torn = True
             self._llm.start_weight_update()
-            self._llm.update_weights({"update_info": {"manifest": manifest, "receiver": opened}})
+            update = (manifest, opened)
+            self._llm.update_weights({"update_info": {"update": update if self._in_process else pickle.dumps(update)}})
             self._llm.finish_weight_update(str(manifest.version))
             for error in filter(None, self._llm.collective_rpc("update_error")):
                 raise error

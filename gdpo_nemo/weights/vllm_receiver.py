@@ -6,6 +6,7 @@ Registered with vLLM by importing this module, which vLLM does in every worker p
 
 from __future__ import annotations
 
+import pickle
 from dataclasses import dataclass
 from typing import Iterator
 
@@ -36,10 +37,16 @@ class InitInfo(WeightTransferInitInfo):
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
-    """What the tensors are, and who brings them."""
+    """What the tensors are, and who brings them: as they are, or from another process pickled by ours.
 
-    manifest: Manifest
-    receiver: Receiver
+    On its way to a process of its own vLLM turns dataclasses into plain dictionaries.
+    """
+
+    update: tuple[Manifest, Receiver] | bytes
+
+    def unpickled(self) -> tuple[Manifest, Receiver]:
+        """Manifest and receiver."""
+        return pickle.loads(self.update) if isinstance(self.update, bytes) else self.update
 
 
 class ReceiverTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
@@ -63,13 +70,13 @@ class ReceiverTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         would arrive as a text.
         """
         try:
-            self.model.load_weights(self._tensors(update_info))
+            self.model.load_weights(self._tensors(*update_info.unpickled()))
         except GdpoError as error:
             _ERRORS.append(error)
 
-    def _tensors(self, update: UpdateInfo) -> Iterator[tuple[str, torch.Tensor]]:
-        adapters = update.manifest.adapters
-        received = update.receiver.receive(update.manifest, self.device, self.parallel_config.rank)
+    def _tensors(self, manifest: Manifest, receiver: Receiver) -> Iterator[tuple[str, torch.Tensor]]:
+        adapters = manifest.adapters
+        received = receiver.receive(manifest, self.device, self.parallel_config.rank)
         if adapters is None:
             return received
         # All checksums first: a matrix that is not what was sent must not leave the model half loaded.

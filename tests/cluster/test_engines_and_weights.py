@@ -15,6 +15,7 @@ import numpy as np
 import psutil
 import pytest
 
+from gdpo_nemo.cluster import fleet as fleets
 from gdpo_nemo.cluster import reservation as placement
 from gdpo_nemo.cluster.fleet import EngineFleet
 from gdpo_nemo.cluster.policy_group import PolicyGroup
@@ -198,6 +199,20 @@ def test_adapters_alone_give_the_engines_the_merged_weights_on_every_transport(p
     lost = type(manifest)(33, manifest.entries[2:], manifest.adapters)
     with pytest.raises(RunError, match="2 tensors missing, for instance base_model.model.model.layers.0"):
         gather([parts.fleet._actors[0].expect.remote(lost)], "asking", 60)
+
+
+def test_an_engine_whose_vllm_has_a_process_of_its_own_gets_the_same_weights(parts, digit_model, tmp_path, monkeypatch):
+    """As vLLM runs on GPUs, where what is sent to it crosses a border between processes."""
+    monkeypatch.setitem(fleets.CPU_ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+    config = copy.deepcopy(parts.config)
+    config.policy.generation.engines = 1
+    fleet = EngineFleet(config, str(digit_model))
+    fleet.ready()
+    for version, name in enumerate(("memory", "gloo", "folder", OWN), 50):
+        train_once(parts.policy)
+        transport = make_transport(name, parts.policy, tmp_path / "weights", bucket_bytes=100_000)
+        assert WeightSync(parts.policy, fleet, parts.probe, transport).publish(version)["parity/probe"] < 1e-4
+    fleet.close()
 
 
 def test_an_update_that_misses_a_tensor_is_refused_before_it_touches_the_engine(parts):
