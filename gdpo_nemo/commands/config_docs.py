@@ -85,9 +85,12 @@ def _type_name(hint: Any) -> str:
 @cache
 def _field_docs(section: type) -> dict[str, str]:
     """The string literal under each field of a dataclass, which Python itself throws away."""
-    body = ast.parse(textwrap.dedent(inspect.getsource(section))).body[0].body
-    docs = {}
+    (definition,) = ast.parse(textwrap.dedent(inspect.getsource(section))).body
+    body = definition.body if isinstance(definition, ast.ClassDef) else []
+    docs: dict[str, str] = {}
     for field, text in zip(body, body[1:]):
-        if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
+        if not (isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant)):
+            continue
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
             docs[field.target.id] = " ".join(str(text.value.value).split())
     return docs

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Mapping, Sequence, cast
+from typing import Any, Mapping, Sequence
 
 import numpy as np
 
@@ -19,7 +19,6 @@ from gdpo_nemo.data.rows import PROMPT_KEYS
 from gdpo_nemo.environments.base import Environment
 from gdpo_nemo.environments.episodes import EpisodeStep
 from gdpo_nemo.environments.execution.dispatch import EnvironmentPools
-from gdpo_nemo.environments.execution.remote import RemoteEnvironment
 from gdpo_nemo.errors import ConfigError, RunError
 
 _TURNS = 9
@@ -117,7 +116,7 @@ def check_environment(
         try:
             environment.preflight([group[0].prompt for group in groups])
         finally:
-            cast(RemoteEnvironment, environment).close()
+            environment.close()
     with EnvironmentPools({name: options}, workers, timeout_s) as pool:
         verify = partial(_episodes, pool) if environment.has_turns else pool.verify
         begin = time.perf_counter()

@@ -46,8 +46,9 @@ def explain(key: str = "") -> str:
     if key.startswith(f"{_METRIC}/"):
         return _explain_metric(key.partition("/")[2]) + "\n"
     found = _find(key)
-    if found is None or found.section:
-        return _explain_section(key, found.section if found else Config) + "\n"
+    section = Config if found is None else found.section
+    if found is None or section is not None:
+        return _explain_section(key, section or Config) + "\n"
     return _explain_key(found) + "\n"
 
 
