@@ -125,16 +125,18 @@ class Adapters(torch.nn.Module):
         self.one_a = settings.share_a or len(modules) == 1
         width = linear.weight.size(1) * (self.group.size() if self.by_columns else 1)
         like = linear.weight.detach()
-        # Of Pair; a ModuleList does not keep the type of its modules.
-        self.pairs: Any = torch.nn.ModuleList()
+        pairs: list[Pair] = []
         for part in self.parts:
             if last_name(part.module) in settings.target_modules:
-                shared: torch.nn.Parameter | None = self.pairs[0].a if self.one_a and len(self.pairs) else None
-                self.pairs.append(Pair(part, width, self.by_columns, settings, seed, like, shared))
+                shared = pairs[0].a if self.one_a and pairs else None
+                pairs.append(Pair(part, width, self.by_columns, settings, seed, like, shared))
         # Each tensor-parallel rank sees a share of the tokens: gradients of whole matrices add up.
         if self.sequence_parallel:
-            for pair in self.pairs:
-                (pair.b if self.by_columns else pair.a).sequence_parallel = True
+            for pair in pairs:
+                matrix: Any = pair.b if self.by_columns else pair.a
+                matrix.sequence_parallel = True
+        # Any: a ModuleList does not keep the type of its modules.
+        self.pairs: Any = torch.nn.ModuleList(pairs)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """What to add to the layer's output for its input ``x`` (sharded as the layer takes it)."""
