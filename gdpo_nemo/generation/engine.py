@@ -34,9 +34,9 @@ ENVIRONMENT = {
 }
 
 _BATCHED_TOKENS = 8192
-"""Tokens that one forward pass of a CPU engine takes at most."""
+"""Most tokens of one forward pass of a CPU engine."""
 SLICE_S = 0.05
-"""Seconds that ``advance`` works at most before it looks for further requests."""
+"""Longest that one ``advance`` works, in seconds: requests that arrive meanwhile wait for its end."""
 
 
 class Engine:
@@ -49,8 +49,8 @@ class Engine:
         max_model_len: longest prompt plus completion in tokens.
         seed: of the engine, for requests without one.
         on_cpu: whether to run vLLM's CPU build.
-        sleeps: whether ``sleep`` is to give the device's memory back, which on a CPU it never does.
-        targets: of ``policy.lora``, the layers that an update of adapters has to have.
+        sleeps: whether ``sleep`` releases the device's memory; on a CPU it never does.
+        targets: ``policy.lora.target_modules``, the layers that an update of adapters must have.
     """
 
     def __init__(
@@ -72,8 +72,8 @@ class Engine:
             dict(
                 enforce_eager=True,
                 kv_cache_memory_bytes=config.kv_cache_memory_bytes,
-                # A prompt that is prefilled in pieces makes vLLM turn its sample's generator back, which CPU generators
-                # cannot ("CPU Generator does not use offset"); so prompts are prefilled whole.
+                # After a chunk of a prompt vLLM rewinds the generator of its sample, which CPU generators cannot do
+                # ("CPU Generator does not use offset"); so prompts are prefilled whole.
                 enable_chunked_prefill=False,
                 max_num_batched_tokens=max(_BATCHED_TOKENS, max_model_len),
             )
@@ -96,7 +96,7 @@ class Engine:
             max_num_seqs=config.max_num_seqs,
             tensor_parallel_size=config.tensor_parallel_size,
             seed=seed,
-            logprobs_mode="processed_logprobs",
+            logprobs_mode="processed_logprobs",  # of the distribution sampled from: after temperature, top_p and top_k
             disable_log_stats=True,
             weight_transfer_config={"backend": vllm_receiver.BACKEND},
             worker_extension_cls=f"{vllm_receiver.__name__}.Worker",
@@ -108,14 +108,14 @@ class Engine:
         self.version = -1
         self._asleep = self._torn = False
         self._drawn: list[FinishedRequest] = []
-        """Completions of ``advance`` that nobody has fetched yet."""
+        """Finished completions that no ``advance`` has returned yet."""
 
     def process_location(self) -> tuple[str, int]:
         """(host, process) of this engine."""
         return socket.gethostname(), os.getpid()
 
     def generate(self, requests: Sequence[SampleRequest], sampling: Sampling) -> CompletionBatch:
-        """Draw one completion per request.
+        """Sample one completion per request.
 
         Raises:
             RunError: a prompt leaves no room for a completion, or the engine sleeps.
@@ -128,11 +128,10 @@ class Engine:
         return CompletionBatch([_completion(o.outputs[0]) for o in outputs], self.version, time.monotonic() - start)
 
     def advance(self, new: Mapping[str, tuple[SampleRequest, Sampling]]) -> list[FinishedRequest]:
-        """Take further requests, by name, to those that are being drawn, and work until one is done, but no longer than
-        ``SLICE_S``; what is done is returned once. A call with nothing new goes on with the work.
+        """Add requests, by name, and run engine steps until one is finished, for at most ``SLICE_S``.
 
-        Whatever else the engine is asked to do comes after all requests that it took before, so that no completion is
-        begun by one version of the weights and ended by another.
+        Finished requests are returned once. A call without new ones continues the work. Every other method first
+        finishes all requests, so that no completion is begun by one version of the weights and ended by another.
 
         Raises:
             RunError: a prompt leaves no room for a completion, or the engine sleeps.
@@ -162,17 +161,17 @@ class Engine:
             self._step()
 
     def _prepare(self) -> None:
-        """Before other work than ``advance``: may this engine sample, and has it done what it took?"""
+        """Before other work than ``advance``: check that the engine may sample, and finish its requests."""
         self._check_fit()
         self._finish_drawing()
 
     def _check_fit(self) -> None:
         if self._asleep or self._torn:
-            state = "sleeps" if self._asleep else "holds part of an update"
-            raise RunError(f"an engine was asked to sample while it {state}")
+            state = "it sleeps" if self._asleep else "it holds part of a weight update"
+            raise RunError(f"the engine cannot sample: {state}")
 
     def _parameters(self, request: SampleRequest, sampling: Sampling):
-        """What vLLM is told about a request. Raises RunError where its prompt leaves no room."""
+        """vLLM's parameters of a request. Raises RunError where its prompt leaves no room."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -187,8 +186,8 @@ class Engine:
             seed=request.seed,
             stop=list(sampling.stop_strings) or None,
             include_stop_str_in_output=True,
-            detokenize=bool(sampling.stop_strings),
-            logprobs=0,
+            detokenize=bool(sampling.stop_strings),  # only to find stop strings; the driver decodes the text
+            logprobs=0,  # of the sampled token alone
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
 
@@ -198,6 +197,7 @@ class Engine:
 
         self._prepare()
         asked = [[int(token) for token in ids] for ids in sequences]
+        # vLLM has no call that scores only; one token is the least it samples.
         params = SamplingParams(temperature=1.0, max_tokens=1, prompt_logprobs=0, detokenize=False, seed=0)
         outputs = self._llm.generate([{"prompt_token_ids": ids} for ids in asked], params, use_tqdm=False)
         return [
@@ -206,19 +206,17 @@ class Engine:
         ]
 
     def sleep(self) -> None:
-        """Give weights and KV cache back (vLLM's level 2: the next update brings the weights); cached prefixes are
-        forgotten."""
+        """Release weights and KV cache (vLLM's level 2: the next update brings the weights) and cached prefixes."""
         self._finish_drawing()
         self._llm.sleep(level=2)
         self._asleep = True
 
     def wake(self, what: str) -> None:
-        """Take memory again: first ``weights``, whose content an update has to bring, then ``kv_cache``; then it can
-        sample."""
+        """Allocate memory again: first ``weights``, whose values an update has to bring, then ``kv_cache``."""
         self._asleep = not self._llm.wake_up(tags=[what])
 
     def expect(self, manifest: Manifest) -> None:
-        """Finish what is being drawn and check that an update fits, before its bytes are sent.
+        """Finish all requests and check that an update fits, before its bytes are sent.
 
         Raises RunError where a name is missing, unexpected or double.
         """
