@@ -146,7 +146,7 @@ def _batch_scale(table: RewardTable, terms: Terms, settings: Settings) -> np.nda
             f"advantages up to {np.abs(values).max():.3g} with deviation {divisor:.3g} cannot be standardised"
         )
     # A row that only the KL moves is divided, not shifted: the mean is that of the rows that carry signal.
-    scaled = 0.0 - penalty / divisor
+    scaled: np.ndarray = 0.0 - penalty / divisor
     scaled[rows] = (values - mean) / divisor
     return scaled
 

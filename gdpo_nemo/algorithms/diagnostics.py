@@ -37,7 +37,7 @@ class GroupSignal:
     @property
     def alive(self) -> np.ndarray:
         """bool [groups]; at least one weighted component varies. Ties of the *sum* do not kill a group."""
-        return ~self.dead[:, self.weights != 0].all(axis=1)
+        return np.asarray(~self.dead[:, self.weights != 0].all(axis=1))
 
 
 def groups_with_signal(rewards: Any, group_ids: Any, weights: Any = None, valid: Any = None) -> GroupSignal:
@@ -256,7 +256,7 @@ def _variance_shares(terms: np.ndarray) -> np.ndarray:
     scale = np.abs(centred).sum(axis=0)
     if variance <= 1e-12 * (scale @ scale):
         return np.full(len(terms), np.nan)
-    return centred @ total / variance
+    return np.asarray(centred @ total / variance)
 
 
 def _pairs(terms: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

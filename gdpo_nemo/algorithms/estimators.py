@@ -73,7 +73,8 @@ def _z_score(table: RewardTable, k: int, settings: Settings) -> tuple[np.ndarray
 def _leave_one_out(table: RewardTable, k: int, settings: Settings) -> np.ndarray:
     """(r - mean of the others) / std of the others; not divided where the others are constant or a single one."""
     stats = moments(table.groups, table.columns[k], table.present[k], settings.ddof, settings.exact_zero)
-    return stats.deviation * _leave_one_out_scale(table.groups, stats, settings)
+    scores: np.ndarray = stats.deviation * _leave_one_out_scale(table.groups, stats, settings)
+    return scores
 
 
 def _leave_one_out_scale(groups: Groups, stats: Moments, settings: Settings) -> np.ndarray:
@@ -85,15 +86,16 @@ def _leave_one_out_scale(groups: Groups, stats: Moments, settings: Settings) -> 
     others[others <= 1e-12 * squares] = 0.0
     std = np.sqrt(others / np.maximum(count - 1 - settings.ddof, 1))
     std[count - 1 <= settings.ddof] = 0.0
-    scale = count / (count - 1)
-    return np.divide(scale, std + settings.epsilon, out=scale, where=std > 0)
+    scale: np.ndarray = count / (count - 1)
+    np.divide(scale, std + settings.epsilon, out=scale, where=std > 0)
+    return scale
 
 
 def weighted_terms(z: np.ndarray, live: np.ndarray, weights: np.ndarray) -> Terms:
     """Scores and where they are signal (both [components, sequences]) times the weights [components]. Writes into
     ``z``."""
     z *= weights[:, None]
-    return Terms(z, live.any(axis=0))
+    return Terms(z, np.asarray(live.any(axis=0)))
 
 
 def gdpo(table: RewardTable, settings: Settings) -> Terms:
@@ -186,7 +188,7 @@ def dvao(table: RewardTable, settings: Settings) -> Terms:
     share = spread / np.maximum(np.abs(spread).sum(axis=0), 1e-300)
     for row, part in zip(z, share, strict=True):
         row *= table.groups.rows(part)
-    return Terms(z, live.any(axis=0))
+    return Terms(z, np.asarray(live.any(axis=0)))
 
 
 def _group_stds(table: RewardTable, settings: Settings) -> np.ndarray:

@@ -39,7 +39,7 @@ class RewardTable:
     @property
     def scored(self) -> np.ndarray:
         """bool [sequences], rows with at least one reward."""
-        return self.present.any(axis=0)
+        return np.asarray(self.present.any(axis=0))
 
     def zero_filled(self) -> RewardTable:
         """The same table with missing rewards of valid rows turned into rewards of 0 (a defect some trainers have)."""
@@ -146,7 +146,8 @@ def _is_tensor(values: Any) -> bool:
 def _as_float(values: Any, what: str) -> np.ndarray:
     """float64 array; None becomes NaN."""
     if _is_tensor(values):
-        return values.detach().cpu().double().numpy()
+        array: np.ndarray = values.detach().cpu().double().numpy()
+        return array
     try:
         return np.asarray(values, dtype=np.float64)
     except (TypeError, ValueError) as error:

@@ -79,7 +79,7 @@ def _whiten(groups: Groups, scores: np.ndarray, rows: np.ndarray) -> np.ndarray:
     mean = groups.sum(np.where(rows, scores, 0.0)) / count
     centred = np.where(rows, scores - groups.rows(mean), 0.0)
     std = np.sqrt(groups.sum(centred**2) / count)
-    return centred / groups.rows(np.where(std > FLAT_STD, std, 1.0))
+    return np.asarray(centred / groups.rows(np.where(std > FLAT_STD, std, 1.0)))
 
 
 def _log_softmax(groups: Groups, logits: np.ndarray, rows: np.ndarray) -> np.ndarray:
@@ -89,4 +89,4 @@ def _log_softmax(groups: Groups, logits: np.ndarray, rows: np.ndarray) -> np.nda
     top = np.where(np.isfinite(top), top, 0.0)
     shifted = masked - groups.rows(top)
     total = groups.sum(np.exp(shifted))
-    return shifted - groups.rows(np.log(np.where(total > 0, total, 1.0)))
+    return np.asarray(shifted - groups.rows(np.log(np.where(total > 0, total, 1.0))))

@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 DEFAULT_CONFIG = CONFIGS / "gdpo_tiny_cpu.yaml"
@@ -14,7 +15,7 @@ DEFAULT_CONFIG = CONFIGS / "gdpo_tiny_cpu.yaml"
 class Parser(argparse.ArgumentParser):
     """argparse, with one line instead of the usage text before an error."""
 
-    def error(self, message: str) -> None:
+    def error(self, message: str) -> NoReturn:
         """Print the line and exit with status 2."""
         self.exit(2, f"error: {message} (see {self.prog} --help)\n")
 

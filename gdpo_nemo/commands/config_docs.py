@@ -86,10 +86,11 @@ def _type_name(hint: Any) -> str:
 def _field_docs(section: type) -> dict[str, str]:
     """The string literal under each field of a dataclass, which Python itself throws away."""
     (definition,) = ast.parse(textwrap.dedent(inspect.getsource(section))).body
+    body = definition.body if isinstance(definition, ast.ClassDef) else []
     docs: dict[str, str] = {}
-    if not isinstance(definition, ast.ClassDef):
-        return docs
-    for field, text in zip(definition.body, definition.body[1:]):
-        if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
-            docs[ast.unparse(field.target)] = " ".join(str(text.value.value).split())
+    for field, text in zip(body, body[1:]):
+        if not (isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant)):
+            continue
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
+            docs[field.target.id] = " ".join(str(text.value.value).split())
     return docs

@@ -64,7 +64,7 @@ def to_huggingface(checkpoint: str | Path, out: str | Path, model: str | Path | 
         raise ConfigError(f"{checkpoint}: not a checkpoint (no files.json)")
     _must_be_new(out)
     run = _run_section(checkpoint)
-    model = model or (run and run.policy.model_name)
+    model = model or (run.policy.model_name if run else None)
     if model is None:
         raise ConfigError(f"--model: must name the model folder; {checkpoint} lies in no run folder")
     config = export_config(model, layout, run)

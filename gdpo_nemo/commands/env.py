@@ -114,10 +114,14 @@ def _subject(arguments: argparse.Namespace):
         raise ConfigError(f"env has no {name!r}{nearest(name, config.env)}")
     options: Mapping[str, Any] = config.env[name] or {}
     environment = load_environment(name, options)
-    for split, dataset in (("train", config.data.train), ("validation", config.data.validation)):
-        rows = _rows(config, name, environment, split, dataset, arguments.rows) if dataset is not None else []
-        if rows:
-            return options, environment, rows, dataset.prompt_key, config.rollout
+    splits: tuple[tuple[str, DatasetConfig | None], ...] = (
+        ("train", config.data.train),
+        ("validation", config.data.validation),
+    )
+    for split, chosen in splits:
+        rows = _rows(config, name, environment, split, chosen, arguments.rows) if chosen is not None else []
+        if chosen is not None and rows:
+            return options, environment, rows, chosen.prompt_key, config.rollout
     if not environment.makes_rows:
         raise ConfigError(f"{name} makes no prompts of its own, and no row of data.train or data.validation is for it")
     rows = load_rows(

@@ -146,12 +146,12 @@ def mixture_layers(content: Mapping[str, Any]) -> list[bool]:
 
 def head_size(content: Mapping[str, Any]) -> int:
     """Size of one attention head."""
-    return with_defaults(content).get("head_dim") or content["hidden_size"] // content["num_attention_heads"]
+    return int(with_defaults(content).get("head_dim") or content["hidden_size"] // content["num_attention_heads"])
 
 
 def key_value_heads(content: Mapping[str, Any]) -> int:
     """Heads of keys and values."""
-    return with_defaults(content).get("num_key_value_heads") or content["num_attention_heads"]
+    return int(with_defaults(content).get("num_key_value_heads") or content["num_attention_heads"])
 
 
 def has_qkv_bias(content: Mapping[str, Any]) -> bool:

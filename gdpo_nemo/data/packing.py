@@ -213,13 +213,14 @@ def pack_rows(
     context_rank: int = 0,
     context_size: int = 1,
     total_multiple: int = 1,
-    positions: Callable[[int, int, int], Sequence[int] | np.ndarray] | None = None,
+    positions: Callable[[int, int, int], Any] | None = None,
 ) -> PackedRows:
     """Lay out the sequences at ``members`` of the batch, in that order; an empty micro-batch becomes one padded token
     row.
 
     Args:
-        positions: function (length, rank, size) -> places of a sequence held by a context rank; None for one rank.
+        positions: function (length, rank, size) -> places of a sequence held by a context rank,
+            a list, array or tensor of integers; None for one rank.
         total_multiple: the pack's length is padded to this (tensor x context ranks under sequence parallelism).
     """
     multiple = 2 * context_size if context_size > 1 else 1

@@ -35,9 +35,9 @@ ENVIRONMENT = {
 }
 
 _BATCHED_TOKENS = 8192
-"""Tokens that one forward pass of a CPU engine takes at most."""
+"""Most tokens of one forward pass of a CPU engine."""
 SLICE_S = 0.05
-"""Seconds that ``advance`` works at most before it looks for further requests."""
+"""Longest that one ``advance`` works, in seconds: requests that arrive meanwhile wait for its end."""
 
 
 class Engine:
@@ -50,8 +50,8 @@ class Engine:
         max_model_len: longest prompt plus completion in tokens.
         seed: of the engine, for requests without one.
         on_cpu: whether to run vLLM's CPU build.
-        sleeps: whether ``sleep`` is to give the device's memory back, which on a CPU it never does.
-        targets: of ``policy.lora``, the layers that an update of adapters has to have.
+        sleeps: whether ``sleep`` releases the device's memory; on a CPU it never does.
+        targets: ``policy.lora.target_modules``, the layers that an update of adapters must have.
     """
 
     def __init__(
@@ -73,8 +73,8 @@ class Engine:
             dict(
                 enforce_eager=True,
                 kv_cache_memory_bytes=config.kv_cache_memory_bytes,
-                # A prompt that is prefilled in pieces makes vLLM turn its sample's generator back, which CPU generators
-                # cannot ("CPU Generator does not use offset"); so prompts are prefilled whole.
+                # After a chunk of a prompt vLLM rewinds the generator of its sample, which CPU generators cannot do
+                # ("CPU Generator does not use offset"); so prompts are prefilled whole.
                 enable_chunked_prefill=False,
                 max_num_batched_tokens=max(_BATCHED_TOKENS, max_model_len),
             )
@@ -97,7 +97,7 @@ class Engine:
             max_num_seqs=config.max_num_seqs,
             tensor_parallel_size=config.tensor_parallel_size,
             seed=seed,
-            logprobs_mode="processed_logprobs",
+            logprobs_mode="processed_logprobs",  # of the distribution sampled from: after temperature, top_p and top_k
             disable_log_stats=True,
             weight_transfer_config={"backend": vllm_receiver.BACKEND},
             worker_extension_cls=f"{vllm_receiver.__name__}.Worker",
@@ -116,7 +116,7 @@ class Engine:
         return socket.gethostname(), os.getpid()
 
     def generate(self, requests: Sequence[SampleRequest], sampling: Sampling) -> CompletionBatch:
-        """Draw one completion per request.
+        """Sample one completion per request.
 
         Raises:
             RunError: a prompt leaves no room for a completion, or the engine sleeps.
@@ -129,12 +129,10 @@ class Engine:
         return CompletionBatch([_completion(o.outputs[0]) for o in outputs], self.version, time.monotonic() - start)
 
     def advance(self, new: Mapping[str, tuple[SampleRequest, Sampling]]) -> list[FinishedRequest]:
-        """Add requests, by name, to those in flight, and work until one is done, but no longer than ``SLICE_S``.
+        """Add requests, by name, and run engine steps until one is finished, for at most ``SLICE_S``.
 
-        What is done is returned once. A call with nothing new goes on with the work.
-
-        Whatever else the engine is asked to do comes after all requests that it took before, so that no completion is
-        begun by one version of the weights and ended by another.
+        Finished requests are returned once. A call without new ones continues the work. Every other method first
+        finishes all requests, so that no completion is begun by one version of the weights and ended by another.
 
         Raises:
             RunError: a prompt leaves no room for a completion, or the engine sleeps.
@@ -170,8 +168,8 @@ class Engine:
 
     def _check_can_sample(self) -> None:
         if self._asleep or self._torn:
-            state = "sleeps" if self._asleep else "holds part of an update"
-            raise RunError(f"an engine was asked to sample while it {state}")
+            state = "it sleeps" if self._asleep else "it holds part of a weight update"
+            raise RunError(f"the engine cannot sample: {state}")
 
     def _parameters(self, request: SampleRequest, sampling: Sampling):
         """Translate a request for vLLM. Raises RunError where its prompt leaves no room."""
@@ -189,8 +187,8 @@ class Engine:
             seed=request.seed,
             stop=list(sampling.stop_strings) or None,
             include_stop_str_in_output=True,
-            detokenize=bool(sampling.stop_strings),
-            logprobs=0,
+            detokenize=bool(sampling.stop_strings),  # only to find stop strings; the driver decodes the text
+            logprobs=0,  # of the sampled token alone
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
 
@@ -200,6 +198,7 @@ class Engine:
 
         self._prepare()
         prompts = [[int(token) for token in ids] for ids in sequences]
+        # vLLM has no call that scores only; one token is the least it samples.
         params = SamplingParams(temperature=1.0, max_tokens=1, prompt_logprobs=0, detokenize=False, seed=0)
         outputs = self._llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
         return [
@@ -208,18 +207,17 @@ class Engine:
         ]
 
     def sleep(self) -> None:
-        """Free weights and KV cache (vLLM's level 2: the next update brings the weights) and forget cached prefixes."""
+        """Release weights and KV cache (vLLM's level 2: the next update brings the weights) and cached prefixes."""
         self._finish_inflight()
         self._llm.sleep(level=2)
         self._asleep = True
 
     def wake(self, what: str) -> None:
-        """Allocate memory again: first ``weights``, whose content an update has to bring, then ``kv_cache``; then the
-        engine can sample."""
+        """Allocate memory again: first ``weights``, whose values an update has to bring, then ``kv_cache``."""
         self._asleep = not self._llm.wake_up(tags=[what])
 
     def expect(self, manifest: Manifest) -> None:
-        """Finish the requests in flight and check that an update fits, before its bytes are sent.
+        """Finish all requests and check that an update fits, before its bytes are sent.
 
         Raises RunError where a name is missing, unexpected or double.
         """

@@ -52,7 +52,7 @@ class CompletionBatch:
 
 
 class FinishedRequest(NamedTuple):
-    """A completion of a request that was drawn beside others."""
+    """A completion of a request that was sampled together with others."""
 
     name: str
     """Of the request."""

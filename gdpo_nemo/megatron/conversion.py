@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from typing import Callable, Iterator
+from typing import Any, Callable, Iterator
 
 import torch
 import torch.distributed as dist
@@ -43,7 +43,8 @@ def local_weights(
                 continue
             weight = layer_weight(family, match[2])
             # layer_number counts Hybrid layers from 1 over all pipeline stages.
-            layer = family.modules.layer.format((chunk.decoder.layers[int(match[1])].layer_number - 1) // 2)
+            decoder: Any = chunk.decoder
+            layer = family.modules.layer.format((decoder.layers[int(match[1])].layer_number - 1) // 2)
             sources = tuple(layer + source for source in weight.sources)
             yield parameter, replace(weight, sources=sources, stacked=weight.stacked and layer + weight.stacked)
 
@@ -58,6 +59,8 @@ def _split_group(weight: Weight) -> dist.ProcessGroup:
 def _experts(weight: Weight, count: int) -> range:
     """Global numbers of the experts, ``count`` in all, that stand at this place of each expert-parallel rank, in the
     order of the ranks."""
+    if weight.expert is None:
+        raise ValueError(f"{weight.sources} belong to no expert")
     ranks = parallel_state.get_expert_model_parallel_group().size()
     return range(weight.expert, count, count // ranks)
 

@@ -93,7 +93,7 @@ def layer_weight(family: Family, name: str) -> Weight:
     if experts is not None and name == "mlp.router.weight":
         return _weights(REPLICATED, experts.router, stacked=experts.stacked_router)
     match = _EXPERT.fullmatch(name)
-    if match is None:
+    if match is None or experts is None:
         return dense_weights(family.model_type)[name]
     number = int(match[1] or match[3])
     if match[2] == "1":

@@ -13,7 +13,7 @@ import contextlib
 import math
 import re
 import zlib
-from typing import Iterator, NamedTuple
+from typing import Any, Iterator, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -107,7 +107,7 @@ class Adapters(torch.nn.Module):
         self,
         site: str,
         modules: tuple[str, ...],
-        linear: torch.nn.Module,
+        linear: Any,
         hf: PretrainedConfig,
         settings: LoraConfig,
         seed: int,
@@ -125,15 +125,18 @@ class Adapters(torch.nn.Module):
         self.one_a = settings.share_a or len(modules) == 1
         width = linear.weight.size(1) * (self.group.size() if self.by_columns else 1)
         like = linear.weight.detach()
-        self.pairs = torch.nn.ModuleList()
+        pairs: list[Pair] = []
         for part in self.parts:
             if last_name(part.module) in settings.target_modules:
-                shared = self.pairs[0].a if self.one_a and len(self.pairs) else None
-                self.pairs.append(Pair(part, width, self.by_columns, settings, seed, like, shared))
+                shared = pairs[0].a if self.one_a and pairs else None
+                pairs.append(Pair(part, width, self.by_columns, settings, seed, like, shared))
         # Each tensor-parallel rank sees a share of the tokens: gradients of whole matrices add up.
         if self.sequence_parallel:
-            for pair in self.pairs:
-                (pair.b if self.by_columns else pair.a).sequence_parallel = True
+            for pair in pairs:
+                matrix: Any = pair.b if self.by_columns else pair.a
+                matrix.sequence_parallel = True
+        # Any: a ModuleList does not keep the type of its modules.
+        self.pairs: Any = torch.nn.ModuleList(pairs)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Compute what to add to the layer's output for its input ``x`` (sharded as the layer takes it)."""
@@ -183,7 +186,7 @@ class HeadAdapter(Adapters):
     """The pair of the output layer, whose input is whole on every tensor-parallel rank, with or without sequence
     parallelism."""
 
-    def __init__(self, module: str, linear: torch.nn.Module, hf: PretrainedConfig, settings: LoraConfig, seed: int):
+    def __init__(self, module: str, linear: Any, hf: PretrainedConfig, settings: LoraConfig, seed: int):
         super().__init__(_HEAD, (module,), linear, hf, settings, seed)
         self.vocab_size = hf.vocab_size
 
@@ -197,9 +200,7 @@ class HeadAdapter(Adapters):
         return F.linear(F.linear(self._drop(x), a), pair.b) * self.scale
 
 
-def _parts(
-    site: str, modules: tuple[str, ...], linear: torch.nn.Module, hf: PretrainedConfig, ranks: int
-) -> list[Part]:
+def _parts(site: str, modules: tuple[str, ...], linear: Any, hf: PretrainedConfig, ranks: int) -> list[Part]:
     rows = linear.weight.size(0) * (1 if site in _SPLIT_BY_COLUMNS else ranks)
     heights = [rows]
     if site == _QKV:
@@ -234,12 +235,14 @@ def attach(chunks: list[torch.nn.Module], hf: PretrainedConfig, settings: LoraCo
         chunk.requires_grad_(False)
         if chunk.post_process and last_name(modules.head) in settings.target_modules:
             # The model evaluates its logits chunk by chunk without calling this layer, so it adds this adapter itself.
-            chunk.output_layer.adapters = HeadAdapter(modules.head, chunk.output_layer, hf, settings, seed)
+            output_layer: Any = chunk.output_layer
+            output_layer.adapters = HeadAdapter(modules.head, output_layer, hf, settings, seed)
+        decoder: Any = chunk.decoder
         for name, linear in list(chunk.named_modules()):
             match = _SITE.fullmatch(name)
             if match is None:
                 continue
-            layer = modules.layer.format((chunk.decoder.layers[int(match[1])].layer_number - 1) // 2)
+            layer = modules.layer.format((decoder.layers[int(match[1])].layer_number - 1) // 2)
             inside = tuple(layer + module for module in _modules_of(match[2], modules))
             adapters = Adapters(match[2], inside, linear, hf, settings, seed)
             if len(adapters.pairs):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import torch
 from megatron.core import parallel_state, tensor_parallel
@@ -115,19 +116,21 @@ class BuiltModel:
     config: TransformerConfig
     chunks: list[PolicyModel]
     wrapped: list[DistributedDataParallel]
-    optimizer: object | None = None
-    scheduler: OptimizerParamScheduler | None = None
+    optimizer: Any = None
+    scheduler: Any = None
+    """Megatron's MegatronOptimizer and OptimizerParamScheduler; None for a model that is not trained."""
 
 
 def transformer_config(
     hf: PretrainedConfig, layout: MegatronConfig, dtype: torch.dtype, use_te: bool
 ) -> TransformerConfig:
     """Megatron's configuration of the architecture ``hf`` in ``layout``; fused kernels only where CUDA is."""
-    options = {
+    recompute: dict[str, dict[str, Any]] = {
         "none": {},
         "selective": dict(recompute_granularity="selective", recompute_modules=["core_attn"]),
         "full": dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1),
-    }[layout.recompute]
+    }
+    options = recompute[layout.recompute]
     if layout.recompute_layers is not None:
         # A layer of the model is two of the Hybrid stack: attention and MLP.
         options |= dict(recompute_method="block", recompute_num_layers=2 * layout.recompute_layers)
@@ -314,9 +317,10 @@ def build(
     if lora:  # its hooks stand beside Megatron's own linear layers
         layout = dataclasses.replace(layout, transformer_engine=False)
     config, chunks = build_chunks(hf, layout, dtype, temperature)
-    load_hf(chunks, open_weights(folder), hf)
+    modules: list[torch.nn.Module] = list(chunks)
+    load_hf(modules, open_weights(folder), hf)
     if lora:
-        attach(chunks, hf, lora, seed)
+        attach(modules, hf, lora, seed)
     elif layout.freeze_moe_router:
         freeze_routers(chunks)
     wrapped = wrap(config, chunks, layout)

@@ -17,7 +17,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from gdpo_nemo.algorithms.policy_loss import LossSettings, TokenFields, policy_loss
+from gdpo_nemo.algorithms.loss_settings import LossSettings
+from gdpo_nemo.algorithms.policy_loss import TokenFields, policy_loss
 from gdpo_nemo.config.schema import PolicyConfig
 from gdpo_nemo.data.packing import Assignment, PackedRows, TrainSequence, pack_rows
 from gdpo_nemo.data.results import TokenValues, UpdateResult
@@ -64,7 +65,9 @@ class Policy:
         self.folder = Path(folder)
         self.layout = config.megatron_cfg
         self.lora = config.lora if config.lora.rank else None
-        self.adapters = self.lora and Adapters(self.lora.rank, self.lora.alpha, self.lora.dropout, str(folder))
+        self.adapters: Adapters | None = None
+        if self.lora:
+            self.adapters = Adapters(self.lora.rank, self.lora.alpha, self.lora.dropout, str(folder))
         self.built: BuiltModel = build(
             folder,
             self.layout,
@@ -334,7 +337,7 @@ class Policy:
         merged."""
         with self.params_synced():
             tensors = export_hf(self.chunks, self.built.hf_config)
-            if self.lora:
+            if self.adapters:
                 tensors = merged(tensors, gather_adapters(self.chunks), self.adapters.scale)
             yield from tensors
 

@@ -19,6 +19,7 @@ import time
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -116,7 +117,7 @@ def examine(run_dir: str | Path, out: str | Path | None = None) -> Diagnosis:
     return diagnosis
 
 
-def diagnose(status: dict, reports: list[ProcessReport]) -> Diagnosis:
+def diagnose(status: dict[str, Any], reports: list[ProcessReport]) -> Diagnosis:
     """Name whoever holds the run up: processes gone or stopped first, then the target of the innermost wait."""
     if status.get("outcome"):
         return Diagnosis(f"the run is not under way: {status['outcome']}")
@@ -142,14 +143,14 @@ def diagnose(status: dict, reports: list[ProcessReport]) -> Diagnosis:
     return Diagnosis(prefix + (found or "none of its processes is on this host"), roles)
 
 
-def _suspects(wait: dict, reports: list[ProcessReport]) -> list[ProcessReport]:
+def _suspects(wait: dict[str, Any], reports: list[ProcessReport]) -> list[ProcessReport]:
     """Of those a wait is for, the ones that are not themselves waiting for a peer in a collective."""
     concerned = [p for p in reports if p.role.startswith(wait["owner"])]
     free = [p for p in concerned if p.collective is None]
     return free if free and len(free) < len(concerned) else concerned
 
 
-def _describe(wait: dict, now: float) -> str:
+def _describe(wait: dict[str, Any], now: float) -> str:
     limit = f" of {wait['deadline'] - wait['since']:.0f}" if wait["deadline"] else ""
     return f"{wait['what']} ({wait['owner']}, {now - wait['since']:.0f}{limit} s)"
 
@@ -157,7 +158,7 @@ def _describe(wait: dict, now: float) -> str:
 # -- looking at processes -------------------------------------------------------------------------------------------
 
 
-def _process_reports(status: dict) -> list[ProcessReport]:
+def _process_reports(status: dict[str, Any]) -> list[ProcessReport]:
     here = socket.gethostname()
     roles = {"driver": [status["host"], status["driver"]], **status.get("roles", {})}
     found = [_look(role, pid) for role, (host, pid) in roles.items() if host == here]
@@ -193,7 +194,9 @@ def _look(role: str, pid: int) -> ProcessReport:
 # -- the bundle -----------------------------------------------------------------------------------------------------
 
 
-def _write(folder: Path, run_dir: Path, status: dict, reports: list[ProcessReport], diagnosis: Diagnosis) -> None:
+def _write(
+    folder: Path, run_dir: Path, status: dict[str, Any], reports: list[ProcessReport], diagnosis: Diagnosis
+) -> None:
     lines = [diagnosis.sentence, "", f"step {status.get('step')}, weights of version {status.get('version')}"]
     lines += [f"queue: {name} {depth}" for name, depth in status.get("queues", {}).items()]
     lines += ["", "waits:", *(f"  {_describe(wait, status['time'])}" for wait in status["waits"]), "", "processes:"]

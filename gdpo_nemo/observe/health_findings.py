@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Sequence
+from typing import Any, Sequence
 
 from omegaconf import OmegaConf
 from rich import box
@@ -44,7 +44,7 @@ def load_thresholds(path: str | Path) -> list[Check]:
         ConfigError: it does not exist or a check is not written as ``Check`` says.
     """
     try:
-        content = OmegaConf.to_container(OmegaConf.load(path))
+        content: Any = OmegaConf.to_container(OmegaConf.load(path))
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from None
     except UnicodeDecodeError as error:
@@ -140,13 +140,15 @@ def _find(check: Check, history: History) -> Finding:
         return _find_every(check, history)
     if isinstance(check.at, int) and history.training[-1]["step"] < check.at:
         return Finding(check, "open", detail="not reached")
-    value = {"start": values[0], "end": history.last(check.metric, check.window)}.get(check.at)
-    value = history.at(check.metric, check.at, check.window) if isinstance(check.at, int) else value
+    if isinstance(check.at, int):
+        value = history.at(check.metric, check.at, check.window)
+    else:
+        value = {"start": values[0], "end": history.last(check.metric, check.window)}.get(check.at)
     if value is None:
         return Finding(check, _missed(check), detail="not measured there")
     if check.accepts(value):
         return Finding(check, "pass", value)
-    if check.metric.endswith("/dead_groups") and history.solved(check.component, check.window):
+    if check.component and check.metric.endswith("/dead_groups") and history.solved(check.component, check.window):
         return Finding(check, "pass", value, "constant at the best it has been: solved")
     return Finding(check, _missed(check), value)
 

@@ -63,7 +63,8 @@ class History:
     def trailing(self, key: str, window: int = WINDOW) -> tuple[list[int], list[float]]:
         """The curve smoothed by its trailing mean; shorter windows at its start."""
         steps, values = self.curve(key)
-        return steps, [_mean(values[max(0, i + 1 - window) : i + 1]) for i in range(len(values))]
+        smooth = (_mean(values[max(0, i + 1 - window) : i + 1]) for i in range(len(values)))
+        return steps, [value for value in smooth if value is not None]  # no window is empty
 
     def solved(self, component: str, window: int = WINDOW, highest: float | None = None) -> bool:
         """Whether a reward component that varied before stands still, over the last ``window`` steps, at the best it

@@ -139,7 +139,7 @@ class RunLog:
             if tracker:
                 self._try(what, tracker.write, row)
 
-    def _try(self, what: str, action: Callable, *arguments: Any, **named: Any) -> Any:
+    def _try(self, what: str, action: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
         """Call ``action``; a failure becomes one alert per ``what`` instead of an end of the run."""
         try:
             return action(*arguments, **named)

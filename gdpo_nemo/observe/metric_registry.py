@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
-from typing import Iterable, Mapping
+from typing import Any, Iterable, Mapping
 
 PACKAGE = Path(__file__).resolve().parents[1]
 NAME = "NAME"
@@ -172,7 +172,9 @@ def _metric(key: str, entry: object, source: str) -> Metric:
     if not isinstance(entry, tuple) or len(entry) not in (2, 3) or not all(isinstance(part, str) for part in entry[:2]):
         raise ValueError(f"{source}: METRICS[{key!r}] must be (unit, meaning) or (unit, meaning, further fields)")
     try:
-        return Metric(key, entry[0], entry[1], source=source, **dict(*entry[2:]))
+        unit, about = entry[:2]
+        fields: dict[str, Any] = dict(*entry[2:])
+        return Metric(key, unit, about, source=source, **fields)
     except TypeError as error:
         raise ValueError(f"{source}: METRICS[{key!r}]: {error}") from None
 

@@ -4,7 +4,7 @@ arithmetic."""
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Mapping, Sequence
+from typing import Any, Mapping, Sequence
 
 import numpy as np
 
@@ -19,7 +19,7 @@ class Comparison:
     name: str
     max_abs: float
     mean_abs: float
-    worst: list[dict] = field(default_factory=list)
+    worst: list[dict[str, Any]] = field(default_factory=list)
     """The tokens that differ most: sequence, offset, token, reference, measured."""
     causes: list[str] = field(default_factory=list)
 
@@ -96,7 +96,7 @@ def diagnose(
     return causes or ["no known cause fits"]
 
 
-def _shifted(reference, measured, usual: float) -> list[str]:
+def _shifted(reference: Sequence[np.ndarray], measured: Sequence[np.ndarray], usual: float) -> list[str]:
     for step, direction in ((1, "ahead"), (-1, "behind")):
         pairs = [(m[:-1], r[1:]) if step > 0 else (m[1:], r[:-1]) for m, r in zip(measured, reference) if len(r) > 1]
         if pairs and np.abs(_flat([m for m, _ in pairs]) - _flat([r for _, r in pairs])).mean() < _EXPLAINED * usual:
@@ -104,7 +104,7 @@ def _shifted(reference, measured, usual: float) -> list[str]:
     return []
 
 
-def _renormalised(reference, measured, threshold: float) -> list[str]:
+def _renormalised(reference: Sequence[np.ndarray], measured: Sequence[np.ndarray], threshold: float) -> list[str]:
     """Sampling from a truncated distribution divides probabilities by the mass that is left: log-probs only rise."""
     gaps = _flat(measured) - _flat(reference)
     if gaps.min() > -threshold and (gaps > threshold).mean() > 0.2:
@@ -112,7 +112,7 @@ def _renormalised(reference, measured, threshold: float) -> list[str]:
     return []
 
 
-def _near_boundaries(values, prompt_lengths, size: int) -> list[np.ndarray]:
+def _near_boundaries(values: Sequence[np.ndarray], prompt_lengths: Sequence[int], size: int) -> list[np.ndarray]:
     """Whether a token or the one it is predicted from is the first or last of a context-parallel chunk."""
     marks = []
     for completion, prompt in zip(values, prompt_lengths):

@@ -5,8 +5,9 @@ from __future__ import annotations
 import io
 import os
 from pathlib import Path
-from typing import Sequence
+from typing import Any
 
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
@@ -83,7 +84,7 @@ def _draw_component(axes: Axes, history: History, name: str, colour: str) -> Non
     axes.plot(steps, values, color=colour, alpha=0.25, linewidth=1.0)
     axes.plot(*history.trailing(key), color=colour, linewidth=2.2)
     held_out = history.curve(f"validation/{name}")
-    point = {
+    point: dict[str, Any] = {
         "marker": "o",
         "markersize": 5.5,
         "markerfacecolor": "white",
@@ -126,7 +127,7 @@ def _panels(count: int, title: str) -> tuple[Figure, list[Axes]]:
 
 
 def _legend(figure: Figure, axes: Axes, validation: bool) -> None:
-    entries: list[Sequence] = [(axes.lines[0], "training batch"), (axes.lines[1], f"mean of {WINDOW} steps")]
+    entries: list[tuple[Artist, str]] = [(axes.lines[0], "training batch"), (axes.lines[1], f"mean of {WINDOW} steps")]
     if validation:
         entries.append((axes.lines[2], "held-out validation"))
     handles, labels = zip(*entries)

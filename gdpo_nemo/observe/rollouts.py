@@ -43,7 +43,7 @@ def write_rollouts(
     for name, column in (("advantages", advantages), ("trainer_logprobs", trainer_logprobs)):
         if column is not None and len(column) != len(trajectories):
             raise ValueError(f"{name}: {len(column)} entries for {len(trajectories)} trajectories")
-    more = [{} for _ in trajectories]
+    more: list[dict[str, Any]] = [{} for _ in trajectories]
     for index, record in enumerate(more):
         if advantages is not None:
             record["advantage"] = _number(advantages[index])

@@ -37,7 +37,7 @@ def reward_rows(history: History) -> list[tuple[str, ...]]:
         ends = (held_out[0], held_out[-1]) if held_out else (None, None)
         if first is None and not held_out:
             continue
-        change = None if first is None else last - first
+        change = None if first is None or last is None else last - first
         rows.append((name, number(first), number(last), number(change, signed=True), *map(number, ends)))
     return rows
 

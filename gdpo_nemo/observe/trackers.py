@@ -79,7 +79,8 @@ class MlflowLog:
     def _start(self, config: Config, experiment: str) -> str:
         found = self._client.get_experiment_by_name(experiment)
         number = found.experiment_id if found else self._client.create_experiment(experiment)
-        return self._client.create_run(number, run_name=config.run.name).info.run_id
+        run_id: str = self._client.create_run(number, run_name=config.run.name).info.run_id
+        return run_id
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Add the row at its step."""
@@ -102,7 +103,7 @@ class PrometheusLog:
         from prometheus_client import CollectorRegistry, start_http_server
 
         self._registry = CollectorRegistry()
-        self._gauges = {}
+        self._gauges: dict[str, Any] = {}
         self._run = config.run.name
         self._server, self._thread = start_http_server(config.logger.prometheus.port, registry=self._registry)
 

@@ -187,7 +187,7 @@ def shape_from(content: Mapping[str, Any]) -> Shape:
         tied=bool(content.get("tie_word_embeddings", False)),
         experts=experts,
         active_experts=content["num_experts_per_tok"] if experts else 0,
-        expert_ffn=content[family.experts.width] if experts else 0,
+        expert_ffn=content[family.experts.width] if experts and family.experts else 0,
         mixture_layers=tuple(layer for layer, mixture in enumerate(mixture_layers(content)) if mixture),
         qkv_bias=has_qkv_bias(content),
         qk_norm=family.qk_norm,

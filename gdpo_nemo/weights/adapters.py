@@ -111,17 +111,18 @@ def merged_into(
     left = dict(matrices)
     for name in names:
         module = name.removesuffix(".weight")
-        pair = left.pop(peft_name(module, "A"), None), left.pop(peft_name(module, "B"), None)
-        if pair == (None, None):
+        a = left.pop(peft_name(module, "A"), None)
+        b = left.pop(peft_name(module, "B"), None)
+        if a is None and b is None:
             yield name, read(name)
             continue
-        if None in pair:
+        if a is None or b is None:
             raise RunError(f"adapters: {module} has one matrix of two")
-        weight = read(name).to(device, pair[0].dtype)
-        if weight.shape != (len(pair[1]), pair[0].size(1)) or len(pair[0]) != pair[1].size(1):
-            shapes = " and ".join(str(tuple(matrix.shape)) for matrix in pair)
+        weight = read(name).to(device, a.dtype)
+        if weight.shape != (len(b), a.size(1)) or len(a) != b.size(1):
+            shapes = f"{tuple(a.shape)} and {tuple(b.shape)}"
             raise RunError(f"adapters: A and B of {module} are {shapes}, which does not fit {tuple(weight.shape)}")
-        yield name, merge(weight, pair, scale)
+        yield name, merge(weight, (a, b), scale)
     if left:
         raise RunError(f"adapters: the model has no weight for {len(left)} matrices, for instance {min(left)}")
 

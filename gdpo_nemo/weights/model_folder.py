@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Callable, Mapping
+from typing import Any, Callable, Mapping
 
 import torch
 from safetensors import safe_open
@@ -44,7 +44,7 @@ def open_weights(folder: str | Path) -> Callable[[str], torch.Tensor]:
         ConfigError: the folder has no safetensors. The reader raises KeyError for an unknown name.
     """
     folder, where = Path(folder), _places(folder)
-    handles: dict[str, object] = {}
+    handles: dict[str, Any] = {}
 
     def read(name: str) -> torch.Tensor:
         file = where[name]

@@ -246,7 +246,7 @@ def test_sleeping_engines_sample_again_only_when_all_their_memory_is_back(parts)
     sync.publish(30)
     before = draw(parts.fleet, requests(8))
     sync.sleep_engines()
-    with pytest.raises(RunError, match="an engine was asked to sample while it sleeps"):
+    with pytest.raises(RunError, match="the engine cannot sample: it sleeps"):
         draw(parts.fleet, requests(8))
     parts.fleet.wake("weights")
     with pytest.raises(RunError, match="while it sleeps"):
@@ -333,7 +333,7 @@ def test_an_engine_with_half_an_update_does_not_sample_before_a_whole_one(parts)
     engine = parts.fleet._actors[0]
     with pytest.raises(PeerLost, match="halfway"):
         gather([engine.update_weights.remote(manifest, BreaksOff(buffer))], "half an update", 60)
-    with pytest.raises(RunError, match="an engine was asked to sample while it holds part of an update"):
+    with pytest.raises(RunError, match="the engine cannot sample: it holds part of a weight update"):
         draw(parts.fleet, requests(8))
     parts.sync.publish(41)
     assert not same(before, draw(parts.fleet, requests(8)))

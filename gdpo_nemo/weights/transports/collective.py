@@ -24,7 +24,7 @@ from gdpo_nemo.weights.manifest import Manifest
 from gdpo_nemo.weights.transports.transport import Receiver, Sender, StreamingTransport, Tensors
 
 _JOIN_S = 120.0
-"""Time for the engines to join and for one bucket to pass; they are known to wait when the sender begins."""
+"""Limit for the engines to join and for one bucket to pass; they wait already when the sender begins."""
 _BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
 
 
@@ -222,15 +222,17 @@ def _group(store, rank: int, world: int, host: str, backend: str, timeout_s: flo
     group.shutdown()
 
 
-def _gloo(store, rank: int, world: int, host: str, limit: datetime.timedelta) -> dist.ProcessGroup:
-    options = dist.ProcessGroupGloo._Options()
+def _gloo(store, rank: int, world: int, host: str, limit: datetime.timedelta) -> Any:
+    # torch declares these groups apart from ProcessGroup, though they are used as one.
+    gloo: Any = dist.ProcessGroupGloo
+    options = gloo._Options()
     options._timeout = limit
     # By address: a host's name often resolves to its loopback, where no other host can answer.
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
-    return dist.ProcessGroupGloo(store, rank, world, options)
+    options._devices = [gloo.create_device(hostname=host)]
+    return gloo(store, rank, world, options)
 
 
-def _nccl(store, rank: int, world: int, host: str, limit: datetime.timedelta) -> dist.ProcessGroup:
+def _nccl(store, rank: int, world: int, host: str, limit: datetime.timedelta) -> Any:
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = limit
     # Read when a group is made: waits then end with an exception when their time is up, not with the process.

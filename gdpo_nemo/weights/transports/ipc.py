@@ -25,15 +25,16 @@ from gdpo_nemo.weights.manifest import Manifest
 from gdpo_nemo.weights.transports.transport import Receiver, Sender, StreamingTransport, Tensors
 
 _JOIN_S = 120.0
-"""Time for the engine to come, and to copy one bucket; it is known to wait when the rank begins."""
+"""Limit for the engine to connect, and to copy one bucket; it waits already when the rank begins."""
 _BUFFERS = 2
+"""The rank fills one while the engine copies the other."""
 _FILLED = b"filled"
 _TAKEN = b"taken"
 _CLOSED = b"closed"
 Address = tuple[str, bytes]
-"""Of a local socket, and the key that the process which comes there must have."""
+"""Path of a local socket, and the key that a process must present there."""
 _DEVICE = 6
-"""Place of the device's number among what ``rebuild_cuda_tensor`` is called with."""
+"""Index of the device number among the arguments of ``rebuild_cuda_tensor``."""
 
 
 class IpcTransport(StreamingTransport):
@@ -183,7 +184,8 @@ def _open_handle(connection: Connection, size: int, device: torch.device) -> tor
         return rebuild_cuda_tensor(*arguments)
     descriptor = recv_handle(connection)
     try:
-        storage = torch.UntypedStorage._new_shared_fd_cpu(descriptor, size)
+        untyped: Any = torch.UntypedStorage  # the method is missing in torch's stubs
+        storage = untyped._new_shared_fd_cpu(descriptor, size)
     finally:
         os.close(descriptor)
     return torch.empty(0, dtype=torch.uint8).set_(storage)

@@ -64,9 +64,11 @@ class MemoryReceiver(Receiver):
 
     def receive(self, manifest: Manifest, device: torch.device, worker: int) -> Tensors:
         """Views of the buffer; every worker reads all of it."""
-        buffer = self.buffer if self.path is None else np.memmap(self.path, np.uint8, "r")
-        assert buffer is not None, "a receiver is opened before it receives"
-        return unpack(manifest, buffer)
+        if self.path is not None:
+            return unpack(manifest, np.memmap(self.path, np.uint8, "r"))
+        if self.buffer is None:
+            raise ValueError("a receiver without a buffer was asked for weights")
+        return unpack(manifest, self.buffer)
 
 
 def _shared_file(buffer: np.ndarray) -> str:

@@ -42,18 +42,22 @@ class PolicyOnRank(Protocol):
 class PolicyRanks(Protocol):
     """What a transport sees of the policy from the driver (``cluster.policy_group.PolicyGroup``)."""
 
+    timeout_s: float
+
+    @property
+    def ranks(self) -> Sequence[Any]:
+        """Actors of the ranks."""
+        ...
+
     @property
     def shared(self) -> Sequence[Sequence[int]]:
-        """For every engine the ranks whose devices its processes share, in their order; empty where engines are
-        apart."""
+        """For every engine the ranks whose devices its processes share, in order; empty where engines are apart."""
+        ...
 
     @property
     def engine_processes(self) -> int:
         """Processes of one engine."""
-
-    @property
-    def timeout_s(self) -> float:
-        """How long a rank may take."""
+        ...
 
     def start_sender(
         self,
