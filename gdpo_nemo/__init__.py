@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from gdpo_nemo.errors import GdpoError as GdpoError
     from gdpo_nemo.errors import RunError as RunError
 
-__version__ = "0.1.0"
+    __version__: str
 
 _PLACES = {
     "ConfigError": "errors",
@@ -36,6 +36,8 @@ __all__ = [*_PLACES, "__version__"]
 
 def __getattr__(name: str) -> Any:
     """Import a public name when it is first asked for: some bring torch along."""
+    if name == "__version__":
+        return _version()
     if name not in _PLACES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     import importlib
@@ -43,6 +45,16 @@ def __getattr__(name: str) -> Any:
     value = getattr(importlib.import_module(f"{__name__}.{_PLACES[name]}"), name)
     globals()[name] = value
     return value
+
+
+def _version() -> str:
+    """That of pyproject.toml, as it was installed."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("gdpo-nemo")
+    except PackageNotFoundError:  # a checkout that is only on the path
+        return "unknown"
 
 
 def __dir__() -> list[str]:
