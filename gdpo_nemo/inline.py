@@ -77,14 +77,19 @@ def _use_rewards(merged: DictConfig, rewards: Mapping[str, Reward], validated: b
     """Put the functions in place of the config's environments and rewards; returns the file they need."""
     if not isinstance(rewards, Mapping) or not rewards:
         raise ConfigError("rewards: expected a mapping {component: function, or (function, weight)}")
-    weights, entries, pickled = {}, {}, {}
-    for name, reward in rewards.items():
-        function, weights[name] = _weighted(name, reward)
-        entries[name] = function if isinstance(function, (str, Mapping)) else _place(function)
-        if entries[name] is None:
-            pickled[name] = function
-            entries[name] = f"${{run.dir}}/{_PICKLED}:{name}"
-    before = {} if OmegaConf.is_missing(merged, "env") else OmegaConf.to_container(merged.env, resolve=False)
+    weights: dict[str, float] = {}
+    entries: dict[str, str | Mapping[str, Any]] = {}
+    pickled: dict[str, Callable[..., Any]] = {}
+    for component, reward in rewards.items():
+        function, weights[component] = _weighted(component, reward)
+        if isinstance(function, (str, Mapping)):
+            entries[component] = function
+        elif place := _place(function):
+            entries[component] = place
+        else:
+            pickled[component] = function
+            entries[component] = f"${{run.dir}}/{_PICKLED}:{component}"
+    before: Any = {} if OmegaConf.is_missing(merged, "env") else OmegaConf.to_container(merged.env, resolve=False)
     kinds = {name: (options or {}).get("plugin", name) for name, options in before.items()}
     name = next((name for name, kind in kinds.items() if kind == _ENVIRONMENT), _ENVIRONMENT)
     merged.env = {name: {**(before.get(name) or {}), "functions": entries}}
@@ -149,7 +154,7 @@ def _dumped(functions: Mapping[str, Callable[..., Any]]) -> bytes:
                     f"rewards.{name}: cannot be handed to the processes that verify ({first_line(error)}); make what "
                     "it uses inside of it, or put it into a module"
                 ) from error
-        return cloudpickle.dumps(dict(functions))
+        return bytes(cloudpickle.dumps(dict(functions)))
     finally:
         for module in modules:
             cloudpickle.unregister_pickle_by_value(module)
@@ -217,8 +222,11 @@ def written(folder: Path, files: Mapping[str, bytes]) -> Iterator[None]:
                 _write(path, content)
         yield
     except ConfigError:
-        for path, content in before.items():
-            _write(path, content) if content is not None else path.unlink(missing_ok=True)
+        for path, old in before.items():
+            if old is None:
+                path.unlink(missing_ok=True)
+            else:
+                _write(path, old)
         for made in sorted(set(new), reverse=True):
             with contextlib.suppress(OSError):  # it holds something else by now
                 made.rmdir()

@@ -12,7 +12,7 @@ import difflib
 import math
 import os
 from pathlib import Path
-from typing import Any, Mapping, Sequence, Union, get_args, get_origin, get_type_hints
+from typing import Any, Mapping, Sequence, Union, cast, get_args, get_origin, get_type_hints
 
 import yaml
 from omegaconf import MISSING, DictConfig, OmegaConf
@@ -74,13 +74,13 @@ def read_overrides(overrides: Overrides) -> Sources:
 
 def merge_sources(sources: Sources, merged: DictConfig | None = None) -> DictConfig:
     """Check every source against the schema and merge them in order, into ``merged`` if given. Raises ConfigError."""
-    merged = OmegaConf.structured(Config) if merged is None else merged
+    merged = cast(DictConfig, OmegaConf.structured(Config)) if merged is None else merged
     for source, content, whole in sources:
         _check(content, Config, "", source)
         try:
             if whole:
                 _replace_listed(merged, content)
-            merged = OmegaConf.merge(merged, content)
+            merged = cast(DictConfig, OmegaConf.merge(merged, content))
         except OmegaConfBaseException as error:
             raise _translated(error, source) from None
     return merged
@@ -99,9 +99,10 @@ def _nested(key: str, value: Any) -> dict[str, Any]:
     """``value`` under the dotted ``key``. Raises ConfigError."""
     if not all(key.split(".")):
         raise ConfigError(f"{key!r}: an override is named section.key")
+    content: Any = value
     for name in reversed(key.split(".")):
-        value = {name: value}
-    return value
+        content = {name: content}
+    return dict(content)
 
 
 def _replace_listed(merged: DictConfig, content: Mapping[str, Any]) -> None:
@@ -147,7 +148,7 @@ def _read_with_parents(path: Path, children: tuple[Path, ...]) -> list[tuple[str
     return [*_read_parents(content, path, (*children, resolved)), (str(path), content)]
 
 
-def _read_parents(content: dict, path: Path, children: tuple[Path, ...]) -> list[tuple[str, dict]]:
+def _read_parents(content: dict[str, Any], path: Path, children: tuple[Path, ...]) -> list[tuple[str, dict[str, Any]]]:
     """What ``defaults:``, which is taken out of ``content``, names, with its own parents."""
     parents = content.pop("defaults", None) or []
     parents = [parents] if isinstance(parents, str) else parents

@@ -63,6 +63,8 @@ def _unpickled(place: str, name: str) -> Any:
             f"cannot read the objects in {place}: {first_line(error)}; they need the modules and the Python that they "
             "were written with"
         ) from error
+    if not isinstance(objects, dict):
+        raise ConfigError(f"{place} holds a {type(objects).__name__}, not objects by name")
     if name not in objects:
         raise ConfigError(f"{place} has no {name!r}{nearest(name, objects)}")
     return objects[name]

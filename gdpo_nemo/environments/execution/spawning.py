@@ -13,7 +13,7 @@ import threading
 from multiprocessing.context import SpawnContext, SpawnProcess
 from multiprocessing.popen_spawn_posix import Popen
 from multiprocessing.process import BaseProcess
-from typing import Iterator
+from typing import Any, Iterator
 
 _lock = threading.Lock()
 
@@ -21,14 +21,14 @@ _lock = threading.Lock()
 @contextlib.contextmanager
 def _main_program_hidden() -> Iterator[None]:
     """``__main__`` names neither a file nor a module, which is where multiprocessing looks for what to run."""
-    main = sys.modules["__main__"]
+    main: dict[str, Any] = vars(sys.modules["__main__"])
     with _lock:
-        before = {name: vars(main)[name] for name in ("__file__", "__spec__") if name in vars(main)}
-        vars(main).update(dict.fromkeys(before))
+        before: dict[str, Any] = {name: main[name] for name in ("__file__", "__spec__") if name in main}
+        main.update(dict.fromkeys(before))
         try:
             yield
         finally:
-            vars(main).update(before)
+            main.update(before)
 
 
 class _Process(SpawnProcess):
