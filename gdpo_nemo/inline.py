@@ -14,7 +14,7 @@ import sys
 from dataclasses import dataclass, field
 from importlib.machinery import PathFinder
 from pathlib import Path
-from typing import Any, Callable, Iterable, Iterator, Mapping, Union
+from typing import Any, Callable, Iterable, Iterator, Mapping, Sequence, Union
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -36,8 +36,9 @@ RewardFunction = Union[Callable[..., Any], str, Mapping[str, Any]]
 with arguments."""
 Reward = Union[RewardFunction, tuple[RewardFunction, float]]
 """With its weight; 1 without."""
-Rows = Union[str, "os.PathLike[str]", Iterable[Mapping[str, Any]]]
-"""A path or hub name, or rows: a list of dictionaries, a ``datasets.Dataset``."""
+Place = Union[str, "os.PathLike[str]"]
+Rows = Union[Place, Sequence[Place], Iterable[Mapping[str, Any]]]
+"""What ``data.train.path`` takes, or rows: a list of dictionaries, a ``datasets.Dataset``."""
 
 _ENVIRONMENT = "functions"
 _PICKLED = f"functions{PICKLE}"
@@ -69,7 +70,8 @@ def inline_run(
         files |= _use_rewards(merged, rewards, validation is not None)
     for split, rows in (("train", data), ("validation", validation)):
         if rows is not None:
-            files |= _use_rows(merged, split, rows)
+            merged, file = _use_rows(merged, split, rows)
+            files |= file
     return InlineRun(build_config(merge_sources(read_overrides(overrides), merged)), files)
 
 
@@ -160,12 +162,14 @@ def _dumped(functions: Mapping[str, Callable[..., Any]]) -> bytes:
             cloudpickle.unregister_pickle_by_value(module)
 
 
-def _use_rows(merged: DictConfig, split: str, rows: Rows) -> dict[str, bytes]:
-    """Put the rows in place of those of the split; returns the file they need."""
+def _use_rows(merged: DictConfig, split: str, rows: Rows) -> tuple[DictConfig, dict[str, bytes]]:
+    """The config with these rows in place of those of the split, and the file they need."""
     key = "data" if split == "train" else split
     files = {}
     if isinstance(rows, (str, os.PathLike)):
-        path = os.fspath(rows)
+        path: Any = os.fspath(rows)
+    elif isinstance(rows, (list, tuple)) and rows and all(isinstance(row, (str, os.PathLike)) for row in rows):
+        path = [os.fspath(row) for row in rows]
     else:
         content = _json_lines(key, rows)
         # By its content: a run never meets other rows under a name that it knows.
@@ -174,12 +178,10 @@ def _use_rows(merged: DictConfig, split: str, rows: Rows) -> dict[str, bytes]:
         path = f"${{run.dir}}/{name}"
     if merged.data[split] is None:
         merged.data[split] = DatasetConfig(environment=merged.data.train.environment)
-    merged.data[split].path = path
-    merged.data[split].split = None
-    return files
+    return merge_sources([(key, {"data": {split: {"path": path, "split": None}}}, False)], merged), files
 
 
-def _json_lines(key: str, rows: Iterable[Mapping[str, Any]]) -> bytes:
+def _json_lines(key: str, rows: Any) -> bytes:
     if isinstance(rows, Mapping) or not isinstance(rows, Iterable):
         splits = f"; it has {', '.join(map(str, rows))}: pass one of them" if isinstance(rows, Mapping) else ""
         raise ConfigError(f"{key}: expected a path or a list of rows, got {type(rows).__name__}{splits}")
@@ -189,6 +191,8 @@ def _json_lines(key: str, rows: Iterable[Mapping[str, Any]]) -> bytes:
             raise ConfigError(f"{key}: row {index}: expected columns by name, got {type(row).__name__}")
         _check_json(f"{key}: row {index}", row)
         lines.append(json.dumps(dict(row), ensure_ascii=False) + "\n")
+    if not lines:
+        raise ConfigError(f"{key}: has no rows")
     return "".join(lines).encode()
 
 
