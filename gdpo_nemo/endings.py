@@ -19,7 +19,13 @@ def endings() -> tuple[signal.Signals, ...]:
 
 @contextlib.contextmanager
 def answered_by(handler: Callable[[int, object], None], *also: signal.Signals) -> Iterator[None]:
-    """Handle ``endings()`` and the signals in ``also`` with ``handler`` while the block runs."""
+    """Handle ``endings()`` and the signals in ``also`` with ``handler`` while the block runs.
+
+    Outside the main thread none is handled: Python lets only that thread do it.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
     before = {number: signal.signal(number, handler) for number in (*endings(), *also)}
     try:
         yield

@@ -100,8 +100,11 @@ class RunComponents:
 
 
 @contextlib.contextmanager
-def run_context(config: Config) -> Iterator[RunComponents]:
-    """The parts of a run, ready to train; closed, with the reason in the log, when the block ends."""
+def run_context(config: Config, begin: float | None = None) -> Iterator[RunComponents]:
+    """The parts of a run, ready to train; closed, with the reason in the log, when the block ends.
+
+    ``begin``: when the user asked for it, in seconds since the epoch; None: when this process started.
+    """
     # The processes of a joined cluster have their own working directory.
     run_dir = Path(config.run.dir).absolute() if joined(config.cluster) else Path(config.run.dir)
     stop = Stop()
@@ -122,7 +125,7 @@ def run_context(config: Config) -> Iterator[RunComponents]:
         status = StatusFile(run_dir, parts.describe)
         stack.callback(lambda: status.close(outcome[0]))
         try:
-            _start_processes(parts, stack, inputs, start.path)
+            _start_processes(parts, stack, inputs, start.path, begin)
             if start.changes:
                 log.note(_learning_rates(run_dir, start.state.step, parts.policy.next_learning_rate()))
             stop.patient = True
@@ -141,7 +144,11 @@ def run_context(config: Config) -> Iterator[RunComponents]:
 
 
 def _start_processes(
-    parts: RunComponents, stack: contextlib.ExitStack, inputs: Inputs, checkpoint: Path | None
+    parts: RunComponents,
+    stack: contextlib.ExitStack,
+    inputs: Inputs,
+    checkpoint: Path | None,
+    begin: float | None,
 ) -> None:
     """Ray, the policy's ranks, the engines and the verifiers; imports and start-ups run side by side."""
     from gdpo_nemo.cluster.env_nodes import EnvironmentNodes
@@ -158,7 +165,7 @@ def _start_processes(
     layout = resolve_layout(parts.config)
     megatron = replace(parts.config.policy.megatron_cfg, data_parallel_size=layout.data)
     config = replace(parts.config, policy=replace(parts.config.policy, megatron_cfg=megatron))
-    lap = parts.log.stopwatch("start", psutil.Process().create_time())
+    lap = parts.log.stopwatch("start", psutil.Process().create_time() if begin is None else begin)
     lap("imports, config, data")
     stack.enter_context(session(config.cluster))
     lap("Ray")

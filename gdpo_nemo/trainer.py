@@ -251,15 +251,17 @@ def _weighted_mean(diagnostics, weights: dict[str, float]) -> float:
     return float(np.nansum([weight * means.get(name, np.nan) for name, weight in weights.items()]))
 
 
-def run(config: Config) -> int:
+def run(config: Config, begin: float | None = None) -> int:
     """Run a validated config to its end; returns the exit status (0, or 130/143 when asked to stop).
+
+    ``begin``: as for ``run_context``.
 
     Raises:
         ConfigError, RunError: one sentence on what is wrong; the run's folder holds what was finished.
     """
     from gdpo_nemo.setup import run_context
 
-    with run_context(config) as parts:
+    with run_context(config, begin) as parts:
         trainer = Trainer(config, parts, parts.state)
         trainer.fit()
         if parts.stop.requested:

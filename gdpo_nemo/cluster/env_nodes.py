@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import socket
-import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from itertools import groupby
@@ -44,8 +43,6 @@ class EnvironmentHost:
 
     def __init__(self, folder: str, environments: Mapping[str, Any], workers: int, timeout_s: float, seed: int):
         os.chdir(folder)
-        # multiprocessing's spawn imports the parent's main file again in every worker; here that would be Ray's.
-        sys.modules["__main__"].__file__ = None
         self._pools = EnvironmentPools(environments, workers, timeout_s, seed)
 
     def process_location(self) -> tuple[str, int]:

@@ -66,8 +66,13 @@ def session(config: ClusterConfig) -> Iterator[None]:
     """Join the Ray cluster that the config or RAY_ADDRESS names, or else start one that ends with this process.
 
     Raises:
-        ConfigError: several nodes are wanted and no cluster is named. RunError: there is no cluster at that address.
+        ConfigError: several nodes are wanted and no cluster is named. RunError: there is no cluster at that address, or
+        this process has a session already, of another run or of its own.
     """
+    if ray.is_initialized():
+        raise RunError(
+            "this process has a Ray session already; end it with ray.shutdown(), or train in another process"
+        )
     address = joined(config)
     nodes = config.num_nodes + config.env_nodes
     if nodes > 1 and not address:

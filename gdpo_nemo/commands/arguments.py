@@ -5,11 +5,9 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from pathlib import Path
 from typing import NoReturn
 
-CONFIGS = Path(__file__).resolve().parents[2] / "configs"
-DEFAULT_CONFIG = CONFIGS / "gdpo_tiny_cpu.yaml"
+from gdpo_nemo.config.files import DEMO as DEFAULT_CONFIG
 
 
 class Parser(argparse.ArgumentParser):
@@ -22,7 +20,9 @@ class Parser(argparse.ArgumentParser):
 
 def add_config(command: argparse.ArgumentParser) -> None:
     """``--config`` and overrides."""
-    command.add_argument("--config", default=str(DEFAULT_CONFIG), metavar="FILE", help="default: %(default)s")
+    command.add_argument(
+        "--config", default=str(DEFAULT_CONFIG), metavar="FILE", help="default: the demo, configs/gdpo_tiny_cpu.yaml"
+    )
     add_overrides(command)
 
 

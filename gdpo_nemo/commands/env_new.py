@@ -132,15 +132,16 @@ checkpointing: {metric_name: null}
 _README = """\
 # @NAME@
 
-An environment for gdpo_nemo. From gdpo_nemo's folder, with PATH for the place of this one:
+An environment for gdpo_nemo. With PATH for the place of this folder, and `uv run` before each command where gdpo_nemo
+is a checkout that uv installed:
 
 ```bash
-uv pip install -e PATH                # registers the entry point
-uv run pytest PATH                    # its test
-uv run gdpo-nemo env list             # it is there
-uv run gdpo-nemo env check @NAME@
-uv run examples/run_gdpo.py --config PATH/@NAME@.yaml --dry-run
-uv run examples/run_gdpo.py --config PATH/@NAME@.yaml
+pip install -e PATH                   # or uv pip install -e PATH: registers the entry point
+python -m pytest PATH                 # its test
+gdpo-nemo env list                    # it is there
+gdpo-nemo env check @NAME@
+gdpo-nemo train --config PATH/@NAME@.yaml --dry-run
+gdpo-nemo train --config PATH/@NAME@.yaml
 ```
 
 `gdpo_nemo_@NAME@.py` is the environment; gdpo_nemo's `docs/environments.md` says what it may do.

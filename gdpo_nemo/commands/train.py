@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Sequence
 
+from gdpo_nemo.api import run as train
 from gdpo_nemo.commands.arguments import add_config
 from gdpo_nemo.config.description import describe
 from gdpo_nemo.config.load import load_config, to_yaml
@@ -28,9 +29,7 @@ def run(arguments: argparse.Namespace) -> int:
     notes = validate(config)
     if arguments.dry_run:
         return _dry_run(config, notes)
-    from gdpo_nemo.trainer import run as train
-
-    return train(config)
+    return train(config).status
 
 
 def _dry_run(config: Config, notes: Sequence[str]) -> int:

@@ -14,8 +14,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from gdpo_nemo.config.files import find_file
 from gdpo_nemo.config.messages import nearest
-from gdpo_nemo.config.objects import find_file
 from gdpo_nemo.errors import ConfigError
 
 

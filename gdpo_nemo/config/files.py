@@ -26,7 +26,16 @@ from gdpo_nemo.config.stages import check_stages
 from gdpo_nemo.config.weight_files import check_weight_files
 from gdpo_nemo.errors import ConfigError
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+
+def _repository(package: Path) -> Path:
+    """The folder with ``configs/`` and ``examples/``: the checkout, or what the wheel carries of it."""
+    bundled = package / "bundled"
+    return bundled if bundled.is_dir() else package.parent
+
+
+REPOSITORY = _repository(Path(__file__).resolve().parents[1])
+DEMO = REPOSITORY / "configs" / "gdpo_tiny_cpu.yaml"
+"""The config of a run that names none."""
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 FACTORY_CONFIGS = "MODEL_CONFIGS"
 """Name in a factory's module of what its functions will make: {function: fields of config.json}, a literal, read
@@ -59,9 +68,14 @@ def check_folder_can_be(key: str, folder: str | Path) -> None:
         raise ConfigError(f"{key}: {there} is no folder")
 
 
+def find_file(name: str | os.PathLike[str]) -> Path | None:
+    """The file, looked up from the working directory, then from the repository; None where there is none."""
+    path = Path(name).expanduser()
+    return next((place for place in (path, REPOSITORY / path) if place.is_file()), None)
+
+
 def find_function(key: str, reference: str) -> tuple[Path, str]:
-    """Split ``file.py:function``; the file is looked up from the working directory, then from the repository, and not
-    run.
+    """Split ``file.py:function``; the file is looked up (``find_file``) and not run.
 
     Args:
         key: where the config has it.
@@ -72,7 +86,7 @@ def find_function(key: str, reference: str) -> tuple[Path, str]:
     name, colon, function = reference.rpartition(":")
     if not colon or not function.isidentifier():
         raise ConfigError(f"{key}: {reference!r} is not written file.py:function")
-    path = next((p for p in (Path(name), REPOSITORY / name) if p.is_file()), None)
+    path = find_file(name)
     if path is None:
         raise ConfigError(f"{key}: {name} does not exist")
     body = _parsed(key, path).body

@@ -12,14 +12,14 @@ import difflib
 import math
 import os
 from pathlib import Path
-from typing import Any, Mapping, Sequence, Union, get_args, get_origin, get_type_hints
+from typing import Any, Mapping, Sequence, Union, cast, get_args, get_origin, get_type_hints
 
 import yaml
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
 
 from gdpo_nemo.config.choices import CHOICES, OWN_FUNCTIONS
-from gdpo_nemo.config.files import REPOSITORY
+from gdpo_nemo.config.files import DEMO, REPOSITORY, find_file
 from gdpo_nemo.config.messages import message_line
 from gdpo_nemo.config.reward_weights import weights_beside_rewards
 from gdpo_nemo.config.schema import Config
@@ -28,25 +28,82 @@ from gdpo_nemo.errors import ConfigError
 _SCALARS = {int: "an integer", float: "a number", bool: "true or false", str: "a text"}
 
 
-def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """Read ``path`` with its ``defaults:``, apply ``section.key=value`` overrides and return the typed config.
+ConfigSource = Union[str, "os.PathLike[str]", Mapping[str, Any], Config, None]
+"""A YAML file, what stands in one, a config that was loaded, or None for the demo."""
+Overrides = Union[Sequence[str], Mapping[str, Any]]
+"""Texts ``section.key=value``, or a mapping {"section.key": value} of Python values."""
+Sources = list[tuple[str, dict[str, Any], bool]]
+"""For each its name in messages, its content, and whether mappings of rewards and environments in it are all there
+are."""
+_LISTS = ("gdpo", "gdpo.rewards", "env")
+"""Keys under which an override lists rewards or environments as a whole."""
+
+
+def load_config(config: ConfigSource = None, overrides: Overrides = ()) -> Config:
+    """Read ``config`` with its ``defaults:``, apply the overrides and return the typed config.
+
+    Files are looked up from the working directory, then among those that come with the package.
 
     Raises:
         ConfigError: in one line, for anything that does not fit the schema.
     """
-    merged = OmegaConf.structured(Config)
-    for source, content, whole in [
-        *((source, content, True) for source, content in _read_with_parents(Path(path), ())),
-        *((*_read_override(text), text.startswith(("gdpo.rewards=", "env="))) for text in overrides),
-    ]:
+    return build_config(merge_sources([*read_config(config), *read_overrides(overrides)]))
+
+
+def read_config(config: ConfigSource) -> Sources:
+    """The config's parents, oldest first, then itself. Raises ConfigError."""
+    if isinstance(config, Config):
+        return [("config", config_to_dict(config), True)]
+    if isinstance(config, Mapping):
+        content = _plain(config)
+        parents = _read_parents(content, Path("config"), ())
+        return [*((source, parent, True) for source, parent in parents), ("config", content, True)]
+    if config is not None and not isinstance(config, (str, os.PathLike)):
+        raise ConfigError(f"config: expected a YAML file or a mapping, got {type(config).__name__}")
+    path = DEMO if config is None else find_file(config) or Path(config)
+    return [(source, content, True) for source, content in _read_with_parents(path, ())]
+
+
+def read_overrides(overrides: Overrides) -> Sources:
+    """The overrides in order. Raises ConfigError."""
+    if isinstance(overrides, str):
+        raise ConfigError(f"overrides: expected a list or a mapping, got the text {overrides!r}")
+    if isinstance(overrides, Mapping):
+        return [("overrides", _nested(str(key), _plain(value)), str(key) in _LISTS) for key, value in overrides.items()]
+    return [(*_read_override(text), text.partition("=")[0] in _LISTS) for text in overrides]
+
+
+def merge_sources(sources: Sources, merged: DictConfig | None = None) -> DictConfig:
+    """Check every source against the schema and merge them in order, into ``merged`` if given. Raises ConfigError."""
+    merged = cast(DictConfig, OmegaConf.structured(Config)) if merged is None else merged
+    for source, content, whole in sources:
         _check(content, Config, "", source)
         try:
             if whole:
                 _replace_listed(merged, content)
-            merged = OmegaConf.merge(merged, content)
+            merged = cast(DictConfig, OmegaConf.merge(merged, content))
         except OmegaConfBaseException as error:
             raise _translated(error, source) from None
-    return _finish(merged)
+    return merged
+
+
+def _plain(value: Any) -> Any:
+    """Mappings as dictionaries, sequences as lists and paths as texts, as YAML would have them."""
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
+
+
+def _nested(key: str, value: Any) -> dict[str, Any]:
+    """``value`` under the dotted ``key``. Raises ConfigError."""
+    if not all(key.split(".")):
+        raise ConfigError(f"{key!r}: an override is named section.key")
+    content: Any = value
+    for name in reversed(key.split(".")):
+        content = {name: content}
+    return dict(content)
 
 
 def _replace_listed(merged: DictConfig, content: Mapping[str, Any]) -> None:
@@ -89,14 +146,16 @@ def _read_with_parents(path: Path, children: tuple[Path, ...]) -> list[tuple[str
         chain = " -> ".join(p.name for p in (*children, resolved))
         raise ConfigError(f"defaults: {path} inherits from itself ({chain})")
     content = _read_yaml(path)
+    return [*_read_parents(content, path, (*children, resolved)), (str(path), content)]
+
+
+def _read_parents(content: dict[str, Any], path: Path, children: tuple[Path, ...]) -> list[tuple[str, dict[str, Any]]]:
+    """What ``defaults:``, which is taken out of ``content``, names, with its own parents."""
     parents = content.pop("defaults", None) or []
     parents = [parents] if isinstance(parents, str) else parents
     if not isinstance(parents, list) or not all(isinstance(p, str) for p in parents):
         raise ConfigError(f"defaults: expected a file name or a list of file names ({path})")
-    sources = []
-    for parent in parents:
-        sources += _read_with_parents(_parent(path, parent), (*children, resolved))
-    return [*sources, (str(path), content)]
+    return [source for parent in parents for source in _read_with_parents(_parent(path, parent), children)]
 
 
 def _parent(path: Path, name: str) -> Path:
@@ -136,8 +195,8 @@ def _read_override(text: str) -> tuple[str, dict]:
     return "command line", OmegaConf.to_container(content, resolve=False)
 
 
-def _finish(merged: DictConfig) -> Config:
-    """Resolve interpolations, check what only shows then, and build the dataclasses."""
+def build_config(merged: DictConfig) -> Config:
+    """Resolve interpolations, check what only shows then, and build the dataclasses. Raises ConfigError."""
     try:
         if OmegaConf.is_missing(merged.gdpo, "rewards"):
             if weights := weights_beside_rewards(OmegaConf.to_container(merged.env)):
@@ -247,9 +306,9 @@ def _nearest_key(section: str, name: str, siblings: Mapping) -> str:
 
 
 def _nearest_file(path: Path) -> str:
-    if not path.parent.is_dir():
-        return ""
-    near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.yaml")], n=1)
+    folders = [folder for folder in (path.parent, REPOSITORY / path.parent) if folder.is_dir()]
+    names = [file.name for folder in folders for file in folder.glob("*.yaml")]
+    near = difflib.get_close_matches(path.name, names, n=1)
     return f", did you mean {path.parent / near[0]}?" if near else ""
 
 

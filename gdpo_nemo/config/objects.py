@@ -4,26 +4,31 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import pickle
 import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from gdpo_nemo.config.files import REPOSITORY
+from gdpo_nemo.config.files import find_file
 from gdpo_nemo.config.messages import first_line, nearest
 from gdpo_nemo.errors import ConfigError
 
 PLUGIN_PREFIX = "gdpo_nemo_plugin_"
 """How the modules start that are loaded from files."""
+PICKLE = ".pkl"
+"""Suffix of a file with a pickled dictionary of objects by name, such as ``train`` writes for functions that have no
+place."""
 
 
 def is_reference(text: str) -> bool:
-    """Whether the text names an object by place (``file.py:name``, ``pkg.mod:name``, ``pkg.mod.name``)."""
+    """Whether the text names an object by place (``file.py:name``, ``pkg.mod:name``, ``pkg.mod.name``,
+    ``file.pkl:name``)."""
     return ":" in text or "." in text
 
 
 def load_object(reference: str) -> Any:
-    """The object behind ``file.py:name``, ``pkg.mod:name`` or ``pkg.mod.name``.
+    """The object behind ``file.py:name``, ``pkg.mod:name``, ``pkg.mod.name`` or ``file.pkl:name``.
 
     A file (``find_file``) is imported with its own folder importable, as if it were run.
     Raises ConfigError, in one line, when the place or the name does not exist or the import fails.
@@ -31,6 +36,8 @@ def load_object(reference: str) -> Any:
     place, _, name = reference.rpartition(":") if ":" in reference else reference.rpartition(".")
     if not place or not name:
         raise ConfigError(f"{reference!r} does not name an object; write file.py:name or package.module.name")
+    if place.endswith(PICKLE):
+        return _unpickled(place, name)
     module = _load_file(place) if place.endswith(".py") else _load_module(place)
     if not hasattr(module, name):
         names = [known for known in vars(module) if not known.startswith("_")]
@@ -45,10 +52,22 @@ def place_of(found: type) -> str:
     return f"{home}:{found.__qualname__}"
 
 
-def find_file(place: str) -> Path | None:
-    """The file, looked up from the working directory, then from the repository; None where there is none."""
-    paths = (Path(place).expanduser(), REPOSITORY / place)
-    return next((path.resolve() for path in paths if path.is_file()), None)
+def _unpickled(place: str, name: str) -> Any:
+    """The object of that name in the dictionary in the file. Like a module, the file is code, and trusted."""
+    try:
+        objects = pickle.loads(Path(place).read_bytes())
+    except FileNotFoundError:
+        raise ConfigError(f"no such file: {place}") from None
+    except Exception as error:  # an object's parts are imported, which may raise anything
+        raise ConfigError(
+            f"cannot read the objects in {place}: {first_line(error)}; they need the modules and the Python that they "
+            "were written with"
+        ) from error
+    if not isinstance(objects, dict):
+        raise ConfigError(f"{place} holds a {type(objects).__name__}, not objects by name")
+    if name not in objects:
+        raise ConfigError(f"{place} has no {name!r}{nearest(name, objects)}")
+    return objects[name]
 
 
 def _load_module(place: str) -> ModuleType:
@@ -62,6 +81,7 @@ def _load_file(place: str) -> ModuleType:
     path = find_file(place)
     if path is None:
         raise ConfigError(f"no such file: {place}")
+    path = path.resolve()
     name = PLUGIN_PREFIX + "_".join(part.replace(".", "_") for part in path.parts[1:])
     if name in sys.modules:
         return sys.modules[name]

@@ -6,10 +6,12 @@ from __future__ import annotations
 import ast
 from importlib.metadata import entry_points
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, Mapping
 
+from gdpo_nemo.config.files import find_file
 from gdpo_nemo.config.messages import nearest
-from gdpo_nemo.config.objects import find_file, is_reference
+from gdpo_nemo.config.objects import PICKLE, is_reference
 from gdpo_nemo.environments.base import declared
 from gdpo_nemo.environments.registry import (
     BUILT_IN,
@@ -53,6 +55,10 @@ def _check_place(key: str, place: str, what: str, known: Any) -> None:
     if not is_reference(place):
         raise ConfigError(f"{key}: no {what} is called {place!r}{nearest(place, known)}")
     module, _, name = place.rpartition(":") if ":" in place else place.rpartition(".")
+    if module.endswith(PICKLE):
+        if not Path(module).is_file():
+            raise ConfigError(f"{key}: no such file: {module}")
+        return
     if not module.endswith(".py"):
         if find_spec(module.partition(".")[0] or place) is None:  # only the package: finding what is in it would run it
             raise ConfigError(f"{key}: there is no package {module.partition('.')[0]}, wanted by {place}")

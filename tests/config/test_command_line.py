@@ -71,7 +71,7 @@ def test_the_status_of_a_run_is_the_status_of_the_program(minimal, monkeypatch, 
 
     class Trainer:
         @staticmethod
-        def run(config):
+        def run(config, begin=None):
             outcome = next(outcomes)
             if isinstance(outcome, BaseException):
                 raise outcome

@@ -16,7 +16,6 @@ driver.
 from __future__ import annotations
 
 import math
-import multiprocessing
 import os
 import threading
 import time
@@ -32,6 +31,7 @@ from gdpo_nemo.data.records import Outcome, Prompt, Trajectory, Verdict
 from gdpo_nemo.environments.episodes import EpisodeReply, EpisodeStep
 from gdpo_nemo.environments.execution import worker
 from gdpo_nemo.environments.execution.remote import RemoteEnvironments, is_remote
+from gdpo_nemo.environments.execution.spawning import Spawning
 from gdpo_nemo.errors import RunError
 from gdpo_nemo.waits import WaitExpired, waiting
 
@@ -212,7 +212,7 @@ class EnvironmentPool:
             max_workers=self._workers,
             initializer=worker.start,
             initargs=(self._environments, os.getpid()),
-            context=multiprocessing.get_context("spawn"),
+            context=Spawning(),
         )
 
     def _replace(self, broken: ProcessPool) -> None:
