@@ -18,6 +18,7 @@ import yaml
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
 
+from gdpo_nemo.config.algorithm_choice import declares_sampling
 from gdpo_nemo.config.choices import CHOICES, OWN_FUNCTIONS
 from gdpo_nemo.config.files import REPOSITORY
 from gdpo_nemo.config.reward_weights import weights_beside_rewards
@@ -138,6 +139,8 @@ def _read_override(text: str) -> tuple[str, dict]:
 def _finish(merged: DictConfig) -> Config:
     """Resolve interpolations, check what only shows then, and build the dataclasses."""
     try:
+        if not declares_sampling(merged.algorithm.type) and OmegaConf.is_missing(merged.gdpo, "rewards"):
+            merged.gdpo.rewards = {}
         if OmegaConf.is_missing(merged.gdpo, "rewards"):
             if weights := weights_beside_rewards(OmegaConf.to_container(merged.env)):
                 merged.gdpo.rewards = weights

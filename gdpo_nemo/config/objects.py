@@ -7,7 +7,7 @@ import importlib.util
 import sys
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Callable, Iterable
 
 from gdpo_nemo.config.files import REPOSITORY
 from gdpo_nemo.config.messages import first_line, nearest
@@ -43,6 +43,28 @@ def place_of(found: type) -> str:
     module = sys.modules[found.__module__]
     home = module.__file__ if module.__name__.startswith(PLUGIN_PREFIX) else module.__name__
     return f"{home}:{found.__qualname__}"
+
+
+def load_functions(key: str, places: Iterable[str]) -> dict[str, Callable[..., Any]]:
+    """The functions of the user's own at these places, by place; ``key`` is where the config names them. Raises
+    ConfigError."""
+    found = {}
+    for place in places:
+        try:
+            found[place] = load_object(place)
+        except ConfigError as error:
+            raise ConfigError(f"{key}: {error}") from error
+        if not callable(found[place]):
+            raise ConfigError(f"{key}: {place} is not callable")
+    return found
+
+
+def absolute_place(name: str) -> str:
+    """A place in a file (``file.py:name``) as other processes find it, whatever their working directory; any other
+    name as it is."""
+    file, colon, function = name.rpartition(":")
+    found = find_file(file) if file.endswith(".py") else None
+    return f"{found}{colon}{function}" if found else name
 
 
 def find_file(place: str) -> Path | None:
