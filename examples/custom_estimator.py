@@ -18,5 +18,5 @@ from gdpo_nemo.algorithms import RewardTable, Settings, Terms, weighted_terms, z
 
 def squashed(table: RewardTable, settings: Settings, limit: float = 2.0) -> Terms:
     """A = sum_k w_k limit tanh(z_k / limit), z_k as in GDPO."""
-    z, live = z_scores(table, settings)
-    return weighted_terms(limit * np.tanh(z / limit), live, table.weights)
+    z, has_signal = z_scores(table, settings)
+    return weighted_terms(limit * np.tanh(z / limit), has_signal, table.weights)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Mapping, Sequence
 
+from gdpo_nemo.algorithm import Algorithm, load_algorithm
 from gdpo_nemo.config.architectures import check_model_content
 from gdpo_nemo.config.files import find_function, read_model_config
 from gdpo_nemo.config.schema import Config
@@ -22,7 +23,7 @@ from gdpo_nemo.data.tokenizer import load_tokenizer
 from gdpo_nemo.environments.registry import check_rewards, load_environments
 from gdpo_nemo.errors import ConfigError, GdpoError, RunError
 from gdpo_nemo.rollouts.functions import check_one_kind, rollout_functions
-from gdpo_nemo.rollouts.learning import check_own_estimator
+from gdpo_nemo.rollouts.own_objective import check_own_functions
 from gdpo_nemo.weights.transports.transport import load_transport
 
 
@@ -35,6 +36,7 @@ class Inputs:
     held_out: list[Prompt]
     """What a validation asks."""
     tokenizer: Any
+    algorithm: type[Algorithm]
     folder: Path
     """The model's Hugging Face folder."""
     refused: list[str]
@@ -64,9 +66,11 @@ def read_inputs(config: Config, splits: Sequence[str]) -> Inputs:
     check_rewards(config, environments)
     folder = _model_folder(config)
     tokenizer = load_tokenizer(config, folder)
-    check_own_estimator(config)
-    _check_own_transport(config)
-    functions = rollout_functions(config)
+    check_own_functions(config)
+    algorithm = load_algorithm(config)
+    if algorithm.samples:
+        _check_own_transport(config)
+    functions = rollout_functions(config) if algorithm.samples else {}
     room = room_for_prompts(config)
     sources = {
         split: PromptSource(
@@ -81,8 +85,9 @@ def read_inputs(config: Config, splits: Sequence[str]) -> Inputs:
     }
     for split, source in sources.items():
         check_one_kind(functions, {prompt.environment for prompt in source.head()}, split)
-    _preflight(environments, sources)
-    check_rewards(config, environments)
+    if algorithm.samples:
+        _preflight(environments, sources)
+        check_rewards(config, environments)
     refused = [
         f"data.{split}: {len(source.refused)} prompts are longer than {room} tokens and are left out, "
         f"the first of them {source.refused[0].id} with {source.refused[0].tokens}"
@@ -91,7 +96,7 @@ def read_inputs(config: Config, splits: Sequence[str]) -> Inputs:
     ]
     held_out = sources["validation"].head(config.gdpo.val_prompts) if "validation" in sources else []
     check_turns_kept(config, len(held_out))
-    return Inputs(sources, held_out, tokenizer, folder, refused)
+    return Inputs(sources, held_out, tokenizer, algorithm, folder, refused)
 
 
 def _preflight(environments: Mapping[str, Any], sources: Mapping[str, PromptSource]) -> None:

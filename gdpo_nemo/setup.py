@@ -7,7 +7,7 @@ import json
 import signal
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Iterator
+from typing import TYPE_CHECKING, Callable, Iterator
 
 import psutil
 
@@ -16,6 +16,7 @@ from gdpo_nemo.config.layout import last_step, prompt_limit, resolve_layout
 from gdpo_nemo.config.placement import joined
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.config.transports import chosen_transport
+from gdpo_nemo.data.records import Prompt
 from gdpo_nemo.data.splits import wanted_splits
 from gdpo_nemo.endings import answered_by, leave_lost_terminal
 from gdpo_nemo.environments.execution.dispatch import EnvironmentPools
@@ -27,7 +28,18 @@ from gdpo_nemo.observe.log import RunLog
 from gdpo_nemo.observe.metrics import read_metrics
 from gdpo_nemo.observe.status import StatusFile
 from gdpo_nemo.resume import find_start, record_config, total_updates
+from gdpo_nemo.rollouts.prompt_stream import BatchStream, PromptStream
 from gdpo_nemo.waits import WaitExpired
+
+if TYPE_CHECKING:  # their imports take seconds, which a config that is refused does not wait for
+    from gdpo_nemo.algorithm import Algorithm
+    from gdpo_nemo.cluster.env_nodes import EnvironmentNodes
+    from gdpo_nemo.cluster.fleet import EngineFleet
+    from gdpo_nemo.cluster.policy_group import PolicyGroup
+    from gdpo_nemo.cluster.probe import Probe
+    from gdpo_nemo.cluster.reservation import Placement
+    from gdpo_nemo.cluster.weight_sync import WeightSync
+    from gdpo_nemo.environments.execution.pool import EnvironmentPool
 
 
 @dataclass
@@ -55,7 +67,8 @@ class Stop:
 
 @dataclass
 class RunComponents:
-    """What ``Trainer`` works with."""
+    """What ``Trainer`` works with. The parts without a default are there from the start; the others once their
+    processes are."""
 
     config: Config
     run_dir: Path
@@ -65,12 +78,14 @@ class RunComponents:
     state: RunState
     prompt_limit: int | None = None
     """Prompts of the whole run (``config.layout.prompt_limit``)."""
-    validation_prompts: list = field(default_factory=list)
-    policy: object = None
-    stream: object = None
-    sync: object = None
-    fleet: object = None
-    environments: object = None
+    validation_prompts: list[Prompt] = field(default_factory=list)
+    policy: PolicyGroup | None = None
+    algorithm: Algorithm | None = None
+    stream: BatchStream | None = None
+    sync: WeightSync | None = None
+    """None, as ``fleet``, where the algorithm does not sample."""
+    fleet: EngineFleet | None = None
+    environments: EnvironmentNodes | None = None
     """Where the environments have nodes of their own."""
 
     def describe(self) -> dict:
@@ -150,15 +165,10 @@ def _start_processes(
     checkpoint: Path | None,
     begin: float | None,
 ) -> None:
-    """Ray, the policy's ranks, the engines and the verifiers; imports and start-ups run side by side."""
-    from gdpo_nemo.cluster.env_nodes import EnvironmentNodes
-    from gdpo_nemo.cluster.fleet import EngineFleet
+    """Ray and the policy's ranks; engines and verifiers beside them, where the algorithm samples."""
     from gdpo_nemo.cluster.policy_group import PolicyGroup
     from gdpo_nemo.cluster.reservation import reserve
     from gdpo_nemo.cluster.session import keep_logs, session
-    from gdpo_nemo.cluster.weight_sync import WeightSync
-    from gdpo_nemo.rollouts.stream import RolloutStream
-    from gdpo_nemo.weights.transports.transport import close_transport, make_transport
 
     # The policy needs the number of its ranks; the run's own config keeps what the user wrote, which a resume is
     # compared with.
@@ -172,49 +182,108 @@ def _start_processes(
     stack.push(lambda kind, error, trace: _point_to_logs(kind, error, keep_logs, parts.run_dir))
     folder = inputs.folder.absolute()
     placement = reserve(config, [parts.run_dir, folder])
+    pool = _start_environments(parts, stack, config, placement) if inputs.algorithm.samples else None
+    horizon = total_updates(config, parts.state, len(inputs.prompts))
+    reference = inputs.algorithm.needs_reference(config)
+    parts.policy = PolicyGroup(config, str(folder), horizon, placement, reference)
+    sampling = _Sampling(parts, inputs, config, placement, lap) if pool else None
+    if sampling:
+        sampling.engines_that_share()
+    parts.policy.ready()
+    lap("policy, beside the engines" if sampling else "policy")
+    if sampling:
+        sampling.all_engines()
+    if checkpoint is not None:
+        parts.policy.load_checkpoint(checkpoint)
+        lap("checkpoint")
+    parts.algorithm = inputs.algorithm(parts.config, parts.policy, inputs.tokenizer, parts.log)
+    if sampling:
+        sampling.connect(stack, pool)
+    else:
+        parts.stream = PromptStream(config, inputs.prompts, parts.state.position)
+
+
+def _start_environments(
+    parts: RunComponents, stack: contextlib.ExitStack, config: Config, placement: Placement
+) -> EnvironmentPool:
+    """Worker processes here, or on nodes of their own."""
+    from gdpo_nemo.cluster.env_nodes import EnvironmentNodes
+
+    pool: EnvironmentPool
     if config.cluster.env_nodes:
         parts.environments = pool = EnvironmentNodes(config, placement)
     else:
         pool = EnvironmentPools(config.env, config.rollout.env_workers, config.rollout.env_timeout_s, config.run.seed)
     stack.callback(pool.close)
-    parts.policy = PolicyGroup(config, str(folder), total_updates(config, parts.state, len(inputs.prompts)), placement)
-    shared = bool(placement.places.shared)
-    parts.fleet = fleet = EngineFleet(config, str(folder), placement, parts.policy.devices() if shared else None)
-    probe = None
-    if shared:
-        fleet.ready()
-        probe = _probe(config, inputs, fleet)
-        fleet.sleep()
-        lap("engines, before the policy")
-    parts.policy.ready()
-    lap("policy, beside the engines")
-    fleet.ready()
-    lap("engines, after the policy")
-    if not shared:
-        probe = _probe(config, inputs, fleet)
-    if probe is not None:
-        probe.calibrate(parts.policy, config)  # before a checkpoint is read: both hold the model's folder now
-        lap("probe")
-    if checkpoint is not None:
-        parts.policy.load_checkpoint(checkpoint)
-        lap("checkpoint")
-    parts.stream = RolloutStream(
-        config,
-        inputs.prompts,
-        fleet,
-        pool,
-        inputs.tokenizer,
-        parts.state.position,
-        parts.state.step,
-        parts.prompt_limit,
-    )
-    stack.callback(parts.stream.close)
-    bucket = config.weights.bucket_mib << 20
-    # Engines may then have to start again while the policy trains.
-    keep = config.rollout.max_staleness > 0 or config.rollout.endpoint.enabled
-    transport = make_transport(chosen_transport(config), parts.policy, parts.run_dir / "weights", bucket, keep)
-    stack.callback(close_transport, transport)
-    parts.sync = WeightSync(parts.policy, fleet, probe, transport, shared)
+    return pool
+
+
+class _Sampling:
+    """What only an algorithm that samples needs: engines, the stream of rollouts, publication of weights.
+
+    Constructing it starts the engines. Those that share the policy's devices measure free memory at their start, so
+    they come before the policy; the others start beside it.
+    """
+
+    def __init__(
+        self, parts: RunComponents, inputs: Inputs, config: Config, placement: Placement, lap: Callable[[str], None]
+    ):
+        from gdpo_nemo.cluster.fleet import EngineFleet
+
+        self._parts = parts
+        self._inputs = inputs
+        self._config = config
+        self._lap = lap
+        self._shared = bool(placement.places.shared)
+        self._probe: Probe | None = None
+        devices = parts.policy.devices() if self._shared else None
+        self._fleet = parts.fleet = EngineFleet(config, str(inputs.folder.absolute()), placement, devices)
+
+    def engines_that_share(self) -> None:
+        """Wait for the engines that sit on the policy's devices, and send them to sleep."""
+        if not self._shared:
+            return
+        self._fleet.ready()
+        self._probe = _probe(self._config, self._inputs, self._fleet)
+        self._fleet.sleep()
+        self._lap("engines, before the policy")
+
+    def all_engines(self) -> None:
+        """Wait for the engines; hold them against the policy, as both have loaded the model's folder now."""
+        self._fleet.ready()
+        self._lap("engines, after the policy")
+        if not self._shared:
+            self._probe = _probe(self._config, self._inputs, self._fleet)
+        if self._probe is not None:
+            self._probe.calibrate(self._parts.policy, self._config)
+            self._lap("probe")
+
+    def connect(self, stack: contextlib.ExitStack, pool: EnvironmentPool) -> None:
+        """The stream of rollouts, and the way of the weights to the engines."""
+        from gdpo_nemo.cluster.weight_sync import WeightSync
+        from gdpo_nemo.rollouts.stream import RolloutStream
+        from gdpo_nemo.weights.transports.transport import close_transport, make_transport
+
+        parts = self._parts
+        config = self._config
+        inputs = self._inputs
+        parts.stream = RolloutStream(
+            config,
+            inputs.prompts,
+            self._fleet,
+            pool,
+            inputs.tokenizer,
+            parts.state.position,
+            parts.state.step,
+            parts.prompt_limit,
+        )
+        stack.callback(parts.stream.close)
+        bucket = config.weights.bucket_mib << 20
+        # Engines may then have to start again while the policy trains.
+        keep = config.rollout.max_staleness > 0 or config.rollout.endpoint.enabled
+        transport = make_transport(chosen_transport(config), parts.policy, parts.run_dir / "weights", bucket, keep)
+        stack.callback(close_transport, transport)
+        parts.sync = WeightSync(parts.policy, self._fleet, self._probe, transport, self._shared)
 
 
 def _learning_rates(run_dir: Path, step: int, upcoming: float) -> str:
@@ -224,7 +293,7 @@ def _learning_rates(run_dir: Path, step: int, upcoming: float) -> str:
     return f"step {step + 1} trains with learning rate {upcoming:g}{before}"
 
 
-def _probe(config: Config, inputs: Inputs, fleet):
+def _probe(config: Config, inputs: Inputs, fleet: EngineFleet) -> Probe | None:
     """The probe of ``policy.generation.verify_weights``, from the first prompts; None where that is off."""
     from gdpo_nemo.cluster.probe import PROMPTS, Probe
 

@@ -3,6 +3,7 @@ announce."""
 
 from __future__ import annotations
 
+from gdpo_nemo.config.algorithm_choice import samples
 from gdpo_nemo.config.objective_checks import check_components
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.config.validate import validate as validate_alone
@@ -17,6 +18,8 @@ def validate(config: Config) -> list[str]:
     """
     notes = validate_alone(config)
     announced = [announced_components(name, options) for name, options in config.env.items()]
+    if not samples(config):
+        return notes
     known = [names for names in announced if names is not None]
     if len(known) == len(announced):  # else one of them would have to run its author's code, which is done at the start
         check_components(config, {component for names in known for component in names})

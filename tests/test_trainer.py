@@ -9,12 +9,15 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from gdpo_nemo.algorithm import GDPO, Algorithm
 from gdpo_nemo.checkpoints import RunState
 from gdpo_nemo.config.load import load_config
+from gdpo_nemo.data.packing import TrainSequence
 from gdpo_nemo.data.records import Group, Prompt, Trajectory
 from gdpo_nemo.data.results import UpdateResult
 from gdpo_nemo.errors import RunError
 from gdpo_nemo.observe.metric_registry import unknown_metrics
+from gdpo_nemo.rollouts.prompt_stream import PromptBatch
 from gdpo_nemo.rollouts.stream import Rollout
 from gdpo_nemo.trainer import METRICS, Trainer
 
@@ -51,6 +54,7 @@ class Recorder:
         sync = SimpleNamespace(publish=self.publish, sleep_engines=lambda: self.calls.append("sleep"))
         self.checkpoints = checkpoints
         self.parts = SimpleNamespace(
+            algorithm=GDPO(self.config, policy, None, log),
             policy=policy,
             stream=stream,
             sync=sync,
@@ -217,3 +221,65 @@ def test_a_step_writes_every_metric_that_the_trainer_describes_and_no_other():
     recorder.trainer.step()
     row = recorder.rows[0][0]
     assert METRICS.keys() <= row.keys() and unknown_metrics([row]) == []
+
+
+class Halving(Algorithm):
+    """Samples nothing; every update asks how often the policy was trained before it."""
+
+    samples = False
+
+    def prepare(self, batch):
+        return batch.prompts
+
+    def updates(self, prepared):
+        for prompt in prepared:
+            seen = self.policy.logprobs([prompt])[0][0]
+            yield [TrainSequence(prompt, np.arange(3, dtype=np.int32), np.zeros(3, np.float32), advantage=float(seen))]
+
+    def validate(self, evaluated):
+        return {"validation/loss": float(len(evaluated))}
+
+
+def without_engines(recorder: Recorder, algorithm: type[Algorithm]) -> Recorder:
+    parts = recorder.parts
+    parts.algorithm = algorithm(recorder.config, parts.policy, None, parts.log)
+    parts.sync = None
+    parts.validation_prompts = ["one", "two"]
+    parts.stream = SimpleNamespace(
+        schedule=lambda step: None,
+        get_batch=lambda step: PromptBatch([np.arange(2, dtype=np.int32)] * 2, 2 * step + 2),
+        evaluate=lambda prompts: prompts,
+    )
+    parts.log.step = lambda row: recorder.rows.append(row)
+    recorder.trainer = Trainer(recorder.config, parts, RunState())
+    return recorder
+
+
+def test_an_algorithm_that_does_not_sample_trains_validates_and_saves_without_engines():
+    recorder = without_engines(Recorder("gdpo.val_period=4", "checkpointing.save_period=4"), Halving)
+    recorder.trainer.fit()
+    assert of(recorder, "publish", "sleep", "validate", "save") == ["validate 0", "validate 4", "save 4 at 8"]
+    assert [row["step"] for row in recorder.rows] == [1, 2, 3, 4] and recorder.trainer.state.metrics == {
+        "validation/loss": 2.0
+    }
+    assert all("time/sync" not in row and row["loss"] == 0.5 for row in recorder.rows)
+    assert recorder.rows[0]["throughput/tokens_per_second"] * recorder.rows[0]["time/step"] == pytest.approx(6)
+
+
+def test_an_update_is_made_after_the_one_before_it_was_trained():
+    recorder = without_engines(Recorder("gdpo.val_at_start=false"), Halving)
+    recorder.trainer.step()
+    assert of(recorder, "logprobs", "train") == ["logprobs", "train"] * 2
+    assert [update[0].advantage for update, _ in recorder.updates] == [-1.0, 0.0]
+
+
+@pytest.mark.parametrize("method", ["prepare", "updates", "metrics", "record", "validate"])
+def test_what_an_own_algorithm_raises_ends_the_run_in_a_sentence(method):
+    def fail(self, *arguments):
+        raise KeyError("x")
+        yield
+
+    broken = type("Broken", (Halving,), {method: fail if method == "updates" else lambda self, *arguments: {}["x"]})
+    recorder = without_engines(Recorder("gdpo.val_at_start=true"), broken)
+    with pytest.raises(RunError, match=f"algorithm.type: Broken.{method} raised KeyError: 'x'"):
+        recorder.trainer.fit()

@@ -14,13 +14,15 @@ _HOMES = {
     "advantages": ("Advantages", "compute_advantages"),
     "diagnostics": ("Diagnostics", "GroupSignal", "groups_with_signal"),
     "estimators": ("ESTIMATORS", "Terms", "weighted_terms", "z_scores"),
-    "losses": ("token_weights",),
+    "losses": ("LOSSES", "importance_ratio", "token_weights"),
     "loss_settings": ("LossSettings", "OffPolicySettings"),
-    "policy_loss": ("LossMetrics", "TokenFields"),
-    "rewards": ("apply_shaping", "check_shaping"),
+    "offpolicy": ("CORRECTIONS", "level_ratio"),
+    "policy_loss": ("LossMetrics",),
+    "rewards": ("SHAPING_RULES", "apply_shaping", "check_shaping"),
     "selection": ("check_selection",),
     "settings": ("PRESETS", "Settings"),
     "table": ("RewardTable",),
+    "token_fields": ("TokenFields",),
     "target_po": ("target_po_coefficients",),
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names}

@@ -33,7 +33,7 @@ class Advantages:
     reward, after the batch norm."""
     names: tuple[str, ...]
     """Component names, in column order."""
-    live: torch.Tensor
+    has_signal: torch.Tensor
     """bool [sequences]; rows with a weighted component that is present and varies within the group."""
     _table: RewardTable = field(repr=False, compare=False)
     _epsilon: float | None = field(repr=False, compare=False, default=None)
@@ -44,7 +44,7 @@ class Advantages:
         """What the rewards did to the advantages; measured when first asked for."""
         take = self._table.groups.take
         terms = np.ascontiguousarray(take(self.components.numpy()).T)
-        return diagnose(self._table, terms, take(self.live.numpy()), take(self.values.numpy()), self._epsilon)
+        return diagnose(self._table, terms, take(self.has_signal.numpy()), take(self.values.numpy()), self._epsilon)
 
 
 def compute_advantages(
@@ -111,7 +111,7 @@ def compute_advantages(
         values=torch.from_numpy(put(values)),
         components=torch.from_numpy(put(terms.components).T),
         names=table.names,
-        live=torch.from_numpy(put(terms.live)),
+        has_signal=torch.from_numpy(put(terms.has_signal)),
         _table=table,
         _epsilon=None if terms.total is not None else settings.epsilon,
     )
@@ -153,7 +153,7 @@ def _batch_scale(table: RewardTable, terms: Terms, settings: Settings) -> np.nda
 
 def _counted(table: RewardTable, terms: Terms, settings: Settings) -> tuple[np.ndarray, np.ndarray]:
     """Rows of the batch statistics, bool [sequences], and how often each of them counts: once, or once per token."""
-    rows = terms.live if settings.batch_rows == "live" else table.scored
+    rows = terms.has_signal if settings.batch_rows == "live" else table.scored
     if settings.batch_unit == "sequence":
         return rows, np.ones(int(rows.sum()))
     if table.lengths is None:
@@ -195,6 +195,7 @@ def _cancelled(table: RewardTable, terms: Terms, settings: Settings, again: Call
 
 
 def _term_size(terms: Terms) -> float:
-    """Root mean square, over live rows, of the length of a row's vector of terms; what cancellation is measured by."""
+    """Root mean square, over rows that carry signal, of the length of a row's vector of terms; what cancellation is
+    measured by."""
     flat = terms.components.ravel()
-    return float(np.sqrt(flat @ flat / max(terms.live.sum(), 1)))
+    return float(np.sqrt(flat @ flat / max(terms.has_signal.sum(), 1)))

@@ -180,13 +180,13 @@ class Diagnostics:
 
 
 def diagnose(
-    table: RewardTable, terms: np.ndarray, live: np.ndarray, values: np.ndarray, epsilon: float | None = None
+    table: RewardTable, terms: np.ndarray, has_signal: np.ndarray, values: np.ndarray, epsilon: float | None = None
 ) -> Diagnostics:
     """Measure one batch.
 
     Args:
         terms: float64 [components, sequences], weighted terms in the table's row order.
-        live: bool [sequences], rows that carry signal.
+        has_signal: bool [sequences], rows that carry signal.
         values: float64 [sequences], the advantages.
         epsilon: what was added to the deviations of components within their groups; None where nothing was.
     """
@@ -209,11 +209,11 @@ def diagnose(
             dead_groups=(dead & having).sum(axis=0) / having.sum(axis=0),
             all_dead=float(np.float64((~alive & inhabited).sum()) / inhabited.sum()),
             nominal_weight=np.abs(table.weights) / np.abs(table.weights).sum(),
-            effective_weight=_variance_shares(terms[:, live]),
+            effective_weight=_variance_shares(terms[:, has_signal]),
             sign_conflicts=conflicts,
             correlation=correlation,
             shrinkage=_shrinkage(table, dead, epsilon),
-            advantage_std=float(values[live].std(ddof=1)) if live.sum() > 1 else float("nan"),
+            advantage_std=float(values[has_signal].std(ddof=1)) if has_signal.sum() > 1 else float("nan"),
             distinct=count_distinct(values[table.valid]),
             distinct_if_summed=count_distinct(summed[table.valid]),
         )

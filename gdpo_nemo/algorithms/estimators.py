@@ -25,7 +25,7 @@ class Terms:
 
     components: np.ndarray
     """float64 [components, sequences]"""
-    live: np.ndarray
+    has_signal: np.ndarray
     """bool [sequences]; rows that carry signal. An advantage of 0 by cancellation is still signal."""
     total: np.ndarray | None = None
     """float64 [sequences]; the summed terms where they are known more exactly than by summing."""
@@ -46,10 +46,10 @@ def z_scores(table: RewardTable, settings: Settings) -> tuple[np.ndarray, np.nda
         weight 0 are not computed.
     """
     z = np.zeros_like(table.columns)
-    live = np.zeros(table.columns.shape, dtype=bool)
+    has_signal = np.zeros(table.columns.shape, dtype=bool)
     for k in np.flatnonzero(table.weights):
-        z[k], live[k] = _z_score(table, k, settings)
-    return z, live
+        z[k], has_signal[k] = _z_score(table, k, settings)
+    return z, has_signal
 
 
 def _z_score(table: RewardTable, k: int, settings: Settings) -> tuple[np.ndarray, np.ndarray]:
@@ -91,11 +91,11 @@ def _leave_one_out_scale(groups: Groups, stats: Moments, settings: Settings) -> 
     return scale
 
 
-def weighted_terms(z: np.ndarray, live: np.ndarray, weights: np.ndarray) -> Terms:
+def weighted_terms(z: np.ndarray, has_signal: np.ndarray, weights: np.ndarray) -> Terms:
     """Scores and where they are signal (both [components, sequences]) times the weights [components]. Writes into
     ``z``."""
     z *= weights[:, None]
-    return Terms(z, np.asarray(live.any(axis=0)))
+    return Terms(z, np.asarray(has_signal.any(axis=0)))
 
 
 def gdpo(table: RewardTable, settings: Settings) -> Terms:
@@ -177,18 +177,18 @@ def gd2po(table: RewardTable, settings: Settings, mode: str = "hard", tau: float
     groups = table.groups
     share = groups.sum(scored & ~conflict) / np.maximum(groups.sum(scored), 1)
     components *= np.where(conflict, 0.0, groups.rows(share))
-    return Terms(components, terms.live & ~conflict)
+    return Terms(components, terms.has_signal & ~conflict)
 
 
 def dvao(table: RewardTable, settings: Settings) -> Terms:
     """A = sum_k v_k z_k with v_k = w_k std_k / sum_l |w_l| std_l per group: rewards count by how much they vary in the
     group, and |A| stays below GRPO's (DVAO, arXiv 2605.25604)."""
-    z, live = z_scores(table, settings)
+    z, has_signal = z_scores(table, settings)
     spread = table.weights[:, None] * _group_stds(table, settings)
     share = spread / np.maximum(np.abs(spread).sum(axis=0), 1e-300)
     for row, part in zip(z, share, strict=True):
         row *= table.groups.rows(part)
-    return Terms(z, np.asarray(live.any(axis=0)))
+    return Terms(z, np.asarray(has_signal.any(axis=0)))
 
 
 def _group_stds(table: RewardTable, settings: Settings) -> np.ndarray:
@@ -257,16 +257,16 @@ def dara(table: RewardTable, settings: Settings, cap: float = 5.0, asymmetric: b
     """GDPO with rare signals amplified: w_k times min(cap, sqrt(max_l pi_l / pi_k)), where pi_k is the share of groups
     in which component k varies (DARA, arXiv 2610.00574). asymmetric: only positive terms are amplified.
     """
-    z, live = z_scores(table, settings)
+    z, has_signal = z_scores(table, settings)
     groups = table.groups
-    density = np.array([(groups.sum(row) > 0).mean() for row in live])
+    density = np.array([(groups.sum(row) > 0).mean() for row in has_signal])
     factor = np.minimum(cap, np.sqrt(density.max() / np.where(density > 0, density, 1.0)))
     factor[density == 0] = 1.0
-    terms = weighted_terms(z, live, table.weights)
+    terms = weighted_terms(z, has_signal, table.weights)
     amplified = terms.components * factor[:, None]
     if asymmetric:
         amplified = np.where(terms.components > 0, amplified, terms.components)
-    return Terms(amplified, terms.live)
+    return Terms(amplified, terms.has_signal)
 
 
 @dataclass(frozen=True)

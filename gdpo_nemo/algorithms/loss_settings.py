@@ -8,16 +8,22 @@ read-only.
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass, field
-from typing import Any, Mapping, Optional
+from typing import Any, Dict, Iterable, Iterator, Mapping, Optional
 
-LOSS_TYPES = ("clipped_pg", "gspo", "cispo", "target_po")
-AGGREGATIONS = ("token_mean", "sequence_mean", "constant")
-KL_KINDS = ("k1", "k2", "k3", "abs", "mse")
+from gdpo_nemo.algorithms.losses import AGGREGATIONS, KL_KINDS, LOSSES
+from gdpo_nemo.algorithms.offpolicy import CORRECTIONS, LEVELS
+from gdpo_nemo.algorithms.own_functions import (
+    Functions,
+    check_options,
+    correction_entry,
+    is_place,
+    loss_entry,
+)
+
 KL_GRADIENTS = ("estimator", "score", "importance")
 OLD_LOGPROBS = ("trainer", "sampler")
-MODES = ("none", "truncate", "mask", "icepop")
-LEVELS = ("token", "sequence", "geometric")
 
 
 @dataclass
@@ -27,7 +33,7 @@ class OffPolicySettings:
     mode: str = "none"
     """none; truncate (TIS) weighs by the importance ratio of `level`, at most ratio_max; mask (MIS) by that ratio
     inside both bounds and by 0 outside; icepop by the token's own ratio, with the ratio of `level` only deciding who
-    stays."""
+    stays. Or a function of your own by its place, `file.py:name`: (log_gap, fields, settings) -> weights."""
     level: str = "token"
     """Level of the importance ratio: token, sequence or geometric (per-token mean over the sequence)."""
     ratio_max: float = 2.0
@@ -36,11 +42,19 @@ class OffPolicySettings:
     """Lower bound of the importance ratio; mask and icepop, which act on both sides, leave out what is below."""
     sequence_mask_threshold: Optional[float] = None
     """Mask sequences with negative advantage whose mean log-prob gap exceeds this (DeepSeek-V3.2); null: off."""
+    options: Dict[str, Any] = field(default_factory=dict)
+    """Options of a function of your own: its parameters behind (log_gap, fields, settings)."""
 
-    def check(self) -> None:
+    def check(self, functions: Functions | None = None) -> None:
         """Refuse values that mean nothing. Raises ValueError; the message begins with the key."""
-        _among("off_policy.mode", self.mode, MODES)
+        if not is_place(self.mode):
+            _among("off_policy.mode", self.mode, CORRECTIONS)
         _among("off_policy.level", self.level, LEVELS)
+        if functions is not None or not is_place(self.mode):
+            with _named("off_policy.mode", self.mode):
+                known = correction_entry(self.mode, functions).options
+            with _named("off_policy.options"):
+                check_options(self.options, known, self.mode)
         if not 0 <= self.ratio_min < self.ratio_max:
             raise ValueError(
                 "off_policy.ratio_min: must be 0 or more and below off_policy.ratio_max, got "
@@ -50,7 +64,7 @@ class OffPolicySettings:
     @property
     def by_token(self) -> bool:
         """Whether tokens of one sequence may get unlike weights."""
-        return self.mode == "icepop" or (self.mode != "none" and self.level == "token")
+        return correction_entry(self.mode).by_token or (self.mode != "none" and self.level == "token")
 
 
 @dataclass
@@ -60,7 +74,8 @@ class LossSettings:
     # The driver spends `aggregation`, `constant_length`, `old_logprobs`, `mask_truncated` and `target_*`: they are in
     # the token weights, the old log-probs and the advantages that reach a rank.
     type: str = "clipped_pg"
-    """clipped_pg, gspo, cispo or target_po. gspo takes importance corrections (off_policy) of whole sequences only."""
+    """clipped_pg, gspo, cispo, target_po or reinforce, or a function of your own by its place, `file.py:name` (see
+    `examples/sapo.py`). gspo takes importance corrections (off_policy) of whole sequences only."""
     ratio_clip_min: float = 0.2
     """Lower clip: the ratio is clipped at 1 - ratio_clip_min."""
     ratio_clip_max: float = 0.28
@@ -95,11 +110,23 @@ class LossSettings:
     """Temperature eta of target_po's target distribution."""
     target_length_normalize: bool = True
     """Whether target_po divides sequence log-probs by the sequence length."""
+    options: Dict[str, Any] = field(default_factory=dict)
+    """Options of a function of your own: its parameters behind (logprobs, fields, settings)."""
     off_policy: OffPolicySettings = field(default_factory=OffPolicySettings)
 
-    def check(self) -> None:
-        """Refuse values and combinations that mean nothing. Raises ValueError; the message begins with the key."""
-        _among("type", self.type, LOSS_TYPES)
+    def check(self, functions: Functions | None = None) -> None:
+        """Refuse values and combinations that mean nothing. Raises ValueError; the message begins with the key.
+
+        Args:
+            functions: the user's own by their places; without them, what these places name is taken for granted.
+        """
+        if not is_place(self.type):
+            _among("type", self.type, LOSSES)
+        if functions is not None or not is_place(self.type):
+            with _named("type", self.type):
+                known = loss_entry(self.type, functions).options
+            with _named("options"):
+                check_options(self.options, known, self.type)
         _among("aggregation", self.aggregation, AGGREGATIONS)
         _among("reference_policy_kl_type", self.reference_policy_kl_type, KL_KINDS)
         _among("reference_policy_kl_gradient", self.reference_policy_kl_gradient, KL_GRADIENTS)
@@ -108,17 +135,22 @@ class LossSettings:
             raise ValueError(f"ratio_clip_c: must be above 1, got {self.ratio_clip_c}")
         if not self.target_temperature > 0:
             raise ValueError(f"target_temperature: must be more than 0, got {self.target_temperature}")
-        self.off_policy.check()
+        self.off_policy.check(functions)
         if self.old_logprobs == "sampler" and self.off_policy.mode != "none":
             raise ValueError(
                 "off_policy.mode: has no effect with old_logprobs: sampler, whose ratio is that very correction"
             )
-        if self.type == "gspo" and self.off_policy.by_token:
+        if loss_entry(self.type).by_sequence and self.off_policy.by_token:
             raise ValueError(
                 "off_policy: unlike weights for the tokens of a sequence (mode icepop, or level token) take the "
-                "gradient of type gspo away from that of the sequence; use mode truncate or mask with level sequence "
-                "or geometric, or mode none"
+                f"gradient of type {self.type} away from that of the sequence; use mode truncate or mask with level "
+                "sequence or geometric, or mode none"
             )
+
+    @property
+    def places(self) -> tuple[str, ...]:
+        """Where the functions of the user's own are that these settings name."""
+        return tuple(name for name in (self.type, self.off_policy.mode) if is_place(name))
 
     @classmethod
     def from_mapping(cls, section: Mapping[str, Any]) -> LossSettings:
@@ -127,6 +159,15 @@ class LossSettings:
         return cls(**{**values, "off_policy": OffPolicySettings(**values.get("off_policy", {}))})
 
 
-def _among(key: str, value: Any, known: tuple[Any, ...]) -> None:
+@contextlib.contextmanager
+def _named(*words: str) -> Iterator[None]:
+    """Put key and value before what is wrong with them."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{': '.join(words)}: {error}") from None
+
+
+def _among(key: str, value: Any, known: Iterable[Any]) -> None:
     if value not in known:
         raise ValueError(f"{key}: unknown {value!r}; known: {', '.join(map(str, known))}")

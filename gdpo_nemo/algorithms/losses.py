@@ -4,24 +4,56 @@ Tensors are 1-D float32 [tokens]: the trained tokens of any number of sequences,
 split over ranks. The loss of an update is `sum_t weight[t] * loss[t]`, with weights that the driver computes once over
 the whole update batch. Sums do not care how they are cut, so the gradient is that of one big batch under every
 micro-batch size, packing and parallel layout.
+
+A loss is a function (logprobs, fields, settings, **options) -> loss [tokens], or loss and a dict of further
+measurements [tokens]; `LOSSES` below makes it a value of `loss_fn.type`. What it needs of a whole sequence it takes,
+detached, from `fields.sequence_sums` and `sequence_means`. Use methods of tensors: the registry is read by every check
+of a configuration, which must not wait for torch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
-from torch import Tensor
 
-from gdpo_nemo.algorithms.loss_settings import AGGREGATIONS, KL_KINDS
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from gdpo_nemo.algorithms.loss_settings import LossSettings
+    from gdpo_nemo.algorithms.token_fields import TokenFields
+
+    TokenLoss = Tensor | tuple[Tensor, dict[str, Tensor]]
 
 LOG_RATIO_LIMIT = 20.0
 """Log-ratios are clamped to +-20 before exp, which keeps float32 finite. Beyond it the gradient is 0."""
 
-Reduce = Callable[[Tensor], Tensor]
-"""Sums a float64 [sequences] tensor over the ranks that share the sequences (context parallelism). Values only: it is
-called on detached tensors, so no gradient has to pass through it."""
+
+# -- weights --------------------------------------------------------------------------------------------------------
+
+
+def _token_mean(tokens: np.ndarray, count: int, constant_length: int | None) -> np.ndarray:
+    return np.full(len(tokens), 1.0 / max(tokens.sum(), 1.0))
+
+
+def _sequence_mean(tokens: np.ndarray, count: int, constant_length: int | None) -> np.ndarray:
+    return 1.0 / (count * np.maximum(tokens, 1.0))
+
+
+def _constant(tokens: np.ndarray, count: int, constant_length: int | None) -> np.ndarray:
+    if not constant_length or constant_length <= 0:
+        raise ValueError("aggregation 'constant' needs a positive constant_length")
+    return np.full(len(tokens), 1.0 / (count * constant_length))
+
+
+AGGREGATIONS: dict[str, Callable[[np.ndarray, int, int | None], np.ndarray]] = {
+    "token_mean": _token_mean,
+    "sequence_mean": _sequence_mean,
+    "constant": _constant,
+}
+"""(tokens [sequences], sequences that are trained, constant_length) -> weight of a token of each sequence."""
 
 
 def token_weights(lengths: object, aggregation: str, *, constant_length: int | None = None) -> np.ndarray:
@@ -44,17 +76,13 @@ def token_weights(lengths: object, aggregation: str, *, constant_length: int | N
     tokens = np.asarray(lengths, dtype=np.float64)
     if tokens.ndim != 1 or (tokens < 0).any():
         raise ValueError("lengths must be one non-negative number of tokens per sequence")
+    if aggregation not in AGGREGATIONS:
+        raise ValueError(f"unknown aggregation {aggregation!r}; known: {', '.join(AGGREGATIONS)}")
     trained = tokens > 0
-    count = max(int(trained.sum()), 1)
-    if aggregation == "token_mean":
-        return np.where(trained, 1.0 / max(tokens.sum(), 1.0), 0.0)
-    if aggregation == "sequence_mean":
-        return np.where(trained, 1.0 / (count * np.maximum(tokens, 1.0)), 0.0)
-    if aggregation == "constant":
-        if not constant_length or constant_length <= 0:
-            raise ValueError("aggregation 'constant' needs a positive constant_length")
-        return np.where(trained, 1.0 / (count * constant_length), 0.0)
-    raise ValueError(f"unknown aggregation {aggregation!r}; known: {', '.join(AGGREGATIONS)}")
+    return np.where(trained, AGGREGATIONS[aggregation](tokens, max(int(trained.sum()), 1), constant_length), 0.0)
+
+
+# -- losses ---------------------------------------------------------------------------------------------------------
 
 
 def importance_ratio(log_ratio: Tensor) -> Tensor:
@@ -62,93 +90,98 @@ def importance_ratio(log_ratio: Tensor) -> Tensor:
     return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
 
 
-def clipped_policy_loss(
-    logprobs: Tensor,
-    old_logprobs: Tensor,
-    advantages: Tensor,
-    *,
-    clip_min: float,
-    clip_max: float,
-    dual_clip: float | None = None,
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """max(-A r, -A clip(r, 1 - clip_min, 1 + clip_max)) with r = pi / pi_old (PPO; clip-higher is DAPO's).
+def clipped_pg(logprobs: Tensor, fields: TokenFields, settings: LossSettings) -> TokenLoss:
+    """max(-A r, -A clip(r, 1 - ratio_clip_min, 1 + ratio_clip_max)) with r = pi / pi_old (PPO; clip-higher is DAPO's).
 
-    Args:
-        logprobs, old_logprobs, advantages: float32 [tokens]; only `logprobs` carries a gradient.
-        dual_clip: for A < 0 the loss is at most -A x dual_clip (arXiv 1912.09729); must exceed 1 + clip_max to act
-            only where the other clip does not.
-
-    Returns:
-        loss [tokens] and metrics [tokens]: `ratio`, and `clipped`, 1 where a clip removes the gradient.
+    For A < 0 the loss is at most -A x ratio_clip_c (dual clip, arXiv 1912.09729), which must exceed 1 + ratio_clip_max
+    to act only where the other clip does not.
     """
-    return _clipped(importance_ratio(logprobs - old_logprobs), advantages, clip_min, clip_max, dual_clip)
+    return _clipped(importance_ratio(logprobs - fields.old_logprobs), fields.advantages, settings)
 
 
-def _clipped(
-    ratio: Tensor, advantages: Tensor, clip_min: float, clip_max: float, dual_clip: float | None
-) -> tuple[Tensor, dict[str, Tensor]]:
+def _clipped(ratio: Tensor, advantages: Tensor, settings: LossSettings) -> TokenLoss:
+    """The loss, with the metrics `ratio`, and `clipped`, 1 where a clip removes the gradient."""
     plain = -advantages * ratio
-    bounded = -advantages * ratio.clamp(1.0 - clip_min, 1.0 + clip_max)
-    loss = torch.maximum(plain, bounded)
+    bounded = -advantages * ratio.clamp(1.0 - settings.ratio_clip_min, 1.0 + settings.ratio_clip_max)
+    loss = plain.maximum(bounded)
     clipped = bounded > plain
-    if dual_clip is not None:
-        ceiling = -advantages * dual_clip
+    if settings.ratio_clip_c is not None:
+        ceiling = -advantages * settings.ratio_clip_c
         over = (advantages < 0) & (loss > ceiling)
-        loss = torch.where(over, ceiling, loss)
+        loss = ceiling.where(over, loss)
         clipped = clipped | over
     return loss, {"ratio": ratio.detach(), "clipped": clipped.to(ratio.dtype)}
 
 
-def sequence_sums(values: Tensor, sequence_ids: Tensor, num_sequences: int, reduce: Reduce | None = None) -> Tensor:
-    """Sum of a detached per-token tensor over each sequence, on all ranks that share it: [sequences].
-
-    Added up in float64, so that the order of the additions, which a GPU does not fix, hardly reaches the result.
-    """
-    partial = torch.zeros(num_sequences, dtype=torch.float64, device=values.device)
-    partial.index_add_(0, sequence_ids, values.detach().double())
-    return (partial if reduce is None else reduce(partial)).to(values.dtype)
-
-
-def sequence_means(values: Tensor, sequence_ids: Tensor, num_sequences: int, reduce: Reduce | None = None) -> Tensor:
-    """Mean of a detached per-token tensor over the trained tokens of each sequence; 0 for empty ones: [sequences]."""
-    total = sequence_sums(values, sequence_ids, num_sequences, reduce)
-    count = sequence_sums(torch.ones_like(values), sequence_ids, num_sequences, reduce)
-    return total / count.clamp(min=1.0)
-
-
-def gspo_loss(
-    logprobs: Tensor,
-    old_logprobs: Tensor,
-    advantages: Tensor,
-    sequence_ids: Tensor,
-    num_sequences: int,
-    *,
-    clip_min: float,
-    clip_max: float,
-    dual_clip: float | None = None,
-    reduce: Reduce | None = None,
-) -> tuple[Tensor, dict[str, Tensor]]:
+def gspo(logprobs: Tensor, fields: TokenFields, settings: LossSettings) -> TokenLoss:
     """The clipped loss with one ratio per sequence, s = exp(mean_t log r_t) (GSPO, arXiv 2507.18071 eq. 7).
 
     Each token carries the value of s and its own gradient, s x grad(logprob_t) (GSPO-token, eq. 14). As the weights of
     a sequence's tokens are equal, the sum over them is the gradient of the sequence form, and no gradient has to cross
-    ranks: `reduce` adds up detached partial sums. Importance corrections by token would make them unequal;
-    `LossSettings` refuses those.
+    ranks. Importance corrections by token would make them unequal; `LossSettings` refuses those.
     """
-    log_ratio = logprobs - old_logprobs
-    mean = sequence_means(log_ratio, sequence_ids, num_sequences, reduce)[sequence_ids]
-    ratio = importance_ratio(mean + logprobs - logprobs.detach())
-    return _clipped(ratio, advantages, clip_min, clip_max, dual_clip)
+    mean = fields.sequence_means(logprobs - fields.old_logprobs)
+    return _clipped(importance_ratio(mean + logprobs - logprobs.detach()), fields.advantages, settings)
 
 
-def cispo_loss(
-    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, *, clip_min: float, clip_max: float
-) -> tuple[Tensor, dict[str, Tensor]]:
+def cispo(logprobs: Tensor, fields: TokenFields, settings: LossSettings) -> TokenLoss:
     """-A x stop_gradient(clip(r)) x logprob: the clip bounds the weight, every token keeps a gradient (CISPO,
     arXiv 2506.13585 eq. 4)."""
-    ratio = importance_ratio(logprobs.detach() - old_logprobs)
-    bounded = ratio.clamp(1.0 - clip_min, 1.0 + clip_max)
-    return -advantages * bounded * logprobs, {"ratio": ratio, "clipped": (bounded != ratio).to(ratio.dtype)}
+    ratio = importance_ratio(logprobs.detach() - fields.old_logprobs)
+    bounded = ratio.clamp(1.0 - settings.ratio_clip_min, 1.0 + settings.ratio_clip_max)
+    return -fields.advantages * bounded * logprobs, {"ratio": ratio, "clipped": (bounded != ratio).to(ratio.dtype)}
+
+
+def reinforce(logprobs: Tensor, fields: TokenFields, settings: LossSettings) -> TokenLoss:
+    """-A x logprob (REINFORCE). With A = 1 it is the cross-entropy of supervised fine-tuning; and any objective of
+    whole sequences is trained by it whose derivative by each sequence's log-prob the driver puts into A."""
+    return -fields.advantages * logprobs
+
+
+# -- registry -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Loss:
+    """An entry of the registry."""
+
+    function: Callable[..., TokenLoss]
+    reads: tuple[str, ...] = ()
+    """Keys of `loss_fn` that matter to it alone; to change one that no loss in use reads is refused."""
+    options: tuple[str, ...] = ()
+    """Its own options, the keys of `loss_fn.options`."""
+    by_sequence: bool = False
+    """Whether its gradient is right only where the tokens of a sequence have equal weights."""
+    by_group: bool = False
+    """Whether its coefficients couple the samples of a group, which then have to be in one update."""
+
+
+_CLIP = ("ratio_clip_min", "ratio_clip_max")
+_TARGET = ("target_temperature", "target_length_normalize")
+
+LOSSES: dict[str, Loss] = {
+    "clipped_pg": Loss(clipped_pg, reads=(*_CLIP, "ratio_clip_c", "aggregation")),
+    "gspo": Loss(gspo, reads=(*_CLIP, "ratio_clip_c", "aggregation"), by_sequence=True),
+    "cispo": Loss(cispo, reads=(*_CLIP, "aggregation")),
+    # The advantages hold the coefficients of `target_po_coefficients`, which weigh the sequences themselves.
+    "target_po": Loss(reinforce, reads=_TARGET, by_group=True),
+    "reinforce": Loss(reinforce, reads=("aggregation",)),
+}
+LOSS_KEYS = tuple(dict.fromkeys(key for loss in LOSSES.values() for key in loss.reads))
+"""Keys of `loss_fn` that some losses read and others do not."""
+
+
+# -- KL to the reference --------------------------------------------------------------------------------------------
+
+
+KL_KINDS: dict[str, Callable[[Tensor], Tensor]] = {
+    "k1": lambda d: d,
+    "k2": lambda d: 0.5 * d * d,
+    "k3": lambda d: (-d).expm1() + d,
+    "abs": lambda d: d.abs(),
+    "mse": lambda d: 0.5 * d * d,
+}
+"""Estimators of KL(pi || reference) from d = logprob - reference logprob."""
 
 
 def kl_penalty(
@@ -171,9 +204,8 @@ def kl_penalty(
 
     Args:
         weight: factor of every estimate [tokens], with a gradient (see ``score_weight``); it loses it where d is
-        clamped.
-            Weighted by it, the gradients are those of the sampled estimate of KL(pi || reference): k1's is d + 1 and
-            k3's is d, times that of the log-prob.
+            clamped. Weighted by it, the gradients are those of the sampled estimate of KL(pi || reference): k1's is
+            d + 1 and k3's is d, times that of the log-prob.
         output_clamp: bound of the weighted estimate; beyond it the gradient is 0.
 
     Returns:
@@ -182,24 +214,14 @@ def kl_penalty(
     Raises:
         ValueError: unknown kind.
     """
+    if kind not in KL_KINDS:
+        raise ValueError(f"unknown kind of KL {kind!r}; known: {', '.join(KL_KINDS)}")
     free = logprobs - reference_logprobs
     d = free if input_clamp is None else free.clamp(-input_clamp, input_clamp)
-    kl = _kl_estimate(d, kind)
+    kl = KL_KINDS[kind](d)
     if weight is not None:
-        kl = torch.where(d == free, weight, weight.detach()) * kl
+        kl = weight.where(d == free, weight.detach()) * kl
     return kl if output_clamp is None else kl.clamp(-output_clamp, output_clamp)
-
-
-def _kl_estimate(d: Tensor, kind: str) -> Tensor:
-    if kind == "k1":
-        return d
-    if kind in ("k2", "mse"):
-        return 0.5 * d * d
-    if kind == "k3":
-        return torch.expm1(-d) + d
-    if kind == "abs":
-        return d.abs()
-    raise ValueError(f"unknown kind of KL {kind!r}; known: {', '.join(KL_KINDS)}")
 
 
 def score_weight(logprobs: Tensor, drawn_under: Tensor | None = None) -> Tensor:
@@ -210,4 +232,4 @@ def score_weight(logprobs: Tensor, drawn_under: Tensor | None = None) -> Tensor:
         drawn_under: log-probs of the sampler; None: pi itself, so that the weight is 1 and only its gradient counts.
     """
     weight = (logprobs - (logprobs.detach() if drawn_under is None else drawn_under)).exp()
-    return torch.where(torch.isfinite(weight), weight, torch.zeros_like(weight))
+    return weight.where(weight.isfinite(), weight.new_zeros(len(weight)))

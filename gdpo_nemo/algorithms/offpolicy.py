@@ -3,15 +3,31 @@
 The sampler (another engine, other kernels, perhaps older weights) drew the tokens with `sampler_logprobs`; the trainer
 believes `old_logprobs`. The importance ratio exp(old - sampler) reweights the loss, or tells what to leave out. All of
 it is detached, and what is left out has weight exactly 0: no bound is applied after the mask.
+
+A correction is a function (log_gap, fields, settings, **options) -> weights [tokens]; `CORRECTIONS` makes it a value of
+`loss_fn.off_policy.mode`. As in `losses.py`, torch is not imported.
 """
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from gdpo_nemo.algorithms.loss_settings import OffPolicySettings
-from gdpo_nemo.algorithms.losses import Reduce, importance_ratio, sequence_means, sequence_sums
+from gdpo_nemo.algorithms.losses import importance_ratio
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from gdpo_nemo.algorithms.loss_settings import OffPolicySettings
+    from gdpo_nemo.algorithms.token_fields import TokenFields
+
+LEVELS: dict[str, Callable[[Tensor, TokenFields], Tensor]] = {
+    "token": lambda gap, fields: gap,
+    "sequence": lambda gap, fields: fields.sequence_sums(gap),
+    "geometric": lambda gap, fields: fields.sequence_means(gap),
+}
+"""What the importance ratio is of: the token, the product over its sequence, or that product's geometric mean."""
 
 METRICS = {
     "policy/importance_weight": ("", "Weight of a token by loss_fn.off_policy.mode, mean over the trained tokens"),
@@ -19,59 +35,59 @@ METRICS = {
 }
 
 
-def importance_weights(
-    log_gap: Tensor,
-    sequence_ids: Tensor,
-    num_sequences: int,
-    settings: OffPolicySettings,
-    reduce: Reduce | None = None,
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """Weight of every token from the gap between trainer and sampler.
+def level_ratio(log_gap: Tensor, fields: TokenFields, settings: OffPolicySettings) -> Tensor:
+    """The importance ratio rho at `level` [tokens]."""
+    return importance_ratio(LEVELS[settings.level](log_gap, fields))
 
-    With rho the ratio at `level` (the token's own, the product over the sequence, or its geometric mean):
 
-    * none: 1;
-    * truncate: min(rho, ratio_max) (TIS);
-    * mask: rho where ratio_min <= rho <= ratio_max, else 0 (MIS);
-    * icepop: the token's own ratio where ratio_min <= rho <= ratio_max, else 0. At level token this is IcePop; at the
-      other levels rho only decides which sequences stay.
+def truncate(log_gap: Tensor, fields: TokenFields, settings: OffPolicySettings) -> Tensor:
+    """min(rho, ratio_max) (TIS)."""
+    return level_ratio(log_gap, fields, settings).clamp(max=settings.ratio_max)
 
-    Args:
-        log_gap: old_logprobs - sampler_logprobs [tokens]. NaN, where the sampler gave no log-prob, counts as no gap.
-        sequence_ids: int64 [tokens], 0 <= id < num_sequences.
-        reduce: sums [sequences] over the ranks that share sequences.
 
-    Returns:
-        weights [tokens] and metrics [tokens]: `importance_weight`, and `importance_masked`, 1 where the weight is 0.
+def mask(log_gap: Tensor, fields: TokenFields, settings: OffPolicySettings) -> Tensor:
+    """rho where ratio_min <= rho <= ratio_max, else 0 (MIS)."""
+    ratio = level_ratio(log_gap, fields, settings)
+    return ratio * _inside(ratio, settings)
+
+
+def icepop(log_gap: Tensor, fields: TokenFields, settings: OffPolicySettings) -> Tensor:
+    """The token's own ratio where ratio_min <= rho <= ratio_max, else 0.
+
+    At level token this is IcePop; at the other levels rho only decides which sequences stay.
     """
-    gap = torch.nan_to_num(log_gap.detach(), nan=0.0)
-    if settings.mode == "none":
-        return torch.ones_like(gap), {}
-    own = importance_ratio(gap)
-    ratio = own
-    if settings.level == "sequence":
-        ratio = importance_ratio(sequence_sums(gap, sequence_ids, num_sequences, reduce))[sequence_ids]
-    elif settings.level == "geometric":
-        ratio = importance_ratio(sequence_means(gap, sequence_ids, num_sequences, reduce))[sequence_ids]
-    if settings.mode == "truncate":
-        weights = ratio.clamp(max=settings.ratio_max)
-        masked = torch.zeros_like(weights)
-    else:
-        inside = (ratio >= settings.ratio_min) & (ratio <= settings.ratio_max)
-        weights = torch.where(inside, own if settings.mode == "icepop" else ratio, torch.zeros_like(ratio))
-        masked = (~inside).to(weights.dtype)
-    return weights, {"importance_weight": weights, "importance_masked": masked}
+    return importance_ratio(log_gap) * _inside(level_ratio(log_gap, fields, settings), settings)
 
 
-def sequence_keep_mask(
-    logprobs: Tensor,
-    sampler_logprobs: Tensor,
-    advantages: Tensor,
-    sequence_ids: Tensor,
-    num_sequences: int,
-    threshold: float,
-    reduce: Reduce | None = None,
-) -> Tensor:
+def _inside(ratio: Tensor, settings: OffPolicySettings) -> Tensor:
+    return ((ratio >= settings.ratio_min) & (ratio <= settings.ratio_max)).to(ratio.dtype)
+
+
+@dataclass(frozen=True)
+class Correction:
+    """An entry of the registry."""
+
+    function: Callable[..., Tensor] | None
+    """None: no correction."""
+    reads: tuple[str, ...] = ()
+    """Keys of `loss_fn.off_policy` that it reads."""
+    options: tuple[str, ...] = ()
+    """Its own options, the keys of `loss_fn.off_policy.options`."""
+    by_token: bool = False
+    """Whether tokens of one sequence get unlike weights at every level."""
+
+
+CORRECTIONS: dict[str, Correction] = {
+    "none": Correction(None),
+    "truncate": Correction(truncate, reads=("level", "ratio_max")),
+    "mask": Correction(mask, reads=("level", "ratio_max", "ratio_min")),
+    "icepop": Correction(icepop, reads=("level", "ratio_max", "ratio_min"), by_token=True),
+}
+CORRECTION_KEYS = tuple(dict.fromkeys(key for correction in CORRECTIONS.values() for key in correction.reads))
+"""Keys of `loss_fn.off_policy` that some corrections read and others do not."""
+
+
+def sequence_keep_mask(logprobs: Tensor, fields: TokenFields, threshold: float) -> Tensor:
     """0 for the tokens of sequences that are far off-policy and bad, else 1 (DeepSeek-V3.2, arXiv 2512.02556).
 
     A sequence is left out when its mean of sampler_logprob - logprob exceeds `threshold` **and** its advantage is
@@ -80,6 +96,6 @@ def sequence_keep_mask(
     Returns:
         [tokens]
     """
-    gap = torch.nan_to_num(sampler_logprobs - logprobs.detach(), nan=0.0)
-    far = sequence_means(gap, sequence_ids, num_sequences, reduce)[sequence_ids] > threshold
-    return (~(far & (advantages < 0))).to(logprobs.dtype)
+    gap = (fields.sampler_logprobs - logprobs.detach()).nan_to_num(nan=0.0)
+    far = fields.sequence_means(gap) > threshold
+    return (~(far & (fields.advantages < 0))).to(logprobs.dtype)

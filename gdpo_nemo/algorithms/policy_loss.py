@@ -6,49 +6,18 @@ divided on the way, because the weights of the tokens already hold the mean over
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from gdpo_nemo.algorithms.loss_settings import LossSettings
-from gdpo_nemo.algorithms.losses import (
-    Reduce,
-    cispo_loss,
-    clipped_policy_loss,
-    gspo_loss,
-    kl_penalty,
-    score_weight,
-)
-from gdpo_nemo.algorithms.offpolicy import importance_weights, sequence_keep_mask
-
-
-@dataclass(frozen=True)
-class TokenFields:
-    """What a micro-batch brings beside the model's output; every tensor is 1-D [tokens] in the same order.
-
-    Tokens may belong to any sequences, in any order; with context parallelism each rank holds its own share.
-    """
-
-    advantages: Tensor
-    """float32; the advantage of the token's sequence."""
-    weights: Tensor
-    """float32; `losses.token_weights` of the token's sequence, 0 for tokens that are not trained."""
-    sequence_ids: Tensor
-    """int64; number of the token's sequence within the micro-batch, the same on all ranks that share it."""
-    num_sequences: int
-    """Sequences in the micro-batch, counting those without a token on this rank."""
-    old_logprobs: Tensor | None = None
-    """float32; log-probs in the denominator of the ratio. None: those of this very forward pass (ratio 1)."""
-    sampler_logprobs: Tensor | None = None
-    """float32; log-probs under which the tokens were drawn."""
-    reference_logprobs: Tensor | None = None
-    """float32; log-probs of the reference model, for the KL penalty."""
-
-    def select(self, keep: Tensor) -> TokenFields:
-        """The same fields at the tokens where the bool tensor `keep` is True."""
-        tensors = {name: value[keep] for name, value in vars(self).items() if isinstance(value, Tensor)}
-        return replace(self, **tensors)
+from gdpo_nemo.algorithms.loss_settings import LossSettings, OffPolicySettings
+from gdpo_nemo.algorithms.losses import kl_penalty, score_weight
+from gdpo_nemo.algorithms.offpolicy import sequence_keep_mask
+from gdpo_nemo.algorithms.own_functions import Functions, correction_entry, is_place, loss_entry
+from gdpo_nemo.algorithms.token_fields import Reduce, TokenFields
 
 
 @dataclass(frozen=True)
@@ -73,6 +42,7 @@ def policy_loss(
     fields: TokenFields,
     settings: LossSettings,
     reduce: Reduce | None = None,
+    functions: Functions | None = None,
 ) -> tuple[Tensor, LossMetrics]:
     """Weighted sum of the token losses of one micro-batch.
 
@@ -83,6 +53,7 @@ def policy_loss(
         reduce: sums a detached [sequences] tensor over the context-parallel ranks; needed where a sequence is spread
             over ranks and a loss or correction works on whole sequences. All of those ranks must call with the same
             settings, also those without a trained token.
+        functions: the user's own, by the places that the settings name them by.
 
     Returns:
         `sum_t weights[t] * loss[t]` as a scalar, and the metrics. Tokens of weight 0 enter neither, whatever their
@@ -90,16 +61,18 @@ def policy_loss(
 
     Raises:
         ValueError: settings that `LossSettings.check` refuses, a KL penalty without reference log-probs, a correction
-            without sampler log-probs, a bonus without entropy.
+            without sampler log-probs, a bonus without entropy, a function of the user's own that gives another shape
+            or what is not finite.
     """
-    _check_inputs(entropy, fields, settings)
+    _check_inputs(entropy, fields, settings, functions)
     trained = fields.weights > 0
-    fields = fields.select(trained)
+    given = replace(fields.select(trained), reduce=reduce)
     logprobs = logprobs[trained]
     entropy = None if entropy is None else entropy[trained]
+    fields = given if given.old_logprobs is not None else replace(given, old_logprobs=logprobs.detach())
 
-    loss, per_token = _token_loss(logprobs, fields, settings, reduce)
-    keep, correction = _correction(logprobs, fields, settings, reduce)
+    loss, per_token = _token_loss(logprobs, fields, settings, functions)
+    keep, correction = _correction(logprobs, fields, settings, functions)
     loss = loss * keep
     per_token.update(correction)
     if settings.reference_policy_kl_penalty:
@@ -109,12 +82,14 @@ def policy_loss(
     if entropy is not None:
         loss = loss - settings.entropy_bonus * entropy if settings.entropy_bonus else loss
         per_token["entropy"] = entropy.detach()
-    per_token.update(_parity(logprobs, fields, settings))
+    per_token.update(_parity(logprobs, given, settings))
     return (fields.weights * loss).sum(), _collect(per_token, len(logprobs), logprobs)
 
 
-def _check_inputs(entropy: Tensor | None, fields: TokenFields, settings: LossSettings) -> None:
-    settings.check()
+def _check_inputs(
+    entropy: Tensor | None, fields: TokenFields, settings: LossSettings, functions: Functions | None
+) -> None:
+    settings.check(functions)
     if settings.reference_policy_kl_penalty and fields.reference_logprobs is None:
         raise ValueError("reference_policy_kl_penalty needs reference_logprobs")
     if settings.entropy_bonus and entropy is None:
@@ -144,42 +119,80 @@ def _reference_kl(logprobs: Tensor, fields: TokenFields, settings: LossSettings)
 
 
 def _token_loss(
-    logprobs: Tensor, fields: TokenFields, settings: LossSettings, reduce: Reduce | None
+    logprobs: Tensor, fields: TokenFields, settings: LossSettings, functions: Functions | None
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The policy term of every token, by type of loss."""
-    old = logprobs.detach() if fields.old_logprobs is None else fields.old_logprobs
-    clip = {"clip_min": settings.ratio_clip_min, "clip_max": settings.ratio_clip_max}
-    if settings.type == "clipped_pg":
-        return clipped_policy_loss(logprobs, old, fields.advantages, **clip, dual_clip=settings.ratio_clip_c)
-    if settings.type == "gspo":
-        ids = fields.sequence_ids
-        count = fields.num_sequences
-        clip["dual_clip"] = settings.ratio_clip_c
-        return gspo_loss(logprobs, old, fields.advantages, ids, count, **clip, reduce=reduce)
-    if settings.type == "cispo":
-        return cispo_loss(logprobs, old, fields.advantages, **clip)
-    # target_po: the advantages hold the coefficients of `target_po_coefficients`; the loss is linear in the log-probs.
-    return -fields.advantages * logprobs, {}
+    """The policy term of every token, and what else the loss measured."""
+    entry = loss_entry(settings.type, functions)
+    if not is_place(settings.type):
+        loss, metrics = _with_metrics(entry.function(logprobs, fields, settings, **settings.options))
+        return loss, dict(metrics)
+    what = f"loss_fn.type: {settings.type}"
+    # Of its own, so that a gradient that is not finite is known to be this function's.
+    own = logprobs.view_as(logprobs)
+    if own.requires_grad:
+        own.register_hook(lambda gradient: _check_own(gradient, logprobs, f"{what} has a gradient that"))
+    loss, metrics = _with_metrics(_called(what, entry.function, own, fields, settings, settings.options))
+    _check_own(loss, own, f"{what} returned a loss that")
+    for name, values in metrics.items():
+        _check_own(values, own, f"{what} returned metric {name!r}, which")
+    return loss, {name: values.detach() for name, values in metrics.items()}
+
+
+def _with_metrics(returned: Any) -> tuple[Tensor, Mapping[str, Tensor]]:
+    return returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, {})
+
+
+def _called(what: str, function: Any, values: Tensor, fields: TokenFields, settings: Any, options: Any) -> Any:
+    """What a function of the user's own returns. Raises ValueError: it raised."""
+    try:
+        return function(values, fields, settings, **options)
+    except Exception as error:
+        raise ValueError(f"{what} raised {type(error).__name__}: {error}") from error
+
+
+def _check_own(values: Any, like: Tensor, what: str) -> None:
+    """Refuse what a function of the user's own must not give. Raises ValueError."""
+    if not isinstance(values, Tensor) or values.shape != like.shape or not values.is_floating_point():
+        shape = f"{values.dtype} {list(values.shape)}" if isinstance(values, Tensor) else type(values).__name__
+        raise ValueError(f"{what} is {shape}, not a float tensor {list(like.shape)}")
+    wrong = ~values.isfinite()
+    if wrong.any():
+        token = int(wrong.nonzero()[0])
+        raise ValueError(f"{what} is {values[token].item()} at {int(wrong.sum())} of {len(wrong)} tokens")
 
 
 def _correction(
-    logprobs: Tensor, fields: TokenFields, settings: LossSettings, reduce: Reduce | None
+    logprobs: Tensor, fields: TokenFields, settings: LossSettings, functions: Functions | None
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Factor of every token's policy term for the gap to the sampler, with its metrics."""
     factor = torch.ones_like(logprobs)
-    metrics = {}
+    metrics: dict[str, Tensor] = {}
     off_policy = settings.off_policy
-    ids = fields.sequence_ids
-    count = fields.num_sequences
     if off_policy.mode != "none":
-        old = logprobs.detach() if fields.old_logprobs is None else fields.old_logprobs
-        factor, metrics = importance_weights(old - fields.sampler_logprobs, ids, count, off_policy, reduce)
+        factor = importance_weights(fields, settings.off_policy, functions)
+        metrics = {"importance_weight": factor, "importance_masked": (factor == 0).to(factor.dtype)}
     if off_policy.sequence_mask_threshold is not None:
-        threshold = off_policy.sequence_mask_threshold
-        kept = sequence_keep_mask(logprobs, fields.sampler_logprobs, fields.advantages, ids, count, threshold, reduce)
+        kept = sequence_keep_mask(logprobs, fields, off_policy.sequence_mask_threshold)
         factor = factor * kept
         metrics["sequence_masked"] = 1.0 - kept
     return factor, metrics
+
+
+def importance_weights(fields: TokenFields, settings: OffPolicySettings, functions: Functions | None = None) -> Tensor:
+    """Weight of every token [tokens] from the gap between trainer and sampler, old_logprobs - sampler_logprobs.
+
+    Where the sampler gave no log-prob (NaN) there is no gap. What the modes make of it is said in `offpolicy.py`.
+    """
+    gap = (fields.old_logprobs - fields.sampler_logprobs).detach().nan_to_num(nan=0.0)
+    entry = correction_entry(settings.mode, functions)
+    if entry.function is None:
+        return torch.ones_like(gap)
+    if not is_place(settings.mode):
+        return entry.function(gap, fields, settings, **settings.options)
+    what = f"loss_fn.off_policy.mode: {settings.mode}"
+    weights = _called(what, entry.function, gap, fields, settings, settings.options)
+    _check_own(weights, gap, f"{what} returned a weight that")
+    return weights.detach()
 
 
 def _parity(logprobs: Tensor, fields: TokenFields, settings: LossSettings) -> dict[str, Tensor]:

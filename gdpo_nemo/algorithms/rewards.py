@@ -10,12 +10,16 @@ Each rule of `gdpo.shaping` names one component and one transformation:
       - {component: length, condition: {on: correctness, ge: 1.0, else: 0.0}}
       - {component: overlong, overlong: {buffer: 64, penalty: 1.0}}
       - {component: correctness, truncated: {value: 0.0}}
+      - {component: length, mine.py:cosine: {low: 0.5}}
+
+A rule is a function (values, options, context) -> values [sequences], with its name in `SHAPING_RULES`. One of the
+user's own is named by its place and called as (values, context, **options).
 
 The rules of one component act in the order of the list. A condition sees the other component after all rules of that
-one, wherever they stand in the list; components that wait for each other in a circle are refused. `length` and
-`overlong` create their component when no environment gives it; otherwise `overlong` adds to it and `length` replaces
-it. Missing rewards stay missing, also where the condition's reward is missing. KL to the reference is no component: see
-`compute_advantages`.
+one, wherever they stand in the list; components that wait for each other in a circle are refused. `length`, `overlong`
+and rules of the user's own create their component, as zeros, when no environment gives it; otherwise `overlong` adds to
+it and `length` replaces it. Missing rewards stay missing, also where the condition's reward is missing. KL to the
+reference is no component: see `compute_advantages`.
 """
 
 from __future__ import annotations
@@ -27,6 +31,7 @@ from typing import Any
 
 import numpy as np
 
+from gdpo_nemo.algorithms.own_functions import Functions, check_options, is_place, own_options
 from gdpo_nemo.algorithms.table import nearest
 
 COMPARISONS: dict[str, Callable[[np.ndarray, float], np.ndarray]] = {
@@ -124,16 +129,30 @@ def _truncated(values: np.ndarray, rule: Mapping[str, float], context: Context) 
     return np.where(context.need("truncated") & ~np.isnan(values), value, values)
 
 
-TRANSFORMATIONS: dict[str, Callable[[np.ndarray, Any, Context], np.ndarray]] = {
-    "clip": _clip,
-    "scale": _scale,
-    "linear": _linear,
-    "condition": _condition,
-    "length": _length,
-    "overlong": _overlong,
-    "truncated": _truncated,
+@dataclass(frozen=True)
+class ShapingRule:
+    """An entry of the registry."""
+
+    function: Callable[[np.ndarray, Any, Context], np.ndarray]
+    creates: bool = False
+    """Whether it makes its component where no environment gives it."""
+
+
+SHAPING_RULES: dict[str, ShapingRule] = {
+    "clip": ShapingRule(_clip),
+    "scale": ShapingRule(_scale),
+    "linear": ShapingRule(_linear),
+    "condition": ShapingRule(_condition),
+    "length": ShapingRule(_length, creates=True),
+    "overlong": ShapingRule(_overlong, creates=True),
+    "truncated": ShapingRule(_truncated),
 }
-CREATING = ("length", "overlong")
+
+
+def creates(rule: Mapping[str, Any]) -> bool:
+    """Whether a rule makes its component where no environment gives it. Raises ValueError: see `rule_name`."""
+    name = rule_name(rule)
+    return is_place(name) or SHAPING_RULES[name].creates
 
 
 def apply_shaping(
@@ -143,6 +162,7 @@ def apply_shaping(
     lengths: Any = None,
     max_length: int | None = None,
     truncated: Any = None,
+    functions: Functions | None = None,
 ) -> dict[str, np.ndarray]:
     """Components after shaping, in the order given, created ones last.
 
@@ -152,10 +172,11 @@ def apply_shaping(
         lengths: completion tokens [sequences].
         max_length: longest completion in tokens, for `overlong`.
         truncated: bool [sequences].
+        functions: the user's own, by the places that rules name them by; without them those rules change nothing.
 
     Raises:
         ValueError: an unknown component, transformation or option (with the nearest name), a circle of conditions, a
-            bad argument; the message names the rule.
+            bad argument, a function of the user's own that gives what is no finite reward; the message names the rule.
     """
     order = _order(rules, list(columns))
     given = {name: np.asarray(column, dtype=np.float64) for name, column in columns.items()}
@@ -166,7 +187,7 @@ def apply_shaping(
         column = given.get(name, np.zeros(count))
         for rule in rules:
             if rule["component"] == name:
-                column = _apply(column, rule, context)
+                column = _apply(column, rule, context, functions)
         done[name] = column
     return {name: done[name] for name in (*given, *(name for name in order if name not in given))}
 
@@ -175,8 +196,12 @@ def _array(values: Any, dtype: type) -> np.ndarray | None:
     return None if values is None else np.asarray(values, dtype=dtype)
 
 
-def check_shaping(rules: Sequence[Mapping[str, Any]], components: Sequence[str]) -> list[str]:
+def check_shaping(
+    rules: Sequence[Mapping[str, Any]], components: Sequence[str], functions: Functions | None = None
+) -> list[str]:
     """Validate the rules against the names the environments give, before there is any reward.
+
+    Args: as `apply_shaping`.
 
     Returns:
         All component names after shaping.
@@ -184,13 +209,15 @@ def check_shaping(rules: Sequence[Mapping[str, Any]], components: Sequence[str])
     Raises:
         ValueError: as `apply_shaping`.
     """
-    probe = {name: np.zeros(1) for name in components}
-    return list(apply_shaping(probe, rules, lengths=[1], max_length=1, truncated=[False]))
+    probe = {name: np.array([0.0, 1.0, np.nan]) for name in components}
+    lengths = [1, 4, 2]
+    truncated = [False, True, False]
+    return list(apply_shaping(probe, rules, lengths=lengths, max_length=4, truncated=truncated, functions=functions))
 
 
 def _order(rules: Sequence[Mapping[str, Any]], components: Sequence[str]) -> list[str]:
     """Component names after shaping, every one behind those its conditions look at."""
-    created = {rule.get("component") for rule in rules if transformation_of(rule) in CREATING}
+    created = {rule.get("component") for rule in rules if creates(rule)}
     known = [*components, *sorted(created - set(components))]
     graph: dict[str, set[str]] = {name: set() for name in known}
     for rule in rules:
@@ -208,8 +235,8 @@ def _order(rules: Sequence[Mapping[str, Any]], components: Sequence[str]) -> lis
         raise ValueError(f"shaping: conditions form a circle: {' -> '.join(error.args[1])}") from None
 
 
-def transformation_of(rule: Mapping[str, Any]) -> str:
-    """The one transformation a rule names.
+def rule_name(rule: Mapping[str, Any]) -> str:
+    """The one transformation a rule names: one of `SHAPING_RULES`, or a place.
 
     Raises:
         ValueError: no component, no transformation, several, or an unknown one.
@@ -222,16 +249,39 @@ def transformation_of(rule: Mapping[str, Any]) -> str:
             f"shaping rule {dict(rule)}: normalised like a reward, KL would lose its coefficient; it is no component "
             "but the key kl_in_reward (or reference_policy_kl_penalty of the loss)"
         )
-    if keys[0] not in TRANSFORMATIONS:
+    if keys[0] not in SHAPING_RULES and not is_place(str(keys[0])):
         raise ValueError(
-            f"shaping rule {dict(rule)}: unknown key {keys[0]!r}; {nearest(keys[0], tuple(TRANSFORMATIONS))}"
+            f"shaping rule {dict(rule)}: unknown key {keys[0]!r}; {nearest(keys[0], tuple(SHAPING_RULES))}, or a "
+            "function of your own: file.py:name"
         )
     return keys[0]
 
 
-def _apply(column: np.ndarray, rule: Mapping[str, Any], context: Context) -> np.ndarray:
-    name = transformation_of(rule)
-    return _labelled(rule, lambda: TRANSFORMATIONS[name](column, rule[name], context))
+def _apply(column: np.ndarray, rule: Mapping[str, Any], context: Context, functions: Functions | None) -> np.ndarray:
+    name = rule_name(rule)
+    if is_place(name):
+        return column if functions is None else _labelled(rule, lambda: _own(column, rule, context, functions[name]))
+    return _labelled(rule, lambda: SHAPING_RULES[name].function(column, rule[name], context))
+
+
+def _own(column: np.ndarray, rule: Mapping[str, Any], context: Context, function: Callable[..., Any]) -> np.ndarray:
+    """What a function of the user's own makes of a component; missing rewards stay missing. Raises ValueError."""
+    name = rule_name(rule)
+    options = rule[name] or {}
+    check_options(options, own_options(function, "values, context"), name)
+    try:
+        with np.errstate(all="ignore"):  # what is not finite is refused below, in a sentence
+            shaped = np.asarray(function(column.copy(), context, **options), dtype=np.float64)
+    except Exception as error:
+        raise ValueError(f"{name} raised {type(error).__name__}: {error}") from error
+    if shaped.shape != column.shape:
+        raise ValueError(f"{name} returned shape {shaped.shape} for {len(column)} sequences")
+    missing = np.isnan(column)
+    wrong = ~np.isfinite(shaped) & ~missing
+    if wrong.any():
+        row = int(np.argmax(wrong))
+        raise ValueError(f"{name} returned {shaped[row]} for the reward {column[row]:g} ({wrong.sum()} are not finite)")
+    return np.where(missing, np.nan, shaped)
 
 
 def _labelled(rule: Mapping[str, Any], action: Callable[[], Any]) -> Any:

@@ -116,7 +116,7 @@ def check_selection(
     try:
         ends = {name: bounds.get(name, (0.0, 1.0)) for name in weights}
         columns = {name: [low, high, low, low, high] for name, (low, high) in ends.items()}
-        table = build_table(columns, [0, 0, 1, 1, 2], dict(weights))
+        table = build_table(columns, [0, 0, 1, 1, 2], dict(weights), lengths=[3, 5, 4, 4, 2])
         run_estimator(entry, table, settings, own, estimator)
     except (TypeError, AttributeError) as error:
         raise ValueError(f"options of {_name(estimator)}: {error}") from None
@@ -142,11 +142,11 @@ def check_terms(terms: Any, table: RewardTable, estimator: str | Callable[..., T
     rows = len(table.valid)
     if not isinstance(terms, Terms):
         raise ValueError(f"estimator {_name(estimator)} returned {type(terms).__name__}, not Terms")
-    shapes = np.shape(terms.components), np.shape(terms.live)
+    shapes = np.shape(terms.components), np.shape(terms.has_signal)
     if shapes != ((len(table.names), rows), (rows,)):
         raise ValueError(
-            f"estimator {_name(estimator)} returned components {shapes[0]} and live {shapes[1]} for {len(table.names)} "
-            f"components of {rows} sequences"
+            f"estimator {_name(estimator)} returned components {shapes[0]} and has_signal {shapes[1]} for "
+            f"{len(table.names)} components of {rows} sequences"
         )
     if terms.total is not None and np.shape(terms.total) != (rows,):
         raise ValueError(f"estimator {_name(estimator)} returned total {np.shape(terms.total)} for {rows} sequences")

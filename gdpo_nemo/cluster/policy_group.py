@@ -161,9 +161,19 @@ class PolicyGroup:
 
     Building starts at once, unless engines share the devices: vLLM measures free memory at its start and has to come
     first.
+
+    Args:
+        reference: keep the starting weights for ``logprobs(reference=True)``; None: where a KL in loss or reward asks.
     """
 
-    def __init__(self, config: Config, folder: str, total_updates: int, placement: Placement | None = None):
+    def __init__(
+        self,
+        config: Config,
+        folder: str,
+        total_updates: int,
+        placement: Placement | None = None,
+        reference: bool | None = None,
+    ):
         placement = placement or here(config)
         nodes = placement.places.policy
         self.config = config.policy
@@ -187,7 +197,8 @@ class PolicyGroup:
         ]
         self._locations = {rank: actor.process_location.remote() for rank, actor in enumerate(self.ranks)}
         self._devices = [rank.device.remote() for rank in self.ranks]
-        reference = config.loss_fn.reference_policy_kl_penalty > 0 or kl_in_reward(config)
+        if reference is None:
+            reference = config.loss_fn.reference_policy_kl_penalty > 0 or kl_in_reward(config)
         self._model = (config.policy, config.run.seed, folder), (total_updates, reference, len(set(nodes)) > 1)
         self._building: list[Any] = []
         if not placement.places.shared:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Mapping
 
+from gdpo_nemo.config.algorithm_choice import samples
 from gdpo_nemo.config.files import is_local
 from gdpo_nemo.config.schema import Config, DatasetConfig
 from gdpo_nemo.data.rows import Row, environment_of_row, load_rows
@@ -55,6 +56,8 @@ def _check_local(config: Config, splits: Mapping[str, DatasetConfig]) -> list[tu
         )
         for index, row in enumerate(rows):
             first.setdefault(environment_of_row(row, data, environments, split, index), (row, data.prompt_key))
+    if not samples(config):
+        return found
     return [
         *found,
         *(("env", _verdicts(config, name, environments[name], row, key)) for name, (row, key) in first.items()),

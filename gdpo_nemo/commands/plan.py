@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from gdpo_nemo.commands.arguments import add_config
+from gdpo_nemo.config.algorithm_choice import samples
 from gdpo_nemo.config.description import describe
 from gdpo_nemo.config.load import load_config
 from gdpo_nemo.errors import ConfigError
@@ -46,6 +47,8 @@ def run(arguments: argparse.Namespace) -> int:
         return _calibrate(arguments)
     config = load_config(arguments.config, arguments.overrides)
     notes = validate(config)
+    if not samples(config):
+        raise ConfigError(f"algorithm.type: {config.algorithm.type} does not sample; the plan is of runs that do")
     shape = model_shape(config)
     if shape is None:
         raise ConfigError(

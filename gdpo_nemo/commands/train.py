@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Sequence
 
+from gdpo_nemo.algorithms.own_functions import is_place
 from gdpo_nemo.api import run as train
 from gdpo_nemo.commands.arguments import add_config
 from gdpo_nemo.config.description import describe
@@ -38,9 +39,15 @@ def _dry_run(config: Config, notes: Sequence[str]) -> int:
     from gdpo_nemo.observe.installation import missing_libraries
     from gdpo_nemo.planning.plan_report import brief, text
     from gdpo_nemo.resume import planned_changes
+    from gdpo_nemo.rollouts.own_objective import check_own_functions
 
     if config.cluster.gpus_per_node == 0 and (missing := missing_libraries()):
         notes = [*notes, missing]
+    check_own_functions(config)
+    if is_place(config.algorithm.type):
+        from gdpo_nemo.algorithm import load_algorithm
+
+        load_algorithm(config)
     found = [*check_data(config), *(("resume", sentence) for sentence in planned_changes(config))]
     lines = [*describe(config, notes).splitlines(), *text([*brief(config), *found]).splitlines()]
     print(to_yaml(config) + "\n" + "\n".join(f"# {line}" for line in lines))

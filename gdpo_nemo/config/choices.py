@@ -4,31 +4,27 @@ ones."""
 from __future__ import annotations
 
 from gdpo_nemo.algorithms.estimators import ESTIMATORS
-from gdpo_nemo.algorithms.loss_settings import (
-    AGGREGATIONS,
-    KL_GRADIENTS,
-    KL_KINDS,
-    LEVELS,
-    LOSS_TYPES,
-    MODES,
-    OLD_LOGPROBS,
-)
+from gdpo_nemo.algorithms.loss_settings import KL_GRADIENTS, OLD_LOGPROBS
+from gdpo_nemo.algorithms.losses import AGGREGATIONS, KL_KINDS, LOSSES
+from gdpo_nemo.algorithms.offpolicy import CORRECTIONS, LEVELS
 from gdpo_nemo.algorithms.settings import PRESETS
+from gdpo_nemo.config.algorithm_choice import ALGORITHMS
 from gdpo_nemo.config.families import FAMILIES, linear_layers
 from gdpo_nemo.config.transports import TRANSPORTS
 
 LORA_TARGETS = tuple(dict.fromkeys(name for family in FAMILIES.values() for name in linear_layers(family)))
 
 CHOICES: dict[str, tuple[str, ...]] = {
+    "algorithm.type": tuple(ALGORITHMS),
     "gdpo.estimator": tuple(ESTIMATORS),
     "gdpo.preset": tuple(PRESETS),
-    "loss_fn.type": LOSS_TYPES,
-    "loss_fn.aggregation": AGGREGATIONS,
+    "loss_fn.type": tuple(LOSSES),
+    "loss_fn.aggregation": tuple(AGGREGATIONS),
     "loss_fn.old_logprobs": OLD_LOGPROBS,
-    "loss_fn.reference_policy_kl_type": KL_KINDS,
+    "loss_fn.reference_policy_kl_type": tuple(KL_KINDS),
     "loss_fn.reference_policy_kl_gradient": KL_GRADIENTS,
-    "loss_fn.off_policy.mode": MODES,
-    "loss_fn.off_policy.level": LEVELS,
+    "loss_fn.off_policy.mode": tuple(CORRECTIONS),
+    "loss_fn.off_policy.level": tuple(LEVELS),
     "gdpo.group_by": ("row", "prompt"),
     "policy.lora.init": ("uniform", "xavier"),
     "policy.precision": ("float32", "bfloat16"),
@@ -45,6 +41,6 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "logger.console": ("auto", "live", "plain"),
 }
 """Dotted key -> accepted values. Keys that are not listed take any value of their type."""
-OWN_FUNCTIONS = ("gdpo.estimator", "weights.transport")
+OWN_FUNCTIONS = ("algorithm.type", "gdpo.estimator", "loss_fn.type", "loss_fn.off_policy.mode", "weights.transport")
 """Keys among these that also take a function or class of the user's, by its place: file.py:name or
 package.module:name."""

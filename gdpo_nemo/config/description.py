@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Sequence
 
+from gdpo_nemo.config.algorithm_choice import samples
 from gdpo_nemo.config.layout import Layout, resolve_layout, samples_per_step, updates_per_step
 from gdpo_nemo.config.placement import describe_places
 from gdpo_nemo.config.schema import Config
@@ -56,6 +57,8 @@ def _policy(config: Config, layout: Layout) -> str:
 
 def _engines(config: Config, layout: Layout) -> str:
     generation = config.policy.generation
+    if not samples(config):
+        return f"none, {config.algorithm.type} does not sample"
     device = f"{layout.engine_ranks} of {layout.gpus} GPUs" if layout.gpus else "CPU"
     if layout.colocated:
         device += " beside policy ranks, asleep while these train"
@@ -99,6 +102,8 @@ def _length(config: Config) -> str:
 
 
 def _rewards(config: Config) -> str:
+    if not samples(config):
+        return f"none, {config.algorithm.type} does not sample"
     weights = " + ".join(f"{weight:g} {name}" for name, weight in config.gdpo.rewards.items())
     preset = f", preset {config.gdpo.preset}" if config.gdpo.preset else ""
     return f"{weights} by {config.gdpo.estimator}{preset}, loss {config.loss_fn.type} ({config.loss_fn.aggregation})"

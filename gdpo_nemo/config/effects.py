@@ -9,8 +9,12 @@ this run (validation, checkpoints) are only noted: turning a feature off should 
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, Callable, NamedTuple
+from typing import Any, Callable, Iterator, Mapping, NamedTuple
 
+from gdpo_nemo.algorithms.losses import LOSSES
+from gdpo_nemo.algorithms.offpolicy import CORRECTIONS
+from gdpo_nemo.algorithms.own_functions import correction_entry, loss_entry
+from gdpo_nemo.config.algorithm_choice import samples
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.config.transports import chosen_transport, declared
 
@@ -41,35 +45,48 @@ _VLLM = "policy.generation.vllm_cfg"
 _MEGATRON = "policy.megatron_cfg"
 _OFF_POLICY = "loss_fn.off_policy"
 
+
+def _loss_reads(config: Config) -> tuple[str, ...]:
+    """Keys of `loss_fn` that the loss reads. The KL penalty and the entropy bonus are weighed by the aggregation."""
+    loss = config.loss_fn
+    beside = ("aggregation",) if loss.reference_policy_kl_penalty or loss.entropy_bonus else ()
+    return (*loss_entry(loss.type).reads, *beside)
+
+
+def _read_by_some(
+    section: str, registry: Mapping[str, Any], reads: Callable[[Config], tuple[str, ...]]
+) -> Iterator[Effect]:
+    """The keys of a section that some entries of a registry read and others do not."""
+    choice = {"loss_fn": "type"}.get(section, "mode")
+    for key in dict.fromkeys(key for entry in registry.values() for key in entry.reads):
+        readers = " or ".join(name for name, entry in registry.items() if key in entry.reads)
+        why = f"unless {section}.{choice} is {readers}, or a function of your own that reads it"
+        yield Effect((f"{section}.{key}",), lambda c, key=key: key in reads(c), why)
+
+
 EFFECTS = (
     Effect((f"{_VLLM}.gpu_memory_utilization", f"{_VLLM}.enforce_eager"), _gpu, "on CPU (cluster.gpus_per_node is 0)"),
     Effect((f"{_VLLM}.kv_cache_memory_bytes",), lambda c: not _gpu(c), "on GPUs, where gpu_memory_utilization decides"),
     Effect(
-        ("loss_fn.ratio_clip_min", "loss_fn.ratio_clip_max", "loss_fn.ratio_clip_c"),
-        lambda c: c.loss_fn.type != "target_po",
-        "with loss_fn.type target_po, which clips nothing",
-    ),
-    Effect(
-        ("loss_fn.ratio_clip_c",),
-        lambda c: c.loss_fn.type != "cispo",
-        "with loss_fn.type cispo, which bounds the weight of every token anyway",
-    ),
-    Effect(
-        ("loss_fn.aggregation",),
-        lambda c: (
-            c.loss_fn.type != "target_po" or bool(c.loss_fn.reference_policy_kl_penalty or c.loss_fn.entropy_bonus)
+        (
+            "gdpo.estimator",
+            "gdpo.preset",
+            "gdpo.shaping",
+            "gdpo.batch_norm",
+            "gdpo.kl_in_reward",
+            "gdpo.dynamic_sampling.enabled",
+            "rollout.max_staleness",
+            "rollout.function",
+            "rollout.endpoint.enabled",
         ),
-        "with loss_fn.type target_po alone, whose coefficients weigh the sequences",
+        lambda c: samples(c),
+        "with an algorithm that does not sample",
     ),
+    *_read_by_some("loss_fn", LOSSES, lambda c: _loss_reads(c)),
     Effect(
         ("gdpo.epsilon",),
         lambda c: c.gdpo.estimator not in ("dr_grpo", "rloo") or bool(c.gdpo.batch_norm),
         "with an estimator that divides by no standard deviation",
-    ),
-    Effect(
-        ("loss_fn.target_temperature", "loss_fn.target_length_normalize"),
-        lambda c: c.loss_fn.type == "target_po",
-        "unless loss_fn.type is target_po",
     ),
     Effect(
         ("loss_fn.constant_length",),
@@ -89,16 +106,7 @@ EFFECTS = (
         lambda c: c.loss_fn.reference_policy_kl_penalty != 0,
         "while loss_fn.reference_policy_kl_penalty is 0",
     ),
-    Effect(
-        (f"{_OFF_POLICY}.level", f"{_OFF_POLICY}.ratio_max"),
-        lambda c: c.loss_fn.off_policy.mode != "none",
-        f"while {_OFF_POLICY}.mode is none",
-    ),
-    Effect(
-        (f"{_OFF_POLICY}.ratio_min",),
-        lambda c: c.loss_fn.off_policy.mode in ("mask", "icepop"),
-        f"unless {_OFF_POLICY}.mode is mask or icepop",
-    ),
+    *_read_by_some(_OFF_POLICY, CORRECTIONS, lambda c: correction_entry(c.loss_fn.off_policy.mode).reads),
     Effect(
         (f"{_MEGATRON}.scheduler.lr_decay_steps", f"{_MEGATRON}.optimizer.min_lr"),
         lambda c: c.policy.megatron_cfg.scheduler.lr_decay_style != "constant",

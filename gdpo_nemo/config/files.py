@@ -7,7 +7,7 @@ import json
 import os
 import re
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gdpo_nemo.config.architectures import (
     CPU_HEAD_SIZES,
@@ -20,11 +20,13 @@ from gdpo_nemo.config.architectures import (
     num_experts,
 )
 from gdpo_nemo.config.families import FAMILIES
-from gdpo_nemo.config.layout import Layout
 from gdpo_nemo.config.schema import Config, DatasetConfig
 from gdpo_nemo.config.stages import check_stages
 from gdpo_nemo.config.weight_files import check_weight_files
 from gdpo_nemo.errors import ConfigError
+
+if TYPE_CHECKING:  # the layout asks whether the algorithm samples, which a file here may say
+    from gdpo_nemo.config.layout import Layout
 
 
 def _repository(package: Path) -> Path:
@@ -83,16 +85,30 @@ def find_function(key: str, reference: str) -> tuple[Path, str]:
     Raises:
         ConfigError: the file or the function in it does not exist.
     """
-    name, colon, function = reference.rpartition(":")
-    if not colon or not function.isidentifier():
-        raise ConfigError(f"{key}: {reference!r} is not written file.py:function")
-    path = find_file(name)
-    if path is None:
-        raise ConfigError(f"{key}: {name} does not exist")
-    body = _parsed(key, path).body
+    path, function, body = _place(key, reference)
     if not any(isinstance(node, ast.FunctionDef) and node.name == function for node in body):
         raise ConfigError(f"{key}: {path} has no function {function}")
     return path, function
+
+
+def find_definition(key: str, reference: str) -> ast.ClassDef:
+    """The class that ``file.py:Name`` names, as it is written, not run. Args and errors: as ``find_function``."""
+    path, name, body = _place(key, reference)
+    found = next((node for node in body if isinstance(node, ast.ClassDef) and node.name == name), None)
+    if found is None:
+        raise ConfigError(f"{key}: {path} has no class {name}")
+    return found
+
+
+def _place(key: str, reference: str) -> tuple[Path, str, list[ast.stmt]]:
+    """File, name and the file's statements of a place. Raises ConfigError."""
+    file, colon, name = reference.rpartition(":")
+    if not colon or not name.isidentifier():
+        raise ConfigError(f"{key}: {reference!r} is not written file.py:function")
+    path = find_file(file)
+    if path is None:
+        raise ConfigError(f"{key}: {file} does not exist")
+    return path, name, _parsed(key, path).body
 
 
 def _parsed(key: str, path: Path) -> ast.Module:

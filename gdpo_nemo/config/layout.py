@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from gdpo_nemo.config.algorithm_choice import engines
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.errors import ConfigError
 
@@ -79,7 +80,7 @@ def resolve_layout(config: Config) -> Layout:
         expert=megatron.expert_model_parallel_size,
         expert_tensor=megatron.expert_tensor_parallel_size or tensor,
         data=data or 1,
-        engines=generation.engines,
+        engines=engines(config),
         engine_tensor=generation.vllm_cfg.tensor_parallel_size,
         gpus=gpus,
         colocated=cluster.placement == "colocated",
@@ -100,8 +101,8 @@ def _data_parallel_on_gpus(config: Config, gpus: int, model: int) -> int:
     fewer = ""
     other = "choose a layout that divides them"
     if config.cluster.placement == "separate":
-        left = gpus - generation.engines * per_engine
-        share = f"{gpus} GPUs less {generation.engines} x {per_engine} for the engines leave {max(left, 0)}"
+        left = gpus - engines(config) * per_engine
+        share = f"{gpus} GPUs less {engines(config)} x {per_engine} for the engines leave {max(left, 0)}"
         fewer = "fewer engines, "
         other = "set policy.generation.engines so that it is"
     if per_engine > config.cluster.gpus_per_node:

@@ -18,6 +18,7 @@ import yaml
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
 
+from gdpo_nemo.config.algorithm_choice import declares_sampling
 from gdpo_nemo.config.choices import CHOICES, OWN_FUNCTIONS
 from gdpo_nemo.config.files import DEMO, REPOSITORY, find_file
 from gdpo_nemo.config.messages import message_line
@@ -198,6 +199,8 @@ def _read_override(text: str) -> tuple[str, dict]:
 def build_config(merged: DictConfig) -> Config:
     """Resolve interpolations, check what only shows then, and build the dataclasses. Raises ConfigError."""
     try:
+        if not declares_sampling(merged.algorithm.type) and OmegaConf.is_missing(merged.gdpo, "rewards"):
+            merged.gdpo.rewards = {}
         if OmegaConf.is_missing(merged.gdpo, "rewards"):
             if weights := weights_beside_rewards(OmegaConf.to_container(merged.env)):
                 merged.gdpo.rewards = weights

@@ -8,8 +8,10 @@ from __future__ import annotations
 import math
 from typing import Any, Callable, Iterable
 
-from gdpo_nemo.algorithms.rewards import CREATING, check_shaping, parse_condition, transformation_of
+from gdpo_nemo.algorithms.own_functions import is_place, loss_entry
+from gdpo_nemo.algorithms.rewards import check_shaping, creates, parse_condition, rule_name
 from gdpo_nemo.algorithms.selection import check_selection
+from gdpo_nemo.config.algorithm_choice import samples
 from gdpo_nemo.config.files import find_function
 from gdpo_nemo.config.layout import updates_per_step
 from gdpo_nemo.config.reward_weights import check_reward_weights
@@ -23,10 +25,12 @@ def check_learning(config: Config) -> None:
     Raises:
         ConfigError: names the key and the remedy.
     """
+    _check_loss(config)
+    if not samples(config):
+        return
     _check_shaping_alone(config)
     check_reward_weights(config)
     check_estimator(config)
-    _check_loss(config)
     _check_dynamic_sampling(config)
 
 
@@ -59,11 +63,19 @@ def _check_shaping_alone(config: Config) -> None:
     """The rules by themselves, taking for granted that the components they name exist."""
     rules = config.gdpo.shaping
     try:
-        named = {str(rule["component"]) for rule in rules if transformation_of(rule) not in CREATING}
+        named = {str(rule["component"]) for rule in rules if not creates(rule)}
         named |= {str(parse_condition(rule["condition"])[0]) for rule in rules if "condition" in rule}
         check_shaping(rules, sorted(named))
     except (AttributeError, TypeError, ValueError) as error:
         raise ConfigError(f"gdpo.shaping: {error}") from None
+    for rule in rules:
+        _check_place("gdpo.shaping", rule_name(rule))
+
+
+def _check_place(key: str, name: str) -> None:
+    """Where a name is the place of a function in a file, it is there; the file is not run. Raises ConfigError."""
+    if is_place(name) and name.rpartition(":")[0].endswith(".py"):
+        find_function(key, name)
 
 
 def check_estimator(config: Config, own: Callable[..., Any] | None = None) -> None:
@@ -76,9 +88,8 @@ def check_estimator(config: Config, own: Callable[..., Any] | None = None) -> No
         ConfigError: they do not.
     """
     gdpo = config.gdpo
-    if own is None and ":" in gdpo.estimator:
-        if gdpo.estimator.rpartition(":")[0].endswith(".py"):
-            find_function("gdpo.estimator", gdpo.estimator)
+    if own is None and is_place(gdpo.estimator):
+        _check_place("gdpo.estimator", gdpo.estimator)
         return
     try:
         check_selection(own or gdpo.estimator, gdpo.preset, gdpo.batch_norm, gdpo.epsilon, gdpo.options, gdpo.rewards)
@@ -105,20 +116,23 @@ def _check_loss(config: Config) -> None:
         loss.check()
     except ValueError as error:
         raise ConfigError(f"loss_fn.{error}") from None
+    _check_place("loss_fn.type", loss.type)
+    _check_place("loss_fn.off_policy.mode", loss.off_policy.mode)
     group = config.gdpo.num_generations_per_prompt
-    if loss.type == "target_po" and size and size % group and updates_per_step(config) > 1:
+    if loss_entry(loss.type).by_group and size and size % group and updates_per_step(config) > 1:
         raise ConfigError(
             f"policy.train_global_batch_size: {size} splits groups of {group} samples between updates, which "
-            "loss_fn.type target_po cannot have; use a multiple of gdpo.num_generations_per_prompt"
+            f"loss_fn.type {loss.type} cannot have; use a multiple of gdpo.num_generations_per_prompt"
         )
 
 
 def _check_dynamic_sampling(config: Config) -> None:
     if config.gdpo.dynamic_sampling.batch_multiplier == math.inf:
         raise ConfigError("gdpo.dynamic_sampling.batch_multiplier: must be finite")
-    if config.gdpo.dynamic_sampling.leave_one_out and config.loss_fn.type == "target_po":
+    if config.gdpo.dynamic_sampling.leave_one_out and loss_entry(config.loss_fn.type).by_group:
         raise ConfigError(
-            "gdpo.dynamic_sampling.leave_one_out: leaves parts of groups, which loss_fn.type target_po cannot train"
+            "gdpo.dynamic_sampling.leave_one_out: leaves parts of groups, which loss_fn.type "
+            f"{config.loss_fn.type} cannot train"
         )
     if config.gdpo.dynamic_sampling.enabled and config.rollout.max_staleness:
         raise ConfigError(

@@ -8,7 +8,7 @@ import pickle
 import sys
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Callable, Iterable
 
 from gdpo_nemo.config.files import find_file
 from gdpo_nemo.config.messages import first_line, nearest
@@ -68,6 +68,28 @@ def _unpickled(place: str, name: str) -> Any:
     if name not in objects:
         raise ConfigError(f"{place} has no {name!r}{nearest(name, objects)}")
     return objects[name]
+
+
+def load_functions(key: str, places: Iterable[str]) -> dict[str, Callable[..., Any]]:
+    """The functions of the user's own at these places, by place; ``key`` is where the config names them. Raises
+    ConfigError."""
+    found = {}
+    for place in places:
+        try:
+            found[place] = load_object(place)
+        except ConfigError as error:
+            raise ConfigError(f"{key}: {error}") from error
+        if not callable(found[place]):
+            raise ConfigError(f"{key}: {place} is not callable")
+    return found
+
+
+def absolute_place(name: str) -> str:
+    """A place in a file (``file.py:name``) as other processes find it, whatever their working directory; any other
+    name as it is."""
+    file, colon, function = name.rpartition(":")
+    found = find_file(file) if file.endswith(".py") else None
+    return f"{found.resolve()}{colon}{function}" if found else name
 
 
 def _load_module(place: str) -> ModuleType:

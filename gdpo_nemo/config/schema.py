@@ -28,6 +28,18 @@ class RunConfig:
 
 
 @dataclass
+class AlgorithmConfig:
+    """What the loop asks for the updates of a step."""
+
+    type: str = "gdpo"
+    """gdpo: samples, rewards and policy gradients, as the sections gdpo and loss_fn say. Or a class of your own by its
+    place, `file.py:Name` (see `examples/custom_sft.py`); one with `samples = False` needs no engines, no environments
+    and no gdpo.rewards."""
+    options: Dict[str, Any] = field(default_factory=dict)
+    """Options of a class of your own, which reads them from the config."""
+
+
+@dataclass
 class DynamicSamplingConfig:
     """Replace groups that carry no signal before the update (DAPO), decided per component."""
 
@@ -76,7 +88,8 @@ class GdpoConfig:
     num_prompts_per_step: int = 16
     """Prompts in one step."""
     num_generations_per_prompt: int = 8
-    """Samples per prompt (the group size G), at least 2."""
+    """Samples per prompt (the group size G), at least 2; where the algorithm does not sample, the sequences that it
+    makes of a row."""
     group_by: str = "row"
     """What samples are compared with: those of their row, or prompt: of all rows of the step with the same prompt
     tokens."""
@@ -492,6 +505,7 @@ class Config:
     """Everything a run is told."""
 
     run: RunConfig = field(default_factory=RunConfig)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     gdpo: GdpoConfig = field(default_factory=GdpoConfig)
     loss_fn: LossSettings = field(default_factory=LossSettings)
     policy: PolicyConfig = field(default_factory=PolicyConfig)

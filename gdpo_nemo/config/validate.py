@@ -9,6 +9,7 @@ import difflib
 import math
 from typing import Callable, Sequence
 
+from gdpo_nemo.config.algorithm_choice import samples
 from gdpo_nemo.config.choices import LORA_TARGETS
 from gdpo_nemo.config.effects import SWITCHED_OFF, keys_without_effect, value_of
 from gdpo_nemo.config.env_workers import place_workers
@@ -130,6 +131,10 @@ def check_ranges(config: Config) -> None:
 def _check_rewards(config: Config) -> None:
     rewards = config.gdpo.rewards
     group = config.gdpo.num_generations_per_prompt
+    if not samples(config):
+        if group < 1:
+            raise ConfigError(f"gdpo.num_generations_per_prompt: must be at least 1, got {group}")
+        return
     if group < 2:
         raise ConfigError(
             f"gdpo.num_generations_per_prompt: must be at least 2, got {group}; samples are compared within their group"
@@ -146,7 +151,7 @@ def _check_rewards(config: Config) -> None:
 def _check_lengths(config: Config) -> None:
     policy = config.policy
     longest = config.policy.max_total_sequence_length
-    if policy.generation.max_new_tokens >= longest:
+    if samples(config) and policy.generation.max_new_tokens >= longest:
         raise ConfigError(
             f"policy.generation.max_new_tokens: {policy.generation.max_new_tokens} leaves no room for a prompt in "
             f"policy.max_total_sequence_length {longest}"
@@ -159,7 +164,7 @@ def _check_lengths(config: Config) -> None:
 
 
 def _check_environments(config: Config) -> None:
-    if not config.env:
+    if not config.env and samples(config):
         raise ConfigError("env: names no environment; write {name: {}}")
     for name, options in config.env.items():
         if options is not None and not isinstance(options, dict):

@@ -193,7 +193,7 @@ class _Renderer:
         return self._prompt.key
 
     def __call__(self, index: int, row: Row, environment: str) -> tuple[str, Messages | None]:
-        self._system = self._own[environment] if self._demanded is None else self._demanded
+        self._system = self._own.get(environment) if self._demanded is None else self._demanded
         value = self._prompt(index, row)
         if isinstance(value, str):
             value = self._around(value)

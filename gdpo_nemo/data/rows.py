@@ -23,8 +23,11 @@ Row = dict[str, Any]
 def environment_of(dataset: DatasetConfig, environments: Mapping[str, Any], split: str) -> str:
     """The name in ``env`` of the environment that verifies this split's prompts. Raises ConfigError.
 
-    With ``environment_key`` it is that of the rows which name none, and may be empty.
+    With ``environment_key`` it is that of the rows which name none, and may be empty; and so it is without
+    environments, where nothing is sampled.
     """
+    if not environments and dataset.environment is None and dataset.path is not None:
+        return ""
     if dataset.environment is not None:
         if dataset.environment not in environments:
             hint = nearest(dataset.environment, environments)
@@ -44,6 +47,8 @@ def environment_of_row(
     row: Row, dataset: DatasetConfig, environments: Mapping[str, Any], split: str, index: int
 ) -> str:
     """The name in ``env`` of the environment that verifies row ``index``. Raises ConfigError."""
+    if not environments:
+        return environment_of(dataset, environments, split)
     named = row.get(dataset.environment_key) if dataset.environment_key is not None else None
     name = environment_of(dataset, environments, split) if named is None else named
     if not isinstance(name, str) or name not in environments:
@@ -97,6 +102,9 @@ def _read_by_environment(
     made = []
     for index, row in enumerate(rows):
         name = environment_of_row(row, dataset, environments, split, index)
+        if not environments:
+            made.append(row)
+            continue
         named = {key: row[key] for key in (dataset.environment_key,) if key in row}
         try:
             made.append({**environments[name].read_row(row), **named})

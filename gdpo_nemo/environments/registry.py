@@ -7,6 +7,7 @@ from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any, Mapping
 
+from gdpo_nemo.config.algorithm_choice import samples
 from gdpo_nemo.config.messages import first_line, nearest
 from gdpo_nemo.config.objective_checks import check_components
 from gdpo_nemo.config.objects import is_reference, load_object
@@ -100,6 +101,8 @@ def load_environments(section: Mapping[str, Mapping[str, Any] | None]) -> dict[s
 def check_rewards(config: Config, environments: Mapping[str, Environment]) -> None:
     """Refuse weights of components that no environment gives, unless one cannot say yet which it does. Raises
     ConfigError."""
+    if not samples(config):
+        return
     if not any(environment.open_rewards for environment in environments.values()):
         check_components(config, [name for environment in environments.values() for name in environment.reward_names])
 

@@ -17,11 +17,14 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from gdpo_nemo.algorithms.loss_settings import LossSettings
-from gdpo_nemo.algorithms.policy_loss import TokenFields, policy_loss
+from gdpo_nemo.algorithms import LossSettings, TokenFields
+from gdpo_nemo.algorithms.own_functions import Functions
+from gdpo_nemo.algorithms.policy_loss import policy_loss
+from gdpo_nemo.config.objects import load_functions
 from gdpo_nemo.config.schema import PolicyConfig
 from gdpo_nemo.data.packing import Assignment, PackedRows, TrainSequence, pack_rows
 from gdpo_nemo.data.results import TokenValues, UpdateResult
+from gdpo_nemo.errors import RunError
 from gdpo_nemo.megatron.attention import local_positions, make_packing
 from gdpo_nemo.megatron.conversion import export_hf
 from gdpo_nemo.megatron.lora import adapters_disabled, gather_adapters
@@ -102,11 +105,22 @@ class Policy:
     # -- update -------------------------------------------------------------------------------------------------
 
     def train(self, sequences: Sequence[TrainSequence], assignment: Assignment, settings: LossSettings) -> UpdateResult:
-        """One optimizer update on a whole update batch; ``assignment`` comes from ``packing.assign``."""
+        """One optimizer update on a whole update batch; ``assignment`` comes from ``packing.assign``.
+
+        Raises:
+            RunError: a function of the user's own gave what no loss can be made of.
+        """
+        functions = load_functions("loss_fn", settings.places)
         for wrapped in self.built.wrapped:
             wrapped.zero_grad_buffer()
         self.built.optimizer.zero_grad()
-        done = self._run(sequences, assignment, partial(self._loss, sequences, settings), forward_only=False)
+        finish = partial(self._loss, sequences, settings, functions)
+        try:
+            done = self._run(sequences, assignment, finish, forward_only=False)
+        except ValueError as error:
+            if functions:  # whose they are, the sentence says
+                raise RunError(str(error)) from error
+            raise
         sums, maxima = self._reduce(done)
         norm = self._gradient_norm()
         skipped = not (math.isfinite(norm) and math.isfinite(sums["loss"]))
@@ -131,10 +145,10 @@ class Policy:
         self.built.optimizer.prepare_grads()
         return float(self.built.optimizer.get_grad_norm())
 
-    def _loss(self, sequences, settings, rows: PackedRows, output: torch.Tensor):
+    def _loss(self, sequences, settings, functions: Functions, rows: PackedRows, output: torch.Tensor):
         logprobs, entropy = output.float().unbind(-1)
         fields = self._fields(sequences, rows)
-        loss, metrics = policy_loss(logprobs, entropy, fields, settings, self._sum_over_context)
+        loss, metrics = policy_loss(logprobs, entropy, fields, settings, self._sum_over_context, functions)
         # Megatron divides by this token count in its own reduction, which `model._finalize` leaves out.
         tokens = torch.tensor(len(rows.rows), dtype=torch.int, device=output.device)
         return loss, tokens, (loss.detach(), metrics)

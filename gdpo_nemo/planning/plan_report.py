@@ -49,7 +49,7 @@ def brief(config: Config) -> list[tuple[str, str]]:
         *lines,
         ("per rank", _policy_line(memory, shape)),
         *([("shared", stays)] if layout.colocated and layout.gpus else []),
-        ("refit", f"{size(refit_bytes(config, shape))} to each engine after every step"),
+        *([("refit", f"{size(refit_bytes(config, shape))} to each engine after every step")] if layout.engines else []),
     ]
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from math import ceil
 
+from gdpo_nemo.algorithms.own_functions import loss_entry
 from gdpo_nemo.config.layout import Layout, resolve_layout, samples_per_step, updates_per_step
 from gdpo_nemo.config.objective_checks import kl_in_reward
 from gdpo_nemo.config.schema import Config
@@ -97,7 +98,7 @@ def evaluations(config: Config) -> int:
     return (
         (several and old == "trainer")
         + bool(loss.reference_policy_kl_penalty)
-        + (loss.type == "target_po")
+        + loss_entry(loss.type).by_group
         + kl_in_reward(config)
     )
 

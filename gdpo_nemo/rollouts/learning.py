@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Callable, Sequence
+from typing import Sequence
 
 import numpy as np
 
 from gdpo_nemo.algorithms import Advantages, apply_shaping, compute_advantages, groups_with_signal, token_weights
-from gdpo_nemo.algorithms.rewards import CREATING, transformation_of
+from gdpo_nemo.algorithms.rewards import creates
 from gdpo_nemo.config.messages import first_line
-from gdpo_nemo.config.objective_checks import check_estimator
-from gdpo_nemo.config.objects import load_object
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.data.packing import TrainSequence
 from gdpo_nemo.data.records import NOT_CONTIGUOUS, Group, Outcome, Trajectory
 from gdpo_nemo.data.results import UpdateResult
-from gdpo_nemo.errors import ConfigError, RunError
+from gdpo_nemo.errors import RunError
+from gdpo_nemo.rollouts.own_objective import own_estimator, own_rules
 
 
 def reward_columns(trajectories: Sequence[Trajectory], config: Config) -> dict[str, np.ndarray]:
@@ -27,7 +26,7 @@ def reward_columns(trajectories: Sequence[Trajectory], config: Config) -> dict[s
     rules = config.gdpo.shaping
     given = dict.fromkeys(name for t in trajectories for name in t.rewards)
     # What a rule will create must not be there before it, all missing: whatever is added to missing stays missing.
-    created = {rule["component"] for rule in rules if transformation_of(rule) in CREATING}
+    created = {rule["component"] for rule in rules if creates(rule)}
     names = [*(name for name in config.gdpo.rewards if name in given or name not in created), *given]
     columns = {
         name: np.array([_number(t.rewards.get(name)) for t in trajectories], np.float64)
@@ -41,6 +40,7 @@ def reward_columns(trajectories: Sequence[Trajectory], config: Config) -> dict[s
         lengths=np.array([t.num_policy_tokens for t in trajectories]),
         max_length=longest_completion(config),
         truncated=np.array([t.finish_reason == "length" for t in trajectories]),
+        functions=own_rules(config),
     )
 
 
@@ -102,21 +102,6 @@ def log_ratios(sequences: Sequence[TrainSequence], reference: Sequence[np.ndarra
         s.where_written(s.sampler_logprobs - r).astype(np.float64) for s, r in zip(sequences, reference, strict=True)
     ]
     return np.array([np.nan if np.isnan(gap).all() else np.nansum(gap) for gap in gaps])
-
-
-def own_estimator(config: Config) -> Callable | None:
-    """The function that ``gdpo.estimator`` names by its place; None where it is one of ours."""
-    return load_object(config.gdpo.estimator) if ":" in config.gdpo.estimator else None
-
-
-def check_own_estimator(config: Config) -> None:
-    """Load a user's estimator and try it on a small group. Raises ConfigError."""
-    try:
-        own = own_estimator(config)
-    except ConfigError as error:
-        raise ConfigError(f"gdpo.estimator: {error}") from error
-    if own is not None:
-        check_estimator(config, own)
 
 
 def has_signal(group: Group, config: Config) -> bool:

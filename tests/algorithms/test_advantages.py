@@ -175,11 +175,11 @@ def test_values_are_the_batch_normed_sum_of_the_components(seed):
     rewards, ids = batch(seed, missing=0.1)
     result = compute_advantages(rewards, ids, weights=WEIGHTS)
     total = result.components.sum(1)
-    live = result.live
-    assume(live.sum() > 1)
-    expected = (total[live] - total[live].mean()) / (total[live].std() + 1e-6)
-    torch.testing.assert_close(result.values[live], expected, rtol=0, atol=1e-9)
-    assert (result.values[~live] == 0).all()
+    has_signal = result.has_signal
+    assume(has_signal.sum() > 1)
+    expected = (total[has_signal] - total[has_signal].mean()) / (total[has_signal].std() + 1e-6)
+    torch.testing.assert_close(result.values[has_signal], expected, rtol=0, atol=1e-9)
+    assert (result.values[~has_signal] == 0).all()
 
 
 def test_batch_statistics_count_only_rows_with_signal():
@@ -188,7 +188,7 @@ def test_batch_statistics_count_only_rows_with_signal():
     result = compute_advantages(rewards, [0] * 4 + [1] * 4)
     torch.testing.assert_close(result.values[:4].std(), torch.tensor(1.0).double(), rtol=0, atol=1e-5)
     assert (result.values[4:] == 0).all()
-    assert result.live.tolist() == [True] * 4 + [False] * 4
+    assert result.has_signal.tolist() == [True] * 4 + [False] * 4
 
 
 def test_components_of_zero_weight_do_not_train():

@@ -137,7 +137,7 @@ def test_batch_norm_is_on_where_the_published_form_has_it():
     rewards, ids = table()
     for name in ESTIMATORS:
         result = compute_advantages(rewards, ids, estimator=name)
-        assert (abs(result.values[result.live].std() - 1) < 1e-5) == (name in on)
+        assert (abs(result.values[result.has_signal].std() - 1) < 1e-5) == (name in on)
 
 
 @pytest.mark.parametrize("estimator", ["grpo", "dr_grpo", "rloo", "corr_grpo"])
@@ -160,7 +160,7 @@ def test_corr_grpo_drops_components_that_are_constant_up_to_rounding():
 def test_gd2po_standardises_over_the_kept_rollouts_only():
     rewards, ids = table()
     before = values(rewards, ids, "gd2po", batch_norm=False)
-    kept = compute_advantages(rewards, ids, weights=WEIGHTS, estimator="gd2po").live.numpy()
+    kept = compute_advantages(rewards, ids, weights=WEIGHTS, estimator="gd2po").has_signal.numpy()
     after = values(rewards, ids, "gd2po")
     assert 0 < kept.sum() < len(ids) and (after[~kept] == 0).all()
     np.testing.assert_allclose(after[kept], normed(before[kept]), rtol=0, atol=1e-9)

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gdpo_nemo.algorithms.offpolicy import OffPolicySettings
+from gdpo_nemo.algorithms import OffPolicySettings
 from gdpo_nemo.algorithms.policy_loss import LossSettings, TokenFields, policy_loss
 
 SEQUENCES = 6

@@ -65,13 +65,13 @@ def test_under_the_batch_norm_the_kl_counts_beta_times_beside_the_rewards(seed, 
     for beta in (0.001, 1.0, 100.0):
         before = values(rewards, ids, batch_norm=False)
         after = before - beta * centred(kl, ids)
-        live = compute_advantages(rewards, ids).live.numpy() if rows == "live" else np.ones(len(ids), bool)
-        expected = (after - after[live].mean() * live) / (after[live].std(ddof=1) + 1e-6)
+        has_signal = compute_advantages(rewards, ids).has_signal.numpy() if rows == "live" else np.ones(len(ids), bool)
+        expected = (after - after[has_signal].mean() * has_signal) / (after[has_signal].std(ddof=1) + 1e-6)
         got = values(rewards, ids, kl=kl, kl_coefficient=beta, batch_rows=rows)
         np.testing.assert_allclose(got, expected, rtol=0, atol=1e-9 * max(1.0, beta))
-        if live.sum() > 4:  # what the KL counts beside the rewards, from the advantages alone
-            parts = np.stack([before[live], centred(kl, ids)[live], np.ones(live.sum())], axis=1)
-            (reward, divergence, _), *_ = np.linalg.lstsq(parts, got[live])
+        if has_signal.sum() > 4:  # what the KL counts beside the rewards, from the advantages alone
+            parts = np.stack([before[has_signal], centred(kl, ids)[has_signal], np.ones(has_signal.sum())], axis=1)
+            (reward, divergence, _), *_ = np.linalg.lstsq(parts, got[has_signal])
             assert divergence / reward == pytest.approx(-beta, rel=1e-3)
 
 

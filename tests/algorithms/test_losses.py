@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from gdpo_nemo.algorithms import LossSettings, OffPolicySettings, TokenFields, token_weights
-from gdpo_nemo.algorithms.loss_settings import LEVELS, LOSS_TYPES
-from gdpo_nemo.algorithms.losses import cispo_loss, clipped_policy_loss, gspo_loss, kl_penalty
+from gdpo_nemo.algorithms import LOSSES, LossSettings, OffPolicySettings, TokenFields, token_weights
+from gdpo_nemo.algorithms.losses import kl_penalty
+from gdpo_nemo.algorithms.offpolicy import LEVELS
 from gdpo_nemo.algorithms.policy_loss import policy_loss
 
 LENGTHS = [5, 0, 9, 3, 1, 7]
@@ -61,7 +61,7 @@ def full_settings(kind: str, aggregation: str, mode: str = "truncate", level: st
     )
 
 
-@pytest.mark.parametrize("kind", LOSS_TYPES)
+@pytest.mark.parametrize("kind", LOSSES)
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "constant"])
 @pytest.mark.parametrize("size", [1, 4])
 def test_loss_and_gradient_are_invariant_to_micro_batch_size(kind, aggregation, size):
@@ -77,7 +77,7 @@ def test_loss_and_gradient_are_invariant_to_micro_batch_size(kind, aggregation, 
         assert max(part.maxima[name] for _, part in parts if name in part.maxima) == value
 
 
-@pytest.mark.parametrize("kind, level", [(k, x) for k in LOSS_TYPES for x in LEVELS if (k, x) != ("gspo", "token")])
+@pytest.mark.parametrize("kind, level", [(k, x) for k in LOSSES for x in LEVELS if (k, x) != ("gspo", "token")])
 def test_gradient_is_invariant_to_context_parallelism(kind, level):
     """Two ranks hold alternating tokens of every sequence; the sums they exchange are replayed from the other rank."""
     mode = "mask" if kind == "gspo" else "icepop"
@@ -102,7 +102,7 @@ def test_gradient_is_invariant_to_context_parallelism(kind, level):
     torch.testing.assert_close(batch.gradient(parts), batch.gradient([whole]), rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize("kind", LOSS_TYPES)
+@pytest.mark.parametrize("kind", LOSSES)
 def test_padding_and_order_of_tokens_do_not_matter(kind):
     batch = Batch()
     settings = full_settings(kind, "token_mean")
@@ -181,6 +181,19 @@ def test_loss_is_the_corrected_policy_term_plus_kl_minus_entropy():
     }
 
 
+def loss_of(kind, ids=None, **settings):
+    """A built-in loss as a function of log-probs, old log-probs and advantages [tokens]; one token a sequence without
+    ``ids``."""
+
+    def function(logprobs, old, advantages):
+        sequences = torch.arange(len(logprobs)) if ids is None else ids
+        weights = torch.ones(len(logprobs))
+        fields = TokenFields(advantages, weights, sequences, int(sequences.max()) + 1, old_logprobs=old)
+        return LOSSES[kind].function(logprobs, fields, LossSettings(type=kind, **settings))
+
+    return function
+
+
 def gradient_of(function, *values):
     logprobs = torch.tensor(values[0], requires_grad=True)
     loss, metrics = function(logprobs, *(torch.tensor(v) for v in values[1:]))
@@ -190,9 +203,7 @@ def gradient_of(function, *values):
 def test_clip_stops_the_gradient_where_the_ratio_has_gone_far_enough():
     ratios = [0.5, 1.0, 1.25, 1.5, 0.5, 1.5]
     advantages = [1.0, 1.0, 1.0, 1.0, -1.0, -1.0]
-    loss, gradient, metrics = gradient_of(
-        lambda *x: clipped_policy_loss(*x, clip_min=0.2, clip_max=0.28), np.log(ratios), [0.0] * 6, advantages
-    )
+    loss, gradient, metrics = gradient_of(loss_of("clipped_pg"), np.log(ratios), [0.0] * 6, advantages)
     expected = torch.tensor([-0.5, -1.0, -1.25, -1.28, 0.8, 1.5]).double()
     torch.testing.assert_close(loss.double(), expected)
     assert metrics["clipped"].tolist() == [0, 0, 0, 1, 1, 0]
@@ -201,7 +212,7 @@ def test_clip_stops_the_gradient_where_the_ratio_has_gone_far_enough():
 
 def test_dual_clip_bounds_the_loss_of_bad_samples():
     loss, gradient, metrics = gradient_of(
-        lambda *x: clipped_policy_loss(*x, clip_min=0.2, clip_max=0.28, dual_clip=3.0),
+        loss_of("clipped_pg", ratio_clip_c=3.0),
         np.log([10.0, 2.0, 10.0]), [0.0] * 3, [-1.0, -1.0, 1.0],
     )  # fmt: skip
     torch.testing.assert_close(loss.double(), torch.tensor([3.0, 2.0, -1.28]).double())
@@ -212,12 +223,7 @@ def test_on_policy_gradient_is_that_of_reinforce_for_every_ratio_loss():
     logprobs = [-1.0, -2.0, -0.5]
     advantages = [1.0, 1.0, -2.0]
     ids = torch.tensor([0, 0, 1])
-    clip = {"clip_min": 0.2, "clip_max": 0.28}
-    for function in (
-        lambda *x: clipped_policy_loss(*x, **clip),
-        lambda *x: cispo_loss(*x, **clip),
-        lambda *x: gspo_loss(*x, ids, 2, **clip),
-    ):
+    for function in (loss_of("clipped_pg"), loss_of("cispo"), loss_of("gspo", ids)):
         _, gradient, _ = gradient_of(function, logprobs, logprobs, advantages)
         torch.testing.assert_close(gradient, -torch.tensor(advantages))
 
@@ -230,7 +236,7 @@ def test_gspo_is_the_clipped_loss_of_the_sequence_ratio():
     logprobs = (old + 0.1 * torch.randn(6, generator=generator)).requires_grad_()
     advantages = torch.tensor([1.0, -1.0, 0.5])
     weights = (1 / (3 * lengths))[ids]
-    loss, _ = gspo_loss(logprobs, old, advantages[ids], ids, 3, clip_min=0.05, clip_max=0.05)
+    loss, _ = loss_of("gspo", ids, ratio_clip_min=0.05, ratio_clip_max=0.05)(logprobs, old, advantages[ids])
     ratio = torch.stack([(logprobs - old)[ids == i].mean() for i in range(3)]).exp()
     literal = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(0.95, 1.05)).mean()
     torch.testing.assert_close((weights * loss).sum(), literal)
@@ -240,8 +246,8 @@ def test_gspo_is_the_clipped_loss_of_the_sequence_ratio():
 
 def test_cispo_keeps_a_bounded_gradient_where_the_clipped_loss_has_none():
     arguments = (np.log([5.0, 0.1]), [0.0, 0.0], [1.0, -1.0])
-    _, clipped, _ = gradient_of(lambda *x: clipped_policy_loss(*x, clip_min=0.2, clip_max=0.28), *arguments)
-    _, kept, metrics = gradient_of(lambda *x: cispo_loss(*x, clip_min=0.2, clip_max=0.28), *arguments)
+    _, clipped, _ = gradient_of(loss_of("clipped_pg"), *arguments)
+    _, kept, metrics = gradient_of(loss_of("cispo"), *arguments)
     assert (clipped == 0).all()
     torch.testing.assert_close(kept.double(), torch.tensor([-1.28, 0.8]).double())
     assert metrics["clipped"].tolist() == [1, 1]
@@ -326,9 +332,7 @@ def test_kl_estimators_agree_with_the_exact_divergence_on_average(kind):
 def test_extreme_log_ratios_stay_finite(kind):
     logprobs = torch.tensor([-200.0, 0.0], requires_grad=True)
     kl = kl_penalty(logprobs, torch.tensor([0.0, -200.0]), kind)
-    loss, _ = clipped_policy_loss(
-        logprobs, torch.tensor([0.0, -200.0]), torch.tensor([-1.0, -1.0]), clip_min=0.2, clip_max=0.2
-    )
+    loss, _ = loss_of("clipped_pg")(logprobs, torch.tensor([0.0, -200.0]), torch.tensor([-1.0, -1.0]))
     total = (kl + loss).sum()
     assert total.isfinite() and torch.autograd.grad(total, logprobs)[0].isfinite().all()
 
@@ -386,7 +390,7 @@ SEQUENCE_CORRECTIONS = [(mode, level) for mode in ("truncate", "mask") for level
 def test_gspo_has_the_gradient_of_its_sequence_form_under_every_correction_it_takes(mode, level, aggregation):
     """The oracle clips one ratio per sequence, s = exp(mean log r), as the paper's eq. 5 and 7 have it, and
     differentiates that."""
-    correction = OffPolicySettings(mode, level, ratio_max=1.05, ratio_min=0.95)
+    correction = OffPolicySettings(mode=mode, level=level, ratio_max=1.05, ratio_min=0.95)
     batch = Batch(aggregation)
     fields = batch.fields
     got = batch.gradient([batch.loss(LossSettings(type="gspo", off_policy=correction))[0]])

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from gdpo_nemo.algorithms import LossSettings, OffPolicySettings, TokenFields
-from gdpo_nemo.algorithms.offpolicy import importance_weights, sequence_keep_mask
-from gdpo_nemo.algorithms.policy_loss import policy_loss
+from gdpo_nemo.algorithms.offpolicy import sequence_keep_mask
+from gdpo_nemo.algorithms.policy_loss import importance_weights, policy_loss
 
 IDS = torch.tensor([0, 0, 1, 1, 1])
 RATIOS = torch.tensor([4.0, 0.5, 1.0, 0.1, 2.0])
@@ -17,7 +17,13 @@ RATIOS = torch.tensor([4.0, 0.5, 1.0, 0.1, 2.0])
 
 def weights(mode, level, low=0.25, high=1.5, gap=None):
     settings = OffPolicySettings(mode=mode, level=level, ratio_min=low, ratio_max=high)
-    return importance_weights(RATIOS.log() if gap is None else gap, IDS, 2, settings)[0]
+    gap = RATIOS.log() if gap is None else gap
+    return importance_weights(fields_of(torch.zeros(5), -gap, old=torch.zeros(5)), settings)
+
+
+def fields_of(advantages, sampler, ids=IDS, old=None):
+    count = int(ids.max()) + 1
+    return TokenFields(advantages, torch.ones(len(ids)), ids, count, old_logprobs=old, sampler_logprobs=sampler)
 
 
 @pytest.mark.parametrize(
@@ -47,7 +53,7 @@ def test_what_is_masked_has_weight_exactly_zero_and_no_gradient(mode, level):
     assert (weights(mode, level, low=0.5, high=1.2, gap=gap) == 0).all()
     logprobs = torch.zeros(5, requires_grad=True)
     fields = TokenFields(torch.ones(5), torch.ones(5), IDS, 2, old_logprobs=torch.zeros(5), sampler_logprobs=-gap)
-    settings = LossSettings(off_policy=OffPolicySettings(mode, level, 1.2, 0.5))
+    settings = LossSettings(off_policy=OffPolicySettings(mode=mode, level=level, ratio_max=1.2, ratio_min=0.5))
     loss, metrics = policy_loss(logprobs, None, fields, settings)
     assert (torch.autograd.grad(loss, logprobs)[0] == 0).all()
     assert metrics.sums["importance_masked"] == 5 and metrics.sums["importance_weight"] == 0
@@ -65,13 +71,13 @@ def test_sequence_mask_needs_a_large_gap_and_a_negative_advantage():
     logprobs = torch.tensor([-1.0, -0.2, -0.1, -0.1, -0.1])
     for advantages, expected in (([-1, -1], [0, 0, 1, 1, 1]), ([1, -1], [1] * 5), ([0, 0], [1] * 5)):
         advantage = torch.tensor(advantages).float()[IDS]
-        assert sequence_keep_mask(logprobs, sampler, advantage, IDS, 2, 0.5).tolist() == expected
+        assert sequence_keep_mask(logprobs, fields_of(advantage, sampler), 0.5).tolist() == expected
 
 
 def test_a_sequence_exactly_at_the_threshold_is_kept():
     logprobs = torch.tensor([-0.75, -0.25, -1.0, -1.0, -1.0])
     advantage = -torch.ones(5)
-    assert sequence_keep_mask(logprobs, torch.zeros(5), advantage, IDS, 2, 0.5).tolist() == [1, 1, 0, 0, 0]
+    assert sequence_keep_mask(logprobs, fields_of(advantage, torch.zeros(5)), 0.5).tolist() == [1, 1, 0, 0, 0]
 
 
 def test_sequence_mask_equals_trls():
@@ -90,6 +96,6 @@ def test_sequence_mask_equals_trls():
     theirs = namespace["get_off_policy_mask"](advantages, logprobs, sampler, mask, 0.05)
     kept = mask.bool()
     ids = torch.arange(30)[:, None].expand(30, 8)[kept]
-    ours = sequence_keep_mask(logprobs[kept], sampler[kept], advantages.expand(30, 8)[kept], ids, 30, 0.05)
+    ours = sequence_keep_mask(logprobs[kept], fields_of(advantages.expand(30, 8)[kept], sampler[kept], ids), 0.05)
     assert torch.equal(ours, theirs.expand(30, 8)[kept])
     assert 0 < ours.mean() < 1

@@ -12,7 +12,8 @@ from gdpo_nemo.algorithms import Terms, compute_advantages, weighted_terms, z_sc
 from gdpo_nemo.algorithms.estimators import gdpo
 from gdpo_nemo.config.load import load_config
 from gdpo_nemo.errors import ConfigError, RunError
-from gdpo_nemo.rollouts.learning import advantages_of, check_own_estimator
+from gdpo_nemo.rollouts.learning import advantages_of
+from gdpo_nemo.rollouts.own_objective import check_own_functions
 from gdpo_nemo.validation import validate
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -132,7 +133,7 @@ def test_a_place_without_an_estimator_is_refused_without_running_it(estimator, c
 )
 def test_options_of_an_own_estimator_are_checked_before_any_process_starts(overrides, complaint):
     with pytest.raises(ConfigError, match=complaint):
-        check_own_estimator(config(f"{EXAMPLE}:squashed", *overrides))
+        check_own_functions(config(f"{EXAMPLE}:squashed", *overrides))
 
 
 def groups():
@@ -182,11 +183,11 @@ def test_an_own_estimator_that_gives_nan_is_refused_before_any_process_starts(tm
     with pytest.raises(
         ConfigError, match=r"gdpo.estimator: estimator mine returned nan for component 'correct' of group 1"
     ):
-        check_own_estimator(config(f"{file}:mine"))
+        check_own_functions(config(f"{file}:mine"))
     raising = tmp_path / "raising.py"
     raising.write_text("def mine(table, settings):\n    return {}['x']\n")
     with pytest.raises(ConfigError, match=r"gdpo.estimator: .*raising.py:mine raised KeyError"):
-        check_own_estimator(config(f"{raising}:mine"))
+        check_own_functions(config(f"{raising}:mine"))
 
 
 def test_a_custom_estimator_that_returns_nan_ends_the_run_instead_of_masking(tmp_path):
@@ -201,7 +202,7 @@ def test_a_custom_estimator_that_returns_nan_ends_the_run_instead_of_masking(tmp
 
 def test_the_parts_an_estimator_is_made_of_are_public():
     def mine(table, settings):
-        z, live = z_scores(table, settings)
-        return weighted_terms(z, live, table.weights)
+        z, has_signal = z_scores(table, settings)
+        return weighted_terms(z, has_signal, table.weights)
 
-    assert compute_advantages(REWARDS, IDS, estimator=mine).live.tolist() == [True] * 6
+    assert compute_advantages(REWARDS, IDS, estimator=mine).has_signal.tolist() == [True] * 6

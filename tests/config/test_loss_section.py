@@ -5,17 +5,15 @@ from __future__ import annotations
 import dataclasses
 import subprocess
 import sys
-from types import SimpleNamespace
 from typing import get_type_hints
 
 import pytest
 
-from gdpo_nemo.algorithms import LossSettings
-from gdpo_nemo.checkpoints import RunState
+from gdpo_nemo.algorithm import GDPO
+from gdpo_nemo.algorithms import LossSettings, OffPolicySettings
 from gdpo_nemo.config.choices import CHOICES
 from gdpo_nemo.config.load import all_keys, load_config, to_yaml
 from gdpo_nemo.config.schema import Config
-from gdpo_nemo.trainer import Trainer
 
 KEYS = [
     key.removeprefix("loss_fn.") for key in all_keys() if key.startswith("loss_fn.") and key != "loss_fn.off_policy"
@@ -34,24 +32,19 @@ def another(key: str):
     names = CHOICES.get(f"loss_fn.{key}")
     if names:
         return next(name for name in names if name != default)
-    return {bool: not default, float: 1.5, int: 3}.get(type(default), 2)
-
-
-def trainer_of(config: Config) -> Trainer:
-    names = ("policy", "stream", "sync", "log", "checkpoints", "stop", "validation_prompts", "prompt_limit")
-    return Trainer(config, SimpleNamespace(**dict.fromkeys(names)), RunState())
+    return {bool: not default, float: 1.5, int: 3, dict: {"a": 1}}.get(type(default), 2)
 
 
 @pytest.mark.parametrize("key", KEYS)
 def test_every_key_of_the_section_reaches_the_settings_that_the_ranks_get(minimal, key):
     value = another(key)
-    loss = trainer_of(load_config(minimal, [f"loss_fn.{key}={value}"])).loss
+    loss = GDPO(load_config(minimal, [f"loss_fn.{key}={value}"]), None, None, None).loss
     assert isinstance(loss, LossSettings) and at(loss, key) == value != at(LossSettings(), key)
 
 
 def test_the_section_is_the_class_of_the_settings_and_survives_yaml(minimal, tmp_path):
     assert get_type_hints(Config)["loss_fn"] is LossSettings
-    assert len(KEYS) == len(dataclasses.fields(LossSettings)) - 1 + 5
+    assert len(KEYS) == len(dataclasses.fields(LossSettings)) - 1 + len(dataclasses.fields(OffPolicySettings))
     config = load_config(minimal, ["loss_fn.type=gspo", "loss_fn.off_policy={mode: mask, level: sequence}"])
     (tmp_path / "again.yaml").write_text(to_yaml(config))
     assert load_config(tmp_path / "again.yaml").loss_fn == config.loss_fn

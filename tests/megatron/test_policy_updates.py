@@ -11,7 +11,7 @@ import rank_cases
 import tiny_models
 from hf_reference import relative_error
 
-from gdpo_nemo.algorithms.offpolicy import OffPolicySettings
+from gdpo_nemo.algorithms import OffPolicySettings
 from gdpo_nemo.algorithms.policy_loss import LossSettings
 
 LONGEST = max(len(s) for s in tiny_models.make_batch())
@@ -44,6 +44,7 @@ SETTINGS = {
     "gspo": LossSettings(type="gspo"),
     "cispo": LossSettings(type="cispo"),
     "target_po": LossSettings(type="target_po"),
+    "a loss by its place": LossSettings(type="examples/vespo.py:vespo", options={"k_neg": 1.5}),
     "kl and entropy": LossSettings(reference_policy_kl_penalty=0.1, entropy_bonus=0.01),
     "sequence importance": LossSettings(off_policy=OffPolicySettings(mode="truncate", level="sequence")),
     "sequence mask": LossSettings(off_policy=OffPolicySettings(sequence_mask_threshold=0.01)),

@@ -9,7 +9,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from gdpo_nemo.algorithms import LossSettings, target_po_coefficients
+from gdpo_nemo.algorithm import GDPO
+from gdpo_nemo.algorithms import target_po_coefficients
 from gdpo_nemo.config.load import load_config
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.data.records import Group, Outcome, Prompt, Trajectory
@@ -234,31 +235,28 @@ def test_kl_in_the_reward_is_taken_off_with_the_configs_coefficient():
 
 def test_the_kl_in_the_reward_is_policy_over_reference_and_not_the_other_way_round():
     """A policy that is surer than the reference of what it wrote has left it: that must cost, not pay."""
-    from gdpo_nemo.trainer import Trainer
-
     groups = [group("a", *[{C: 1.0, F: 1.0}] * 4), group("b", *[{C: 0.0, F: float(j)} for j in range(4)])]
     reference = {id(t): t.logprobs - np.float32(0.25 * t.sample_index) for t in all_of(groups)}
     masked = groups[0].trajectories[3]
     masked.loss_mask = np.array([True, False, False, True, True, True, True])
     reference[id(masked)] = np.where(masked.loss_mask, reference[id(masked)], np.nan)
-    trainer = Trainer.__new__(Trainer)
-    trainer.config = config("gdpo.kl_in_reward=0.01")
+    algorithm = GDPO(config("gdpo.kl_in_reward=0.01"), None, None, None)
     asked = []
 
     def logprobs(sequences, reference_asked):
         asked.append(reference_asked)
         return [reference[id(t)] for t in all_of(groups)]
 
-    trainer.policy = SimpleNamespace(logprobs=lambda sequences, reference: logprobs(sequences, reference))
+    algorithm.policy = SimpleNamespace(logprobs=lambda sequences, reference: logprobs(sequences, reference))
     rollout = SimpleNamespace(trajectories=all_of(groups))
-    kl = trainer._kl(rollout)
+    kl = algorithm._kl(rollout)
     assert asked == [True]
     # 0, 1, 2 and 3 times 0.25 a token, over 4, 5, 6 and 5 (of 7) or 7 written tokens.
     np.testing.assert_allclose(kl, [0, 1.25, 3, 3.75, 0, 1.25, 3, 5.25], rtol=1e-5)
-    values = advantages_of(groups, trainer.config, kl=kl).values
+    values = advantages_of(groups, algorithm.config, kl=kl).values
     assert (values[:4].diff() < 0).all()
-    trainer.config = config()
-    assert trainer._kl(rollout) is None
+    algorithm.config = config()
+    assert algorithm._kl(rollout) is None
 
 
 def test_a_trajectory_without_log_probs_has_no_kl_rather_than_one_of_0():
@@ -353,21 +351,19 @@ def test_the_sampler_gives_the_old_log_probs_when_samples_may_be_stale():
 
 
 def test_target_po_aims_every_update_by_its_own_whole_groups():
-    from gdpo_nemo.trainer import Trainer
-
     settings = config("loss_fn.type=target_po")
     settings.policy.train_global_batch_size = 4
     groups = two_groups()
     groups[0].trajectories[1].outcome = Outcome.ENV_FAILED
     values = values_of(groups, settings)
     now = {id(t): t.logprobs + np.float32(0.1 * t.sample_index) for t in all_of(groups)}
-    trainer = Trainer.__new__(Trainer)
-    trainer.config = settings
-    trainer.loss = LossSettings(type="target_po")
+    algorithm = GDPO(settings, None, None, None)
     aimed = []
     for update, members in zip(updates_of(all_of(groups), values, settings), groups):
-        trainer.policy = SimpleNamespace(logprobs=lambda _, members=members: [now[id(t)] for t in members.trajectories])
-        trainer._apply_target_po(update)
+        algorithm.policy = SimpleNamespace(
+            logprobs=lambda _, members=members: [now[id(t)] for t in members.trajectories]
+        )
+        algorithm._apply_target_po(update)
         aimed.append([s.advantage * s.weight for s in update])
     for update, members, place in zip(aimed, groups, (slice(0, 4), slice(4, 8))):
         trained = [t.trains for t in members.trajectories]

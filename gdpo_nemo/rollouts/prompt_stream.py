@@ -1,0 +1,83 @@
+"""Batches for algorithms that do not sample: the next rows of the data, in the order that sampling has them, too."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol, Sequence
+
+from gdpo_nemo.config.layout import prompts_per_round
+from gdpo_nemo.config.schema import Config
+from gdpo_nemo.data.prompts import PromptSource
+from gdpo_nemo.data.records import Prompt
+
+Span = tuple[str, str, float, float]
+"""(lane, name, start, end) in seconds since the epoch, for the trace."""
+
+
+class Batch(Protocol):
+    """What a step is made of."""
+
+    next_position: int
+    """Prompts dealt since the start of training once this batch is trained."""
+    spans: list[Span]
+    """What making it took, for the timeline."""
+
+
+class BatchStream(Protocol):
+    """Where the trainer gets its batches: ``RolloutStream`` where the algorithm samples, else ``PromptStream``."""
+
+    @property
+    def in_flight(self) -> int:
+        """Batches under way or waiting to be taken."""
+
+    def schedule(self, version: int) -> None:
+        """Start every batch that weights of ``version`` may make."""
+
+    def get_batch(self, step: int) -> Batch:
+        """Batch number ``step``; waits for it."""
+
+    def evaluate(self, prompts: Sequence[Prompt]) -> Sequence[object]:
+        """What an algorithm's ``validate`` is given for the held-out prompts."""
+
+    def close(self) -> None:
+        """Drop what is in flight."""
+
+
+@dataclass
+class PromptBatch:
+    """The rows of one step; ``Prompt.fields`` holds their further columns."""
+
+    prompts: list[Prompt]
+    next_position: int
+    spans: list[Span] = field(default_factory=list)
+
+
+class PromptStream:
+    """Deals the training prompts of a run that samples nothing.
+
+    Args:
+        position: prompts dealt by earlier steps (0, or what the checkpoint says).
+    """
+
+    in_flight = 0
+
+    def __init__(self, config: Config, prompts: PromptSource, position: int):
+        self._count = prompts_per_round(config)
+        self._prompts = prompts
+        self._position = position
+
+    def schedule(self, version: int) -> None:
+        """Nothing has to be made ahead."""
+
+    def get_batch(self, step: int) -> PromptBatch:
+        """The next prompts."""
+        prompts = self._prompts.batch(self._position, self._count)
+        self._position += self._count
+        return PromptBatch(prompts, self._position)
+
+    def evaluate(self, prompts: Sequence[Prompt]) -> Sequence[Prompt]:
+        """The prompts as they are."""
+        return prompts
+
+    def close(self) -> None:
+        """Nothing is in flight."""

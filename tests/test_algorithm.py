@@ -1,0 +1,200 @@
+"""Which algorithm a config names, what it need not have where that one does not sample, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from gdpo_nemo import cli
+from gdpo_nemo.algorithm import GDPO, Algorithm, load_algorithm, with_absolute_places
+from gdpo_nemo.algorithms import LossSettings, OffPolicySettings
+from gdpo_nemo.config.algorithm_choice import samples
+from gdpo_nemo.config.layout import resolve_layout, updates_per_step
+from gdpo_nemo.config.load import load_config
+from gdpo_nemo.config.placement import place
+from gdpo_nemo.data.prompts import PromptSource
+from gdpo_nemo.data.records import Prompt
+from gdpo_nemo.errors import ConfigError
+from gdpo_nemo.rollouts.prompt_stream import PromptBatch, PromptStream
+from gdpo_nemo.validation import validate
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+DEMO = REPOSITORY / "configs" / "gdpo_tiny_cpu.yaml"
+SFT = REPOSITORY / "examples" / "custom_sft.yaml"
+CLASS = """
+from gdpo_nemo.algorithm import Algorithm
+
+class Mine(Algorithm):
+    {body}
+"""
+METHODS = "prepare = updates = lambda self, batch: batch"
+
+
+def mine(tmp_path, body: str, text: str = CLASS) -> str:
+    file = tmp_path / "mine.py"
+    file.write_text(text.format(body=body))
+    return f"algorithm.type={file}:Mine"
+
+
+def test_the_default_is_gdpo_and_samples():
+    config = load_config(DEMO)
+    assert load_algorithm(config) is GDPO and samples(config) and resolve_layout(config).engines == 1
+
+
+def test_a_config_without_rewards_and_environments_is_one_for_an_algorithm_that_does_not_sample():
+    config = load_config(SFT)
+    assert not samples(config) and config.gdpo.rewards == {} and config.env == {}
+    validate(config)
+    assert issubclass(load_algorithm(config), Algorithm) and updates_per_step(config) == 1
+    with pytest.raises(ConfigError, match="env: names no environment|gdpo.rewards: names no component"):
+        validate(load_config(SFT, ["algorithm.type=gdpo", "gdpo.num_generations_per_prompt=8"]))
+
+
+def test_rewards_may_be_left_out_where_nothing_is_sampled(tmp_path):
+    text = "policy: {model_name: organisation/model}\ndata: {train: {path: rows.jsonl}}\n"
+    (tmp_path / "sft.yaml").write_text(text)
+    place = "algorithm.type=examples/custom_sft.py:SupervisedFineTuning"
+    assert load_config(tmp_path / "sft.yaml", [place]).gdpo.rewards == {}
+    with pytest.raises(ConfigError, match="gdpo.rewards: must be set"):
+        load_config(tmp_path / "sft.yaml")
+
+
+def test_all_gpus_are_the_policys_where_no_engine_is_started():
+    gpus = ["cluster.gpus_per_node=4", "policy.generation.engines=2"]
+    config = load_config(SFT, gpus)
+    assert resolve_layout(config).data == 4 and place(config).engines == ()
+    assert resolve_layout(load_config(DEMO, gpus)).data == 2
+
+
+@pytest.mark.parametrize(
+    "override, complaint",
+    [
+        ("algorithm.type=gpdo", "algorithm.type: 'gpdo' is not one of its values; did you mean gdpo"),
+        ("algorithm.type=nowhere.py:Mine", "algorithm.type: nowhere.py does not exist"),
+        ("algorithm.type=examples/custom_sft.py:Sft", "custom_sft.py has no class Sft"),
+        ("gdpo.estimator=grpo", "gdpo.estimator: has no effect with an algorithm that does not sample"),
+        ("rollout.max_staleness=1", "rollout.max_staleness: has no effect with an algorithm that does not sample"),
+        ("gdpo.num_generations_per_prompt=0", "gdpo.num_generations_per_prompt: must be at least 1"),
+    ],
+)
+def test_a_wrong_choice_is_refused_without_running_it(override, complaint):
+    with pytest.raises(ConfigError, match=complaint):
+        validate(load_config(SFT, [override]))
+
+
+@pytest.mark.parametrize(
+    "body, complaint",
+    [
+        ("prepare = None", "does not define updates"),
+        (f"{METHODS}\n    samples = False", ""),
+        (f"{METHODS}\n    samples: bool = False", ""),
+        (f"{METHODS}\n    check = classmethod(lambda cls, config: {{}}['x'])", "Mine.check raised KeyError"),
+    ],
+)
+def test_an_own_class_is_judged_before_any_process_starts(body, complaint, tmp_path):
+    config = load_config(SFT if "samples" in body else DEMO, [mine(tmp_path, body)])
+    if not complaint:
+        assert load_algorithm(config).samples is samples(config) is False
+        return
+    with pytest.raises(ConfigError, match=f"algorithm.type: .*{complaint}"):
+        load_algorithm(config)
+
+
+def test_what_is_no_algorithm_is_refused(tmp_path):
+    config = load_config(DEMO, [mine(tmp_path, "pass", "class Mine:\n    {body}\n")])
+    with pytest.raises(ConfigError, match="Mine is no subclass of gdpo_nemo.algorithm.Algorithm"):
+        load_algorithm(config)
+
+
+def test_a_class_that_inherits_that_it_does_not_sample_is_told_to_say_so(tmp_path):
+    base = CLASS.replace("class Mine(Algorithm)", "class Base(Algorithm)").format(
+        body=f"{METHODS}\n    samples = False"
+    )
+    config = load_config(DEMO, [mine(tmp_path, "pass", base + "\nclass Mine(Base):\n    {body}\n")])
+    with pytest.raises(ConfigError, match="write `samples = False` into the class Mine itself"):
+        load_algorithm(config)
+
+
+def test_the_built_in_algorithm_has_no_options():
+    with pytest.raises(ConfigError, match="algorithm.options: gdpo has none"):
+        load_algorithm(load_config(DEMO, ["algorithm.options={a: 1}"]))
+
+
+@pytest.mark.parametrize(
+    "override, complaint",
+    [
+        ("algorithm.options={target: x}", "algorithm.options: unknown option 'target'; known: target_key"),
+        ("gdpo.num_generations_per_prompt=2", "gdpo.num_generations_per_prompt: must be 1"),
+    ],
+)
+def test_the_dry_run_asks_the_algorithm_in_one_line(override, complaint, capsys):
+    assert cli.main(["train", "--dry-run", "--config", str(SFT), override]) == 2
+    said = capsys.readouterr().err
+    assert complaint in said and said.count("\n") == 1
+
+
+def test_the_dry_run_says_that_there_are_no_engines_and_the_plan_is_refused(capsys):
+    assert cli.main(["train", "--dry-run", "--config", str(SFT)]) == 0
+    said = capsys.readouterr().out
+    assert "# engines    none" in said and "512 rows" in said and "refit" not in said
+    assert cli.main(["plan", "--config", str(SFT), "policy.model_name=organisation/model"]) == 2
+
+
+def test_an_algorithm_keeps_a_reference_only_where_a_kl_asks_for_one():
+    for overrides, kept in (
+        ([], False),
+        (["loss_fn.reference_policy_kl_penalty=0.1"], True),
+        (["gdpo.kl_in_reward=0.1"], True),
+    ):
+        assert GDPO.needs_reference(load_config(DEMO, overrides)) is kept
+
+
+def test_the_ranks_get_places_that_hold_in_any_working_directory():
+    plain = LossSettings(type="gspo")
+    assert with_absolute_places(plain) is plain
+    own = LossSettings(type="examples/sapo.py:sapo", off_policy=OffPolicySettings(mode="some.package:f"))
+    sent = with_absolute_places(own)
+    assert sent.type == f"{REPOSITORY}/examples/sapo.py:sapo" and sent.off_policy.mode == "some.package:f"
+    config = load_config(DEMO, ["loss_fn.type=examples/sapo.py:sapo"])
+    assert GDPO(config, None, None, None).loss.type == sent.type and config.loss_fn.type == "examples/sapo.py:sapo"
+
+
+class Characters:
+    """A tokenizer of characters."""
+
+    eos_token_id = 0
+    chat_template = None
+
+    def __call__(self, texts, **options):
+        if isinstance(texts, str):
+            return {"input_ids": [ord(character) for character in texts]}
+        return {"input_ids": [[ord(character) for character in text] for text in texts]}
+
+
+def test_rows_without_an_environment_are_dealt_in_the_order_of_every_run(tmp_path):
+    (tmp_path / "rows.jsonl").write_text("".join(f'{{"prompt": "{i}=", "answer": "{i}"}}\n' for i in range(6)))
+    overrides = [f"data.train.path={tmp_path}/rows.jsonl", "gdpo.num_prompts_per_step=4", "data.validation=null"]
+    config = load_config(SFT, [*overrides, "gdpo.val_period=0", "gdpo.val_at_start=false"])
+    source = PromptSource(config.data.train, {}, Characters(), split="train", seed=3, max_prompt_tokens=8)
+    stream = PromptStream(config, source, position=0)
+    first, second = stream.get_batch(0), stream.get_batch(1)
+    assert (first.next_position, second.next_position) == (4, 8) and stream.in_flight == 0
+    assert [p.id for p in first.prompts] == [p.id for p in source.batch(0, 4)]
+    resumed = PromptStream(config, source, position=4).get_batch(1)
+    assert [p.id for p in resumed.prompts] == [p.id for p in second.prompts]
+    assert first.prompts[0].fields["answer"] == first.prompts[0].text.rstrip("=")
+
+
+def test_the_example_trains_the_answer_and_its_end_each_token_alike():
+    config = load_config(SFT, ["policy.train_global_batch_size=2", "gdpo.num_prompts_per_step=4"])
+    algorithm = load_algorithm(config)(config, None, Characters(), None)
+    assert algorithm.loss.type == "reinforce"
+    prompts = [Prompt(str(n), np.array([1, 2], np.int32), "", "", {"answer": "7" * n}) for n in (1, 3, 2, 2)]
+    updates = list(algorithm.updates(algorithm.prepare(PromptBatch(prompts, 4))))
+    assert [[len(s.completion_ids) for s in update] for update in updates] == [[2, 4], [3, 3]]
+    assert updates[0][1].completion_ids.tolist() == [55, 55, 55, 0]
+    for update in updates:
+        assert sum(s.weight * len(s.completion_ids) for s in update) == pytest.approx(1)
+        assert {s.advantage for s in update} == {1.0}
