@@ -248,7 +248,7 @@ class Engine:
             self._llm.update_weights({"update_info": {"update": update if self._in_process else pickle.dumps(update)}})
             self._llm.finish_weight_update(str(manifest.version))
             for error in filter(None, self._llm.collective_rpc("update_error")):
-                raise error
+                raise pickle.loads(error)
         self._llm.reset_prefix_cache()
         self._torn = False
         self.version = manifest.version

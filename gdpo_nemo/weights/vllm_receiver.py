@@ -111,9 +111,9 @@ def _repack_tied_head(model: torch.nn.Module) -> None:
 class Worker:
     """The worker extension; naming it also makes vLLM import this module."""
 
-    def update_error(self) -> GdpoError | None:
-        """What was wrong with the last update in this process; None: nothing."""
-        return _ERRORS.pop() if _ERRORS else None
+    def update_error(self) -> bytes | None:
+        """What was wrong with the last update in this process, pickled (see ``UpdateInfo``); None: nothing."""
+        return pickle.dumps(_ERRORS.pop()) if _ERRORS else None
 
 
 if BACKEND not in WeightTransferEngineFactory._registry:

@@ -29,6 +29,7 @@ from gdpo_nemo.errors import RunError
 from gdpo_nemo.generation.requests import SampleRequest, Sampling
 from gdpo_nemo.weights.buckets import PeerLost
 from gdpo_nemo.weights.manifest import pack
+from gdpo_nemo.weights.transports.ipc import IpcReceiver
 from gdpo_nemo.weights.transports.memory import MemoryTransport
 from gdpo_nemo.weights.transports.transport import Receiver, make_transport
 
@@ -212,6 +213,9 @@ def test_an_engine_whose_vllm_has_a_process_of_its_own_gets_the_same_weights(par
         train_once(parts.policy)
         transport = make_transport(name, parts.policy, tmp_path / "weights", bucket_bytes=100_000)
         assert WeightSync(parts.policy, fleet, parts.probe, transport).publish(version)["parity/probe"] < 1e-4
+    nobody = IpcReceiver((("\0nobody", b"key"),), 1, 1.0)
+    with pytest.raises(PeerLost, match="weight update 53: the other end of the shared memory is gone"):
+        gather([fleet._actors[0].update_weights.remote(transport.manifest, nobody)], "from nobody", 60)
     fleet.close()
 
 
