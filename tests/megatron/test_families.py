@@ -65,10 +65,11 @@ def test_the_plan_counts_the_parameters_of_the_adapters(name, share_a):
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_what_a_config_leaves_out_is_what_transformers_fills_in(name):
-    config = AutoConfig.for_model(name)
+    sizes = dict.fromkeys(SIZES, 96) | dict(num_attention_heads=12)
+    config = AutoConfig.for_model(name, **sizes)
     filled = config.to_dict()
     family = FAMILIES[name]
-    bare = {"model_type": name, **{key: filled[key] for key in SIZES}}
+    bare = {"model_type": name, **sizes}
     assert architectures.head_size(bare) == architectures.head_size(filled)
     assert architectures.key_value_heads(bare) == config.num_key_value_heads
     assert architectures.mixture_layers(bare) == architectures.mixture_layers(filled)
