@@ -107,6 +107,7 @@ _DECLARATIONS = (
         "mixtral",
         "MixtralForCausalLM",
         r"mistralai/Mixtral-.*",
+        rope_types=("default", "linear", "llama3"),  # YaRN of transformers fails where head_dim is null, as it is here
         experts=Experts(
             router="block_sparse_moe.gate",
             gate="block_sparse_moe.experts.{}.w1",

@@ -65,10 +65,11 @@ def test_the_plan_counts_the_parameters_of_the_adapters(name, share_a):
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_what_a_config_leaves_out_is_what_transformers_fills_in(name):
-    config = AutoConfig.for_model(name)
+    sizes = dict.fromkeys(SIZES, 96) | dict(num_attention_heads=12)
+    config = AutoConfig.for_model(name, **sizes)
     filled = config.to_dict()
     family = FAMILIES[name]
-    bare = {"model_type": name, **{key: filled[key] for key in SIZES}}
+    bare = {"model_type": name, **sizes}
     assert architectures.head_size(bare) == architectures.head_size(filled)
     assert architectures.key_value_heads(bare) == config.num_key_value_heads
     assert architectures.mixture_layers(bare) == architectures.mixture_layers(filled)
@@ -114,15 +115,23 @@ def test_another_activation_is_refused():
         family_of(Qwen2Config(hidden_act="gelu"))
 
 
-def test_rotary_frequencies_are_those_of_transformers():
+ROPE = dict(
+    rope_theta=5e5, factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name, kind", [(name, kind) for name in FAMILIES for kind in FAMILIES[name].rope_types])
+def test_rotary_frequencies_are_those_of_transformers(name, kind):
     from transformers import AutoModelForCausalLM
 
-    for name in ("llama", "qwen3"):
-        config = tiny_models.hf_config(name)
-        theirs = AutoModelForCausalLM.from_config(config).model.rotary_emb
-        frequencies, scaling = rotary(config)
-        assert torch.equal(frequencies, theirs.inv_freq)
-        assert scaling == theirs.attention_scaling
+    keys = ("rope_theta", *architectures.ROPE_PARAMETERS[kind])
+    tiny = next(tiny for tiny, fields in tiny_models.MODELS.items() if fields["model_type"] == name)
+    config = tiny_models.hf_config(tiny, rope_parameters=dict(rope_type=kind, **{key: ROPE[key] for key in keys}))
+    family_of(config)
+    theirs = AutoModelForCausalLM.from_config(config).model.rotary_emb
+    frequencies, scaling = rotary(config)
+    assert torch.equal(frequencies, theirs.inv_freq)
+    assert scaling == theirs.attention_scaling == pytest.approx(attention_scaling(config.to_dict()))
 
 
 YARN = dict(rope_type="yarn", rope_theta=1e6, factor=4.0, original_max_position_embeddings=64)

@@ -17,7 +17,8 @@ from demo_run import demo_row, demo_validation
 
 from gdpo_nemo import cli
 from gdpo_nemo.algorithms import LossSettings, OffPolicySettings, TokenFields, compute_advantages
-from gdpo_nemo.algorithms.loss_settings import LOSS_TYPES, MODES
+from gdpo_nemo.algorithms.losses import LOSSES
+from gdpo_nemo.algorithms.offpolicy import CORRECTIONS
 from gdpo_nemo.algorithms.policy_loss import policy_loss
 from gdpo_nemo.data.packing import measure
 from gdpo_nemo.data.records import NOT_CONTIGUOUS, Group, Outcome, Prompt, Trajectory
@@ -117,7 +118,7 @@ def every_measurement_of_a_loss() -> tuple[dict[str, float], dict[str, float]]:
     maxima: dict[str, float] = {}
     ones = torch.ones(4)
     fields = TokenFields(ones, ones, torch.tensor([0, 0, 1, 1]), 2, -ones, -1.1 * ones, -1.2 * ones)
-    for kind, mode, level in product(LOSS_TYPES, MODES, ("token", "sequence")):
+    for kind, mode, level in product(LOSSES, CORRECTIONS, ("token", "sequence")):
         correction = OffPolicySettings(mode=mode, level=level, sequence_mask_threshold=0.05)
         if kind == "gspo" and correction.by_token:
             continue
