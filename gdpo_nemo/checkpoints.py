@@ -1,4 +1,5 @@
-"""The checkpoint folder of a run: written beside, renamed into place, checked before use, pruned by age and merit.
+"""The checkpoint folder of a run: written under a temporary name, renamed, checked before use, pruned by age and
+metric.
 
 ``checkpoints/step_N/`` holds the policy's files, ``state.json`` (what the driver knows) and ``files.json`` (size and
 CRC-32 of every file). A folder without a whole ``files.json`` is not a checkpoint.
@@ -34,7 +35,7 @@ class RunState:
     step: int = 0
     """Steps done."""
     position: int = 0
-    """Prompts dealt to those steps."""
+    """Prompts consumed by those steps."""
     updates: int = 0
     """Optimizer updates of those steps, skipped ones included; ``UPDATES_UNKNOWN`` in a state without that number."""
     data: str = ""

@@ -84,7 +84,7 @@ def _quiet_torch() -> None:
 
 
 class _Terminated:
-    """Signal handler: what a command has started and written beside is taken back on the way out. Training has its
+    """Signal handler: a command ends its processes and removes its temporary files on the way out. Training has its
     own."""
 
     status = 0

@@ -85,7 +85,7 @@ def _local_tokenizer(config: Config) -> Any:
 
 
 def _prompts(config: Config, split: str, rows: list[Row], environments: Mapping[str, Any], tokenizer: Any) -> str:
-    """What is to be said of the prompts: tokens where there is a tokenizer, else that there is a prompt in every
+    """A line on the prompts: tokens where there is a tokenizer, else that there is a prompt in every
     row."""
     from gdpo_nemo.data.prompts import PromptSource, check_prompts
 

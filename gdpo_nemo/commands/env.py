@@ -91,7 +91,7 @@ def new(arguments: argparse.Namespace) -> int:
 
 
 def _subject(arguments: argparse.Namespace):
-    """Options, environment, rows, prompt column and rollout settings of what is to be checked."""
+    """Options, environment, rows, prompt column and rollout settings for the check."""
     from gdpo_nemo.config.load import load_config
     from gdpo_nemo.config.messages import nearest
     from gdpo_nemo.config.schema import DatasetConfig, RolloutConfig

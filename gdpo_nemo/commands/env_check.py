@@ -27,7 +27,7 @@ _TURNS = 9
 
 @dataclass
 class Check:
-    """What the verifier said."""
+    """The verifier's verdict."""
 
     reward_names: tuple[str, ...]
     start_s: float

@@ -19,7 +19,7 @@ class Listed:
 
     name: str
     components: tuple[str, ...] | None
-    """None: they are named in the config, or the plugin cannot be had (see ``problem``)."""
+    """None: they are named in the config, or the plugin cannot be loaded (see ``problem``)."""
     origin: str
     problem: str = ""
     """Why it cannot be used, in one line."""

@@ -40,7 +40,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the plan of a config, a sweep, or what a calibration measured.
 
     Raises:
-        ConfigError: of the config or the options; also where the model's shape cannot be had without a download.
+        ConfigError: of the config or the options; also where the model's shape is not known without a download.
     """
     _check(arguments)
     if arguments.calibrate:

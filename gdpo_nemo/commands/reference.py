@@ -33,7 +33,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.check:
         stale = stale_pages(arguments.out)
         if stale:
-            raise RunError(f"{', '.join(map(str, stale))}: not up to date; gdpo-nemo reference writes it anew")
+            raise RunError(f"{', '.join(map(str, stale))}: not up to date; run gdpo-nemo reference to write it")
         return 0
     for name, text in pages().items():
         path = arguments.out / name

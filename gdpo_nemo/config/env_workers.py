@@ -19,7 +19,7 @@ def worker_pools(config: Config) -> dict[str | None, int]:
 
 
 def place_workers(config: Config) -> list[dict[str | None, int]]:
-    """For each of ``cluster.env_nodes`` its workers by pool; dealt out one by one, so that nodes differ by one at most.
+    """For each of ``cluster.env_nodes`` its workers by pool, assigned in turn, so that nodes differ by one at most.
 
     Raises:
         ConfigError: there are fewer workers than nodes.

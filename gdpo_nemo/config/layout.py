@@ -157,7 +157,7 @@ def prompts_per_round(config: Config) -> int:
 
 
 def prompt_limit(config: Config, prompts: int) -> int | None:
-    """Prompts that ``gdpo.max_num_epochs`` passes over ``prompts`` training prompts deal; None where it sets no limit.
+    """Prompts that ``gdpo.max_num_epochs`` passes over ``prompts`` training prompts take; None where it sets no limit.
 
     A pass counts its whole rounds alone: what is left over is fewer prompts than a round takes. Never below one round.
     """

@@ -100,7 +100,7 @@ def _colocated(layout: Layout, policy: tuple[int, ...]) -> Places:
         if node is None:
             each = ", ".join(str(policy.count(node)) for node in free)
             raise ConfigError(
-                f"policy.generation.engines: {layout.engines} engines of {size} ranks do not fit beside the policy "
+                f"policy.generation.engines: {layout.engines} engines of {size} ranks do not fit on the policy's GPUs "
                 f"(cluster.placement colocated): no engine may cross nodes, and the nodes have {each} policy ranks"
             )
         engines.append(node)

@@ -1,4 +1,4 @@
-"""Weights that stand beside the rewards of an environment (``env.<name>.rewards: [{name, path, weight}]``).
+"""Weights given with the rewards of an environment (``env.<name>.rewards: [{name, path, weight}]``).
 
 ``gdpo.rewards`` is what the run trains. Where it is not set, these lists say it; where it is, they must agree.
 """

@@ -27,7 +27,7 @@ def check_stages(layers: int | None, layout: MegatronConfig) -> None:
     """Refuses a pipeline that the model's layers do not fill.
 
     Args:
-        layers: of the model; None where they are not known, which leaves what can be said without.
+        layers: of the model; None where they are not known; then only what does not need them is checked.
 
     Raises:
         ConfigError: names the key and what is possible.

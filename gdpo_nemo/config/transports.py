@@ -50,7 +50,7 @@ def transport_place(name: str) -> str:
 
 
 def chosen_transport(config: Config) -> str:
-    """What ``weights.transport: auto`` stands for: ipc on shared devices, nccl between GPUs, else memory or gloo."""
+    """What ``weights.transport: auto`` chooses: ipc on shared devices, nccl between GPUs, else memory or gloo."""
     name = config.weights.transport
     cluster = config.cluster
     if name != "auto":

@@ -38,7 +38,7 @@ def output_items(text: str, tool_parser: str = "none", split_reasoning: bool = F
 
 
 def split_thought(text: str) -> tuple[str, str]:
-    """What stands in ``<think>...</think>`` at the beginning, if anything, and the rest."""
+    """Split text into the content of a leading ``<think>...</think>``, or an empty string, and the rest."""
     thought = _THINK.match(text)
     return (thought[1].strip(), text[thought.end() :]) if thought else ("", text)
 

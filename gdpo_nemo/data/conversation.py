@@ -1,4 +1,4 @@
-"""The tokens between two turns of the policy: what the environment said, in the words of the chat template.
+"""The tokens between two turns of the policy: the environment's observation, rendered by the chat template.
 
 A trajectory of several turns is one sequence that only grows. What the policy wrote stays as it was sampled; it is
 never decoded and tokenised again, because another tokenisation of the same text has other log-probs. So the template is

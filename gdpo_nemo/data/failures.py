@@ -34,7 +34,7 @@ class Failure(Exception):
 
     Args:
         kind: what went wrong.
-        detail: one line for a person; holds no secret and at most a few hundred characters of what the server said.
+        detail: one line for a person; holds no secret and at most a few hundred characters of the server's reply.
         retry_after_s: seconds after which the server wants to be asked again.
         status: HTTP status, where there was one.
     """

@@ -49,15 +49,15 @@ class Trajectory:
     sample_index: int
     completion_ids: np.ndarray
     """int32 [completion tokens], exactly as sampled, never re-tokenised. With several turns: all that follows the
-    prompt, what the environment said between the turns included."""
+    prompt, the environment's tokens between the turns included."""
     logprobs: np.ndarray
-    """float32 [completion tokens], the sampler's log-probs of those tokens; NaN where the environment spoke."""
+    """float32 [completion tokens], the sampler's log-probs of those tokens; NaN on tokens of the environment."""
     policy_version: int
     """Updates that the sampling weights had seen."""
     text: str
     """The decoded completion, without special tokens."""
     finish_reason: str
-    """stop or length, as the engine said."""
+    """stop or length, from the engine."""
     rewards: dict[str, float | None] = field(default_factory=dict)
     outcome: Outcome = Outcome.OK
     detail: str = ""

@@ -145,7 +145,7 @@ def _defines(environment: Environment, method: str) -> bool:
 
 @dataclass(frozen=True)
 class Failure:
-    """What a reward function returns in the place of a reward that could not be had, through nobody's mistake.
+    """What a reward function returns instead of a reward that could not be computed, without a mistake of its author.
 
     The sample becomes ``env_failed``: masked and counted. (None would only say that the reward does not apply.)
     """

@@ -34,7 +34,7 @@ Observation = str | list[Mapping[str, Any]]
 
 
 class EpisodeFailed(Exception):
-    """The episode cannot go on, and nobody is to blame: its trajectory is masked and counted."""
+    """The episode cannot continue, through no mistake of its author: its trajectory is masked and counted."""
 
 
 class Episode(Protocol):
@@ -62,7 +62,7 @@ class EpisodeStep:
 
 @dataclass(frozen=True)
 class EpisodeReply:
-    """What a worker answers. ``state`` is for workers only: nobody else unpickles it."""
+    """A worker's answer. ``state`` is for workers only: unpickling runs code of the environment."""
 
     state: bytes = b""
     observation: Observation | None = None
@@ -73,7 +73,7 @@ class EpisodeReply:
 
 
 def advance(environment: Environment, step: EpisodeStep) -> EpisodeReply:
-    """Do one step. Raises RunError for what the environment's author has to mend."""
+    """Run one step. Raises RunError for what the environment's author has to fix."""
     try:
         if step.state is None:
             episode = environment.episode()

@@ -1,4 +1,4 @@
-"""Options of an environment, read strictly: an option that nobody reads is an error, not a comment."""
+"""Options of an environment, read strictly: an option without a reader is an error, not a comment."""
 
 from __future__ import annotations
 

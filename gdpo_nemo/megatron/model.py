@@ -314,7 +314,7 @@ def build(
     from gdpo_nemo.weights.model_folder import open_weights
 
     hf = AutoConfig.from_pretrained(folder)
-    if lora:  # its hooks stand beside Megatron's own linear layers
+    if lora:  # its hooks need Megatron's own linear layers
         layout = dataclasses.replace(layout, transformer_engine=False)
     config, chunks = build_chunks(hf, layout, dtype, temperature)
     modules: list[torch.nn.Module] = list(chunks)

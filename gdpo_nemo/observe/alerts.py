@@ -1,4 +1,4 @@
-"""``alerts.jsonl``: what a person should have been told during a run, kept for the report."""
+"""``alerts.jsonl``: the alerts of a run, kept for its report."""
 
 from __future__ import annotations
 

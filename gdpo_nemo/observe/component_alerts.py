@@ -1,4 +1,5 @@
-"""Which reward components train nothing, said once it has lasted: an alert, or a note where the component is solved."""
+"""Which reward components train nothing, reported once it has lasted: an alert, or a note where the component is
+solved."""
 
 from __future__ import annotations
 

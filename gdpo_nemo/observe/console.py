@@ -1,4 +1,4 @@
-"""What stands in the terminal while a run goes on: a live panel, or one line per step where there is no terminal."""
+"""The terminal's view of a run: a live panel, or one line per step where there is no terminal."""
 
 from __future__ import annotations
 

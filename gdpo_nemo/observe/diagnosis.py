@@ -132,7 +132,7 @@ def diagnose(status: dict[str, Any], reports: list[ProcessReport]) -> Diagnosis:
     if age > _STALE_S:
         driver = next((p for p in reports if p.role == "driver"), None)
         where = f", in {driver.place}" if driver else ""
-        return Diagnosis(f"the driver has said nothing for {age:.0f} s{where}", ["driver"], lost=True)
+        return Diagnosis(f"the driver has not reported for {age:.0f} s{where}", ["driver"], lost=True)
     if not waits:
         return Diagnosis(f"nothing is waited for; step {status.get('step')} is under way")
     named = [_suspects(wait, reports) for wait in waits]

@@ -1,4 +1,4 @@
-"""Why two sets of log-probs of the same tokens differ: the known causes, each told by its own signature. Pure
+"""Why two sets of log-probs of the same tokens differ: the known causes, each recognised by its signature. Pure
 arithmetic."""
 
 from __future__ import annotations

@@ -138,7 +138,8 @@ def fit(observations: Sequence[Observation], start: Phase) -> Phase:
 
 
 def _least_absolute(table: np.ndarray, rounds: int = 50) -> tuple[float, float]:
-    """x that minimises the sum of |table x - 1|, by least squares weighted anew with each round's errors."""
+    """x that minimises the sum of |table x - 1|, by least squares whose weights follow from the errors of the round
+    before."""
     weights = np.ones(len(table))
     for _ in range(rounds):
         x, *_ = np.linalg.lstsq(table * weights[:, None], weights, rcond=None)

@@ -165,7 +165,7 @@ def _mesh(config: Config, layout: Layout) -> str:
 def _time_line(config: Config, shape: Shape, device: Device, rates: Rates, layout: Layout) -> str:
     time = step_time(config, shape, device, rates)
     steps = config.gdpo.max_num_steps
-    how = "generation beside training" if config.rollout.max_staleness else "in turn"
+    how = "generation during training" if config.rollout.max_staleness else "in turn"
     verify = f", verification {time.verify:.3g} s" if time.verify else ""
     hours = time.step * steps / 3600
     cost = f" = {hours * (layout.gpus or 1):.3g} {'GPU' if layout.gpus else 'machine'} hours"

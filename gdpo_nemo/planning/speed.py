@@ -173,7 +173,7 @@ class StepTime:
 
 
 def step_time(config: Config, shape: Shape, device: Device, rates: Rates, lengths: Lengths | None = None) -> StepTime:
-    """The step of a config: phases in turn when on-policy; generation beside training where samples may be stale."""
+    """The step of a config: phases in turn when on-policy; generation during training where samples may be stale."""
     lengths = lengths or expected_lengths(config, rates)
     generation, training, sync = (
         phase.seconds(work.units, work.ideal)

@@ -24,7 +24,7 @@ class Entry:
     """Bytes from the start of the buffer."""
     nbytes: int
     crc32: int | None = None
-    """Of the bytes; None where checksums travel beside them (``buckets``)."""
+    """Of the bytes; None where checksums are sent with the buckets (``buckets``)."""
 
 
 @dataclass(frozen=True)

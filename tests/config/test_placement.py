@@ -149,7 +149,7 @@ def test_colocated_engines_sit_on_devices_of_the_policy_and_each_device_has_one(
         try:
             places = place(wanted)
         except ConfigError as error:
-            assert "do not fit beside the policy" in str(error) or "cannot share the devices" in str(error)
+            assert "do not fit on the policy's GPUs" in str(error) or "cannot share the devices" in str(error)
             continue
         tried += 1
         layout = resolve_layout(wanted)

@@ -56,7 +56,7 @@ def test_the_wait_of_the_loop_for_its_rollouts_blames_nobody_by_itself():
 def test_a_driver_that_has_fallen_silent_is_the_one(tmp_path):
     old = {**status(), "time": time.time() - 60}
     found = diagnose(old, [ProcessReport("driver", 11, "sleeping", STUCK)])
-    assert found.lost and found.blocked_by == ["driver"] and "said nothing for 60 s, in crunch" in found.sentence
+    assert found.lost and found.blocked_by == ["driver"] and "has not reported for 60 s, in crunch" in found.sentence
 
 
 def test_the_status_file_tells_of_waits_while_they_last(tmp_path):

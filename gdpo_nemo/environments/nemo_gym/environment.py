@@ -67,7 +67,7 @@ class NemoGym(Environment):
         """One verdict per trajectory, in order; all are in flight at once as far as ``concurrency`` allows.
 
         May be called from several threads. Raises ConfigError for a row that no server verifies, RunError when the
-        environment is closed meanwhile or its head server cannot be had.
+        environment is closed meanwhile or its head server cannot be reached.
         """
         return self._run(self._verify(trajectories))
 

@@ -18,7 +18,7 @@ from gdpo_nemo.errors import ConfigError
 
 @dataclass(frozen=True)
 class Routes:
-    """Servers by name, and the agents that stand for them in rows."""
+    """Servers by name, and the agents that name them in rows."""
 
     servers: Mapping[str, str]
     """Base URLs by server name."""

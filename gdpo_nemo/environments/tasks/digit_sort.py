@@ -1,6 +1,6 @@
 """Sort five digits: a task that a model of a million parameters learns from three rewards in a minute.
 
-The prompt ``39172=`` wants ``<t>BODY</t><a>12379</a>``, where the body stands for thinking and is best left short.
+The prompt ``39172=`` wants ``<t>BODY</t><a>12379</a>``, where the body is a place to think, best kept short.
 One prompt in ten is held out by arithmetic, so that no list of splits has to be kept.
 """
 

@@ -52,7 +52,7 @@ class Sorting:
         self._turns = 0
 
     def reset(self, row: Mapping[str, Any]) -> None:
-        """Remember what is to be sorted."""
+        """Store the digits to sort."""
         self._wanted = "".join(sorted(row["digits"]))
 
     def step(self, message: Mapping[str, Any]) -> tuple[str | None, dict[str, float], bool]:

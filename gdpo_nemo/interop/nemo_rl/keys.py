@@ -336,7 +336,7 @@ RULES: list[tuple[str, Act]] = [*GRPO, *LOSS, *MEGATRON, *GENERATION, *POLICY, *
 """(pattern of their key, rule), the first that fits."""
 
 
-def said_of(key: str, value, recipe: Recipe) -> RuleResult | None:
+def result_of(key: str, value, recipe: Recipe) -> RuleResult | None:
     """The answer of the first rule that fits; None where none does."""
     from fnmatch import fnmatchcase
 

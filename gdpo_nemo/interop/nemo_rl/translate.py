@@ -21,7 +21,7 @@ from gdpo_nemo.config.load import all_keys, load_config
 from gdpo_nemo.errors import ConfigError
 from gdpo_nemo.interop.nemo_rl.account import Account
 from gdpo_nemo.interop.nemo_rl.datasets import data
-from gdpo_nemo.interop.nemo_rl.keys import said_of
+from gdpo_nemo.interop.nemo_rl.keys import result_of
 from gdpo_nemo.interop.nemo_rl.machines import machines
 from gdpo_nemo.interop.nemo_rl.objective import learning
 from gdpo_nemo.interop.nemo_rl.recipe import Recipe, open_recipe, variables_of
@@ -126,10 +126,10 @@ def translate(path: str | Path) -> Translation:
     account = Account()
     for part in (data, learning, machines):
         part(recipe, account)
-    said = {key: said_of(key, value, recipe) for key, value in recipe.flat.items()}
-    values = {key: value for outcome in said.values() if outcome for key, value in outcome.values.items()}
+    results = {key: result_of(key, value, recipe) for key, value in recipe.flat.items()}
+    values = {key: value for outcome in results.values() if outcome for key, value in outcome.values.items()}
     values |= {key: value for key, (value, _) in account.values.items()}
-    lines = [_line(key, recipe, outcome, values) for key, outcome in said.items()]
+    lines = [_line(key, recipe, outcome, values) for key, outcome in results.items()]
     lines += [Line(key, ADDED, f"{_short(value)}; {why}") for key, (value, why) in account.values.items()]
     different = {line.key: line.text for line in lines if line.verdict in (DIFFERENT, UNKNOWN)}
     translation = Translation(_nested(values), lines, different | account.differences, dict(account.blockers))
@@ -138,20 +138,22 @@ def translate(path: str | Path) -> Translation:
     return translation
 
 
-def _line(key: str, recipe: Recipe, said: RuleResult | None, values: dict[str, Any]) -> Line:
+def _line(key: str, recipe: Recipe, result: RuleResult | None, values: dict[str, Any]) -> Line:
     """The account of one key; ``values`` are those of the whole translation."""
     value = recipe.flat[key]
-    if said is None:
+    if result is None:
         return Line(key, UNKNOWN, f"{_short(value)}; {_UNKNOWN}")
-    targets = [f"{k}={_short(v)}" for k, v in said.values.items()] + [k for k in said.elsewhere if _holds(values, k)]
+    targets = [f"{k}={_short(v)}" for k, v in result.values.items()] + [
+        k for k in result.elsewhere if _holds(values, k)
+    ]
     if targets:
-        note = f"; {said.text}" if said.text else ""
+        note = f"; {result.text}" if result.text else ""
         return Line(key, TRANSLATED, f"{_short(value)} -> {', '.join(targets)}{note}")
-    if said.elsewhere:
+    if result.elsewhere:
         off = "not used there" if is_off(value) else "worked into what is added, which does not need this key"
         return Line(key, ALREADY if is_off(value) else NO_EFFECT, f"{_short(value)}; {off}")
-    verdict = DIFFERENT if said.matters else ALREADY if said.same else NO_EFFECT
-    return Line(key, verdict, f"{_short(value)}; {said.text}")
+    verdict = DIFFERENT if result.matters else ALREADY if result.same else NO_EFFECT
+    return Line(key, verdict, f"{_short(value)}; {result.text}")
 
 
 def _holds(values: dict[str, Any], key: str) -> bool:
