@@ -113,6 +113,12 @@ def test_a_missing_library_ends_a_run_with_one_line_before_anything_is_written(t
     assert "libabsent" not in capsys.readouterr().out
 
 
+def test_a_run_without_an_engine_installed_ends_at_once_with_the_extra_to_install(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(installation, "_ENGINES", ("no-such-engine",))
+    assert cli.main(["train", f"run.dir={tmp_path / 'run'}", f"policy.model_name={tmp_path / 'model'}"]) == 1
+    assert "install gdpo-nemo[cpu]" in capsys.readouterr().err and list(tmp_path.iterdir()) == []
+
+
 def test_eval_and_parity_name_a_missing_library_before_they_start_a_process(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(installation, "_LIBRARIES", {"libabsent.so.9": "libabsent9"})
     (tmp_path / "config.json").write_text(json.dumps(QWEN2))
