@@ -50,7 +50,6 @@ METRICS = {
     "time/rollout": ("s", "Sampling of the step's batch; with max_staleness it overlaps the training before it"),
     "time/verify": ("s", "Waiting for the environments' verdicts on the batch"),
     "time/advantages": ("s", "Advantages on the driver, part of time/train"),
-    "validation/loss": ("nats/token", "Mean loss of the held-out rows, where the algorithm does not sample"),
 }
 
 
