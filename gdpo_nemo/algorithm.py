@@ -50,7 +50,6 @@ METRICS = {
     "time/rollout": ("s", "Sampling of the step's batch; with max_staleness it overlaps the training before it"),
     "time/verify": ("s", "Waiting for the environments' verdicts on the batch"),
     "time/advantages": ("s", "Advantages on the driver, part of time/train"),
-    "validation/loss": ("nats/token", "Mean loss of the held-out rows, where the algorithm does not sample"),
 }
 
 
@@ -149,7 +148,8 @@ def ask(algorithm: Algorithm, method: str, *arguments: Any) -> Any:
 
 def ask_next(algorithm: Algorithm, updates: Iterator[list[TrainSequence]]) -> list[TrainSequence] | None:
     """The next update, None after the last; errors as of ``ask``."""
-    return _call(type(algorithm), "updates", lambda: next(updates, None), RunError)
+    update: list[TrainSequence] | None = _call(type(algorithm), "updates", lambda: next(updates, None), RunError)
+    return update
 
 
 def _call(owner: type, method: str, action: Any, kind: type[GdpoError]) -> Any:

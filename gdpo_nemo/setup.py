@@ -7,7 +7,7 @@ import json
 import signal
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Callable, Iterator
+from typing import TYPE_CHECKING, Any, Callable, Iterator, cast
 
 import psutil
 
@@ -67,8 +67,7 @@ class Stop:
 
 @dataclass
 class RunComponents:
-    """What ``Trainer`` works with. The parts without a default are there from the start; the others once their
-    processes are."""
+    """What ``Trainer`` works with. Policy, algorithm and stream are set once the run's processes are there."""
 
     config: Config
     run_dir: Path
@@ -79,20 +78,21 @@ class RunComponents:
     prompt_limit: int | None = None
     """Prompts of the whole run (``config.layout.prompt_limit``)."""
     validation_prompts: list[Prompt] = field(default_factory=list)
-    policy: PolicyGroup | None = None
-    algorithm: Algorithm | None = None
-    stream: BatchStream | None = None
+    policy: PolicyGroup = field(init=False)
+    algorithm: Algorithm = field(init=False)
+    stream: BatchStream = field(init=False)
     sync: WeightSync | None = None
     """None, as ``fleet``, where the algorithm does not sample."""
     fleet: EngineFleet | None = None
     environments: EnvironmentNodes | None = None
     """Where the environments have nodes of their own."""
 
-    def describe(self) -> dict:
+    def describe(self) -> dict[str, Any]:
         """What the status file says of the run; called from another thread at any time."""
         from gdpo_nemo.cluster.session import log_folder
 
-        groups = {"policy rank": self.policy, "engine": self.fleet, "environment node": self.environments}
+        there = vars(self)
+        groups = {"policy rank": there.get("policy"), "engine": self.fleet, "environment node": self.environments}
         roles = {
             f"{name} {n}": place
             for name, group in groups.items()
@@ -103,7 +103,7 @@ class RunComponents:
         return {
             "step": self.state.step,
             "version": self.sync.version if self.sync else None,
-            "queues": {"batches in flight": self.stream.in_flight if self.stream else 0},
+            "queues": {"batches in flight": self.stream.in_flight if "stream" in there else 0},
             "roles": roles,
             "logs": str(logs) if logs else None,
         }
@@ -186,7 +186,7 @@ def _start_processes(
     horizon = total_updates(config, parts.state, len(inputs.prompts))
     reference = inputs.algorithm.needs_reference(config)
     parts.policy = PolicyGroup(config, str(folder), horizon, placement, reference)
-    sampling = _Sampling(parts, inputs, config, placement, lap) if pool else None
+    sampling = _Sampling(parts, inputs, config, placement, lap, pool) if pool else None
     if sampling:
         sampling.engines_that_share()
     parts.policy.ready()
@@ -198,7 +198,7 @@ def _start_processes(
         lap("checkpoint")
     parts.algorithm = inputs.algorithm(parts.config, parts.policy, inputs.tokenizer, parts.log)
     if sampling:
-        sampling.connect(stack, pool)
+        sampling.connect(stack)
     else:
         parts.stream = PromptStream(config, inputs.prompts, parts.state.position)
 
@@ -209,13 +209,13 @@ def _start_environments(
     """Worker processes here, or on nodes of their own."""
     from gdpo_nemo.cluster.env_nodes import EnvironmentNodes
 
-    pool: EnvironmentPool
+    pool: Any  # of one of two classes with the same methods
     if config.cluster.env_nodes:
         parts.environments = pool = EnvironmentNodes(config, placement)
     else:
         pool = EnvironmentPools(config.env, config.rollout.env_workers, config.rollout.env_timeout_s, config.run.seed)
     stack.callback(pool.close)
-    return pool
+    return cast("EnvironmentPool", pool)
 
 
 class _Sampling:
@@ -226,7 +226,13 @@ class _Sampling:
     """
 
     def __init__(
-        self, parts: RunComponents, inputs: Inputs, config: Config, placement: Placement, lap: Callable[[str], None]
+        self,
+        parts: RunComponents,
+        inputs: Inputs,
+        config: Config,
+        placement: Placement,
+        lap: Callable[[str], None],
+        pool: EnvironmentPool,
     ):
         from gdpo_nemo.cluster.fleet import EngineFleet
 
@@ -234,6 +240,7 @@ class _Sampling:
         self._inputs = inputs
         self._config = config
         self._lap = lap
+        self._pool = pool
         self._shared = bool(placement.places.shared)
         self._probe: Probe | None = None
         devices = parts.policy.devices() if self._shared else None
@@ -258,7 +265,7 @@ class _Sampling:
             self._probe.calibrate(self._parts.policy, self._config)
             self._lap("probe")
 
-    def connect(self, stack: contextlib.ExitStack, pool: EnvironmentPool) -> None:
+    def connect(self, stack: contextlib.ExitStack) -> None:
         """The stream of rollouts, and the way of the weights to the engines."""
         from gdpo_nemo.cluster.weight_sync import WeightSync
         from gdpo_nemo.rollouts.stream import RolloutStream
@@ -271,7 +278,7 @@ class _Sampling:
             config,
             inputs.prompts,
             self._fleet,
-            pool,
+            self._pool,
             inputs.tokenizer,
             parts.state.position,
             parts.state.step,

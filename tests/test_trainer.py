@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from gdpo_nemo import algorithm
 from gdpo_nemo.algorithm import GDPO, Algorithm
 from gdpo_nemo.checkpoints import RunState
 from gdpo_nemo.config.load import load_config
@@ -220,7 +221,7 @@ def test_a_step_writes_every_metric_that_the_trainer_describes_and_no_other():
     recorder = Recorder("gdpo.kl_in_reward=0.1")
     recorder.trainer.step()
     row = recorder.rows[0][0]
-    assert METRICS.keys() <= row.keys() and unknown_metrics([row]) == []
+    assert {*METRICS, *algorithm.METRICS} <= row.keys() and unknown_metrics([row]) == []
 
 
 class Halving(Algorithm):
@@ -240,9 +241,9 @@ class Halving(Algorithm):
         return {"validation/loss": float(len(evaluated))}
 
 
-def without_engines(recorder: Recorder, algorithm: type[Algorithm]) -> Recorder:
+def without_engines(recorder: Recorder, kind: type[Algorithm]) -> Recorder:
     parts = recorder.parts
-    parts.algorithm = algorithm(recorder.config, parts.policy, None, parts.log)
+    parts.algorithm = kind(recorder.config, parts.policy, None, parts.log)
     parts.sync = None
     parts.validation_prompts = ["one", "two"]
     parts.stream = SimpleNamespace(
