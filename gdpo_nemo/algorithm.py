@@ -149,7 +149,8 @@ def ask(algorithm: Algorithm, method: str, *arguments: Any) -> Any:
 
 def ask_next(algorithm: Algorithm, updates: Iterator[list[TrainSequence]]) -> list[TrainSequence] | None:
     """The next update, None after the last; errors as of ``ask``."""
-    return _call(type(algorithm), "updates", lambda: next(updates, None), RunError)
+    update: list[TrainSequence] | None = _call(type(algorithm), "updates", lambda: next(updates, None), RunError)
+    return update
 
 
 def _call(owner: type, method: str, action: Any, kind: type[GdpoError]) -> Any:

@@ -26,7 +26,9 @@ def declares_sampling(name: str) -> bool:
 def _declared(place: str) -> bool:
     """The class attribute ``samples``, a literal, read without running the file; True where the class does not say."""
     for node in find_definition("algorithm.type", place).body:
-        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        if not isinstance(node, (ast.Assign, ast.AnnAssign)) or node.value is None:
+            continue
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
         if any(isinstance(target, ast.Name) and target.id == "samples" for target in targets):
             return bool(ast.literal_eval(node.value))
     return True

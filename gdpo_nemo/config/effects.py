@@ -61,7 +61,11 @@ def _read_by_some(
     for key in dict.fromkeys(key for entry in registry.values() for key in entry.reads):
         readers = " or ".join(name for name, entry in registry.items() if key in entry.reads)
         why = f"unless {section}.{choice} is {readers}, or a function of your own that reads it"
-        yield Effect((f"{section}.{key}",), lambda c, key=key: key in reads(c), why)
+        yield Effect((f"{section}.{key}",), partial(_is_read, key, reads), why)
+
+
+def _is_read(key: str, reads: Callable[[Config], tuple[str, ...]], config: Config) -> bool:
+    return key in reads(config)
 
 
 EFFECTS = (
