@@ -6,6 +6,10 @@ escapes is a defect of the program and keeps its traceback.
 
 from __future__ import annotations
 
+from typing import TypeVar
+
+T = TypeVar("T")
+
 
 class GdpoError(Exception):
     """Base of the errors that are explained in one line."""
@@ -20,3 +24,10 @@ class ConfigError(GdpoError):
 
 class RunError(GdpoError):
     """A run failed after it had started; the text says what failed and where to look."""
+
+
+def present(value: T | None, what: str) -> T:
+    """Return ``value``. Raises RuntimeError where it is None: an order that the program itself got wrong."""
+    if value is None:
+        raise RuntimeError(f"{what} was used before it was started")
+    return value

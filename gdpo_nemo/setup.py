@@ -7,7 +7,7 @@ import json
 import signal
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Callable, Iterator, cast
+from typing import TYPE_CHECKING, Any, Callable, Iterator
 
 import psutil
 
@@ -20,7 +20,7 @@ from gdpo_nemo.data.records import Prompt
 from gdpo_nemo.data.splits import wanted_splits
 from gdpo_nemo.endings import answered_by, leave_lost_terminal
 from gdpo_nemo.environments.execution.dispatch import EnvironmentPools
-from gdpo_nemo.errors import GdpoError
+from gdpo_nemo.errors import GdpoError, present
 from gdpo_nemo.inputs import Inputs, read_inputs
 from gdpo_nemo.observe.diagnosis import examine
 from gdpo_nemo.observe.installation import require_libraries
@@ -39,7 +39,7 @@ if TYPE_CHECKING:  # their imports take seconds, which a config that is refused 
     from gdpo_nemo.cluster.probe import Probe
     from gdpo_nemo.cluster.reservation import Placement
     from gdpo_nemo.cluster.weight_sync import WeightSync
-    from gdpo_nemo.environments.execution.pool import EnvironmentPool
+    from gdpo_nemo.environments.execution.executor import EnvironmentExecutor
 
 
 @dataclass
@@ -51,7 +51,7 @@ class Stop:
     patient: bool = False
     """Set once training runs: a signal then waits for the end of the step and a checkpoint."""
 
-    def __call__(self, number: int, frame) -> None:
+    def __call__(self, number: int, frame: object) -> None:
         """Signal handler. A second signal, or one before training started, ends the run at once.
 
         Not a second SIGHUP: the shell and then the kernel send one each when a terminal goes away.
@@ -111,7 +111,7 @@ class RunComponents:
     def finish(self) -> None:
         """What follows the last step: the final weights as a Hugging Face folder."""
         if self.config.checkpointing.export_hf:
-            self.policy.export(self.run_dir / "model")
+            present(self.policy, "the policy").export(self.run_dir / "model")
 
 
 @contextlib.contextmanager
@@ -142,7 +142,8 @@ def run_context(config: Config, begin: float | None = None) -> Iterator[RunCompo
         try:
             _start_processes(parts, stack, inputs, start.path, begin)
             if start.changes:
-                log.note(_learning_rates(run_dir, start.state.step, parts.policy.next_learning_rate()))
+                upcoming = present(parts.policy, "the policy").next_learning_rate()
+                log.note(_learning_rates(run_dir, start.state.step, upcoming))
             stop.patient = True
             yield parts
             outcome[0] = "stopped" if stop.requested else "complete"
@@ -179,43 +180,44 @@ def _start_processes(
     lap("imports, config, data")
     stack.enter_context(session(config.cluster))
     lap("Ray")
-    stack.push(lambda kind, error, trace: _point_to_logs(kind, error, keep_logs, parts.run_dir))
+    stack.push(lambda kind, error, trace: _point_to_logs(error, keep_logs, parts.run_dir))
     folder = inputs.folder.absolute()
     placement = reserve(config, [parts.run_dir, folder])
     pool = _start_environments(parts, stack, config, placement) if inputs.algorithm.samples else None
     horizon = total_updates(config, parts.state, len(inputs.prompts))
     reference = inputs.algorithm.needs_reference(config)
-    parts.policy = PolicyGroup(config, str(folder), horizon, placement, reference)
-    sampling = _Sampling(parts, inputs, config, placement, lap, pool) if pool else None
+    parts.policy = policy = PolicyGroup(config, str(folder), horizon, placement, reference)
+    sampling = _Sampling(parts, policy, inputs, config, placement, lap) if pool else None
     if sampling:
         sampling.engines_that_share()
-    parts.policy.ready()
+    policy.ready()
     lap("policy, beside the engines" if sampling else "policy")
     if sampling:
         sampling.all_engines()
     if checkpoint is not None:
-        parts.policy.load_checkpoint(checkpoint)
+        policy.load_checkpoint(checkpoint)
         lap("checkpoint")
-    parts.algorithm = inputs.algorithm(parts.config, parts.policy, inputs.tokenizer, parts.log)
-    if sampling:
-        sampling.connect(stack)
+    parts.algorithm = inputs.algorithm(parts.config, policy, inputs.tokenizer, parts.log)
+    if sampling and pool:
+        sampling.connect(stack, pool)
     else:
         parts.stream = PromptStream(config, inputs.prompts, parts.state.position)
 
 
 def _start_environments(
     parts: RunComponents, stack: contextlib.ExitStack, config: Config, placement: Placement
-) -> EnvironmentPool:
+) -> EnvironmentExecutor:
     """Worker processes here, or on nodes of their own."""
     from gdpo_nemo.cluster.env_nodes import EnvironmentNodes
 
-    pool: Any  # of one of two classes with the same methods
+    pool: EnvironmentExecutor
     if config.cluster.env_nodes:
-        parts.environments = pool = EnvironmentNodes(config, placement)
+        parts.environments = EnvironmentNodes(config, placement)
+        pool = parts.environments
     else:
         pool = EnvironmentPools(config.env, config.rollout.env_workers, config.rollout.env_timeout_s, config.run.seed)
     stack.callback(pool.close)
-    return cast("EnvironmentPool", pool)
+    return pool
 
 
 class _Sampling:
@@ -228,22 +230,22 @@ class _Sampling:
     def __init__(
         self,
         parts: RunComponents,
+        policy: PolicyGroup,
         inputs: Inputs,
         config: Config,
         placement: Placement,
         lap: Callable[[str], None],
-        pool: EnvironmentPool,
     ):
         from gdpo_nemo.cluster.fleet import EngineFleet
 
         self._parts = parts
+        self._policy = policy
         self._inputs = inputs
         self._config = config
         self._lap = lap
-        self._pool = pool
         self._shared = bool(placement.places.shared)
         self._probe: Probe | None = None
-        devices = parts.policy.devices() if self._shared else None
+        devices = policy.devices() if self._shared else None
         self._fleet = parts.fleet = EngineFleet(config, str(inputs.folder.absolute()), placement, devices)
 
     def engines_that_share(self) -> None:
@@ -262,10 +264,10 @@ class _Sampling:
         if not self._shared:
             self._probe = _probe(self._config, self._inputs, self._fleet)
         if self._probe is not None:
-            self._probe.calibrate(self._parts.policy, self._config)
+            self._probe.calibrate(self._policy, self._config)
             self._lap("probe")
 
-    def connect(self, stack: contextlib.ExitStack) -> None:
+    def connect(self, stack: contextlib.ExitStack, pool: EnvironmentExecutor) -> None:
         """The stream of rollouts, and the way of the weights to the engines."""
         from gdpo_nemo.cluster.weight_sync import WeightSync
         from gdpo_nemo.rollouts.stream import RolloutStream
@@ -278,7 +280,7 @@ class _Sampling:
             config,
             inputs.prompts,
             self._fleet,
-            self._pool,
+            pool,
             inputs.tokenizer,
             parts.state.position,
             parts.state.step,
@@ -288,9 +290,9 @@ class _Sampling:
         bucket = config.weights.bucket_mib << 20
         # Engines may then have to start again while the policy trains.
         keep = config.rollout.max_staleness > 0 or config.rollout.endpoint.enabled
-        transport = make_transport(chosen_transport(config), parts.policy, parts.run_dir / "weights", bucket, keep)
+        transport = make_transport(chosen_transport(config), self._policy, parts.run_dir / "weights", bucket, keep)
         stack.callback(close_transport, transport)
-        parts.sync = WeightSync(parts.policy, self._fleet, self._probe, transport, self._shared)
+        parts.sync = WeightSync(self._policy, self._fleet, self._probe, transport, self._shared)
 
 
 def _learning_rates(run_dir: Path, step: int, upcoming: float) -> str:
@@ -311,7 +313,7 @@ def _probe(config: Config, inputs: Inputs, fleet: EngineFleet) -> Probe | None:
     return Probe.sampled(fleet, prompts, vocabulary, config.policy.max_total_sequence_length)
 
 
-def _point_to_logs(kind, error, keep_logs, run_dir: Path) -> bool:
+def _point_to_logs(error: BaseException | None, keep_logs: Callable[[Path], Path | None], run_dir: Path) -> bool:
     """After a failure keep the workers' logs in the run folder and say so."""
     if isinstance(error, GdpoError):
         folder = keep_logs(run_dir)

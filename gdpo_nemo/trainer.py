@@ -17,7 +17,7 @@ from gdpo_nemo.config.layout import prompts_per_round, updates_per_step
 from gdpo_nemo.config.load import save_config
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.data.results import UpdateResult
-from gdpo_nemo.errors import RunError
+from gdpo_nemo.errors import RunError, present
 from gdpo_nemo.resume import CONFIG
 
 if TYPE_CHECKING:
@@ -47,9 +47,9 @@ class Trainer:
     def __init__(self, config: Config, parts: RunComponents, state: RunState):
         self.config = config
         self.state = state
-        self.algorithm = parts.algorithm
-        self.policy = parts.policy
-        self.stream = parts.stream
+        self.algorithm = present(parts.algorithm, "the algorithm")
+        self.policy = present(parts.policy, "the policy")
+        self.stream = present(parts.stream, "the stream")
         self.sync = parts.sync
         self.log = parts.log
         self.checkpoints = parts.checkpoints

@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from gdpo_nemo.algorithms.token_fields import required
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -39,7 +41,7 @@ def _token_mean(tokens: np.ndarray, count: int, constant_length: int | None) -> 
 
 
 def _sequence_mean(tokens: np.ndarray, count: int, constant_length: int | None) -> np.ndarray:
-    return 1.0 / (count * np.maximum(tokens, 1.0))
+    return np.asarray(1.0 / (count * np.maximum(tokens, 1.0)))
 
 
 def _constant(tokens: np.ndarray, count: int, constant_length: int | None) -> np.ndarray:
@@ -96,7 +98,8 @@ def clipped_pg(logprobs: Tensor, fields: TokenFields, settings: LossSettings) ->
     For A < 0 the loss is at most -A x ratio_clip_c (dual clip, arXiv 1912.09729), which must exceed 1 + ratio_clip_max
     to act only where the other clip does not.
     """
-    return _clipped(importance_ratio(logprobs - fields.old_logprobs), fields.advantages, settings)
+    ratio = importance_ratio(logprobs - required(fields.old_logprobs, "old_logprobs"))
+    return _clipped(ratio, fields.advantages, settings)
 
 
 def _clipped(ratio: Tensor, advantages: Tensor, settings: LossSettings) -> TokenLoss:
@@ -120,14 +123,14 @@ def gspo(logprobs: Tensor, fields: TokenFields, settings: LossSettings) -> Token
     a sequence's tokens are equal, the sum over them is the gradient of the sequence form, and no gradient has to cross
     ranks. Importance corrections by token would make them unequal; `LossSettings` refuses those.
     """
-    mean = fields.sequence_means(logprobs - fields.old_logprobs)
+    mean = fields.sequence_means(logprobs - required(fields.old_logprobs, "old_logprobs"))
     return _clipped(importance_ratio(mean + logprobs - logprobs.detach()), fields.advantages, settings)
 
 
 def cispo(logprobs: Tensor, fields: TokenFields, settings: LossSettings) -> TokenLoss:
     """-A x stop_gradient(clip(r)) x logprob: the clip bounds the weight, every token keeps a gradient (CISPO,
     arXiv 2506.13585 eq. 4)."""
-    ratio = importance_ratio(logprobs.detach() - fields.old_logprobs)
+    ratio = importance_ratio(logprobs.detach() - required(fields.old_logprobs, "old_logprobs"))
     bounded = ratio.clamp(1.0 - settings.ratio_clip_min, 1.0 + settings.ratio_clip_max)
     return -fields.advantages * bounded * logprobs, {"ratio": ratio, "clipped": (bounded != ratio).to(ratio.dtype)}
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from gdpo_nemo.algorithms.losses import importance_ratio
+from gdpo_nemo.algorithms.token_fields import required
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -96,6 +97,6 @@ def sequence_keep_mask(logprobs: Tensor, fields: TokenFields, threshold: float) 
     Returns:
         [tokens]
     """
-    gap = (fields.sampler_logprobs - logprobs.detach()).nan_to_num(nan=0.0)
+    gap = (required(fields.sampler_logprobs, "sampler_logprobs") - logprobs.detach()).nan_to_num(nan=0.0)
     far = fields.sequence_means(gap) > threshold
     return (~(far & (fields.advantages < 0))).to(logprobs.dtype)

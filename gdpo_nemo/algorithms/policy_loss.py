@@ -17,7 +17,7 @@ from gdpo_nemo.algorithms.loss_settings import LossSettings, OffPolicySettings
 from gdpo_nemo.algorithms.losses import kl_penalty, score_weight
 from gdpo_nemo.algorithms.offpolicy import sequence_keep_mask
 from gdpo_nemo.algorithms.own_functions import Functions, correction_entry, is_place, loss_entry
-from gdpo_nemo.algorithms.token_fields import Reduce, TokenFields
+from gdpo_nemo.algorithms.token_fields import Reduce, TokenFields, required
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ def _reference_kl(logprobs: Tensor, fields: TokenFields, settings: LossSettings)
         weight = score_weight(logprobs, drawn)
     return kl_penalty(
         logprobs,
-        fields.reference_logprobs,
+        required(fields.reference_logprobs, "reference_logprobs"),
         settings.reference_policy_kl_type,
         weight=weight,
         input_clamp=settings.kl_input_clamp_value,
@@ -130,7 +130,8 @@ def _token_loss(
     # Of its own, so that a gradient that is not finite is known to be this function's.
     own = logprobs.view_as(logprobs)
     if own.requires_grad:
-        own.register_hook(lambda gradient: _check_own(gradient, logprobs, f"{what} has a gradient that"))
+        hook: Any = own.register_hook  # torch has not annotated it
+        hook(lambda gradient: _check_own(gradient, logprobs, f"{what} has a gradient that"))
     loss, metrics = _with_metrics(_called(what, entry.function, own, fields, settings, settings.options))
     _check_own(loss, own, f"{what} returned a loss that")
     for name, values in metrics.items():
@@ -183,14 +184,15 @@ def importance_weights(fields: TokenFields, settings: OffPolicySettings, functio
 
     Where the sampler gave no log-prob (NaN) there is no gap. What the modes make of it is said in `offpolicy.py`.
     """
-    gap = (fields.old_logprobs - fields.sampler_logprobs).detach().nan_to_num(nan=0.0)
+    old = required(fields.old_logprobs, "old_logprobs")
+    gap = (old - required(fields.sampler_logprobs, "sampler_logprobs")).detach().nan_to_num(nan=0.0)
     entry = correction_entry(settings.mode, functions)
     if entry.function is None:
         return torch.ones_like(gap)
     if not is_place(settings.mode):
         return entry.function(gap, fields, settings, **settings.options)
     what = f"loss_fn.off_policy.mode: {settings.mode}"
-    weights = _called(what, entry.function, gap, fields, settings, settings.options)
+    weights: Tensor = _called(what, entry.function, gap, fields, settings, settings.options)
     _check_own(weights, gap, f"{what} returned a weight that")
     return weights.detach()
 
@@ -203,8 +205,8 @@ def _parity(logprobs: Tensor, fields: TokenFields, settings: LossSettings) -> di
     """
     if fields.sampler_logprobs is None:
         return {}
-    own = fields.old_logprobs is None or settings.old_logprobs == "sampler"
-    believed = logprobs.detach() if own else fields.old_logprobs
+    before = None if settings.old_logprobs == "sampler" else fields.old_logprobs
+    believed = logprobs.detach() if before is None else before
     gap = torch.nan_to_num(fields.sampler_logprobs - believed, nan=0.0)
     off = believed.exp() * torch.expm1(gap)
     return {
@@ -218,7 +220,7 @@ def _collect(per_token: dict[str, Tensor], tokens: int, like: Tensor) -> LossMet
     """Sums of every per-token measurement, and the maxima of three of them. float64, so that 1e8 tokens still count."""
     sums = {name: value.double().sum() for name, value in per_token.items()}
     sums["tokens"] = torch.tensor(float(tokens), dtype=torch.float64, device=like.device)
-    maxima = {
+    maxima: dict[str, Tensor] = {
         name: per_token[name].max() for name in ("ratio", "parity_abs", "parity_prob") if name in per_token and tokens
     }
     return LossMetrics(sums, maxima)

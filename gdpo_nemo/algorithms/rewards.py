@@ -26,13 +26,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from graphlib import CycleError, TopologicalSorter
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from gdpo_nemo.algorithms.own_functions import Functions, check_options, is_place, own_options
 from gdpo_nemo.algorithms.table import nearest
+
+T = TypeVar("T")
 
 COMPARISONS: dict[str, Callable[[np.ndarray, float], np.ndarray]] = {
     "ge": np.greater_equal,
@@ -78,7 +81,7 @@ def _clip(values: np.ndarray, limits: Sequence[float], context: Context) -> np.n
 def _scale(values: np.ndarray, by: float | Mapping[str, float], context: Context) -> np.ndarray:
     """values x by + offset."""
     options = _options({"by": by} if isinstance(by, (int, float)) else by, {"by": 1.0, "offset": 0.0})
-    return values * options["by"] + options["offset"]
+    return np.asarray(values * options["by"] + options["offset"])
 
 
 def _linear(values: np.ndarray, ranges: Mapping[str, Sequence[float]], context: Context) -> np.ndarray:
@@ -88,7 +91,7 @@ def _linear(values: np.ndarray, ranges: Mapping[str, Sequence[float]], context: 
     (start, end) = options["to"]
     if not low < high:
         raise ValueError(f"`from` must ascend, got {list(options['from'])}")
-    return start + (np.clip(values, low, high) - low) * (end - start) / (high - low)
+    return np.asarray(start + (np.clip(values, low, high) - low) * (end - start) / (high - low))
 
 
 def _condition(values: np.ndarray, rule: Mapping[str, Any], context: Context) -> np.ndarray:
@@ -104,12 +107,12 @@ def _length(values: np.ndarray, rule: Mapping[str, float], context: Context) -> 
     options = _options(rule, {"full": None, "zero": None})
     full = options["full"]
     zero = options["zero"]
-    lengths = context.need("lengths")
+    lengths: np.ndarray = context.need("lengths")
     if full is None or (zero is not None and zero <= full):
         raise ValueError("needs `full`, and `zero` above it")
     if zero is None:
-        return (lengths <= full).astype(np.float64)
-    return np.clip((zero - lengths) / (zero - full), 0.0, 1.0)
+        return np.asarray(lengths <= full, np.float64)
+    return np.asarray(np.clip((zero - lengths) / (zero - full), 0.0, 1.0))
 
 
 def _overlong(values: np.ndarray, rule: Mapping[str, float], context: Context) -> np.ndarray:
@@ -120,7 +123,7 @@ def _overlong(values: np.ndarray, rule: Mapping[str, float], context: Context) -
     if options["max_length"] is None:
         raise ValueError("needs max_length, which was not given")
     excess = context.need("lengths") - (options["max_length"] - options["buffer"])
-    return values - options["penalty"] * np.clip(excess / options["buffer"], 0.0, 1.0)
+    return np.asarray(values - options["penalty"] * np.clip(excess / options["buffer"], 0.0, 1.0))
 
 
 def _truncated(values: np.ndarray, rule: Mapping[str, float], context: Context) -> np.ndarray:
@@ -217,7 +220,7 @@ def check_shaping(
 
 def _order(rules: Sequence[Mapping[str, Any]], components: Sequence[str]) -> list[str]:
     """Component names after shaping, every one behind those its conditions look at."""
-    created = {rule.get("component") for rule in rules if creates(rule)}
+    created = {str(rule.get("component")) for rule in rules if creates(rule)}
     known = [*components, *sorted(created - set(components))]
     graph: dict[str, set[str]] = {name: set() for name in known}
     for rule in rules:
@@ -225,7 +228,7 @@ def _order(rules: Sequence[Mapping[str, Any]], components: Sequence[str]) -> lis
         if name not in graph:
             raise ValueError(f"shaping rule {dict(rule)}: unknown component {name!r}; {nearest(name, known)}")
         if "condition" in rule:
-            other = _labelled(rule, lambda rule=rule: parse_condition(rule["condition"]))[0]
+            other = _labelled(rule, partial(parse_condition, rule["condition"]))[0]
             if other not in graph:
                 raise ValueError(f"shaping rule {dict(rule)}: unknown component {other!r}; {nearest(other, known)}")
             graph[name].add(other)
@@ -284,7 +287,7 @@ def _own(column: np.ndarray, rule: Mapping[str, Any], context: Context, function
     return np.where(missing, np.nan, shaped)
 
 
-def _labelled(rule: Mapping[str, Any], action: Callable[[], Any]) -> Any:
+def _labelled(rule: Mapping[str, Any], action: Callable[[], T]) -> T:
     """Run the action; what goes wrong is reported with the rule it happened in."""
     try:
         return action()
@@ -300,7 +303,7 @@ def _options(given: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str,
     return {**defaults, **given}
 
 
-def parse_condition(rule: Mapping[str, Any]) -> tuple[str, str, float]:
+def parse_condition(rule: Mapping[Any, Any]) -> tuple[str, str, float]:
     """Other component, comparison, threshold.
 
     Raises:

@@ -18,6 +18,13 @@ Reduce = Callable[["Tensor"], "Tensor"]
 called on detached tensors, so no gradient has to pass through it."""
 
 
+def required(values: Tensor | None, name: str) -> Tensor:
+    """Return an optional tensor of ``TokenFields``. Raises ValueError: the micro-batch does not have it."""
+    if values is None:
+        raise ValueError(f"needs {name}, which was not given")
+    return values
+
+
 @dataclass(frozen=True)
 class TokenFields:
     """What a micro-batch brings beside the model's output; every tensor is 1-D [tokens] in the same order.

@@ -168,9 +168,9 @@ def _promised_config(reference: str) -> dict[str, Any] | None:
     key = "policy.model_factory"
     path, function = find_function(key, reference)
     for node in _parsed(key, path).body:
-        targets = (
-            node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
-        )
+        if not isinstance(node, (ast.Assign, ast.AnnAssign)) or node.value is None:
+            continue
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
         if not any(isinstance(target, ast.Name) and target.id == FACTORY_CONFIGS for target in targets):
             continue
         try:

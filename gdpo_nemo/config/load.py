@@ -140,7 +140,7 @@ def to_yaml(config: Config) -> str:
     return OmegaConf.to_yaml(OmegaConf.create(config_to_dict(config)))
 
 
-def _read_with_parents(path: Path, children: tuple[Path, ...]) -> list[tuple[str, dict]]:
+def _read_with_parents(path: Path, children: tuple[Path, ...]) -> list[tuple[str, dict[str, Any]]]:
     """The file's parents, oldest first, then the file itself, each as (name for messages, content)."""
     resolved = Path(os.path.realpath(path))  # unlike Path.resolve, never raises
     if resolved in children:
@@ -165,7 +165,7 @@ def _parent(path: Path, name: str) -> Path:
     return REPOSITORY / name if not beside.exists() and (REPOSITORY / name).is_file() else beside
 
 
-def _read_yaml(path: Path) -> dict:
+def _read_yaml(path: Path) -> dict[str, Any]:
     try:
         content = OmegaConf.load(path)
     except FileNotFoundError:
@@ -180,10 +180,10 @@ def _read_yaml(path: Path) -> dict:
         raise ConfigError(f"{path}: an alias holds itself") from None
     if not isinstance(content, DictConfig):
         raise ConfigError(f"{path}: expected sections (run:, gdpo:, policy:, ...), found a list")
-    return OmegaConf.to_container(content, resolve=False)
+    return cast(dict[str, Any], OmegaConf.to_container(content, resolve=False))
 
 
-def _read_override(text: str) -> tuple[str, dict]:
+def _read_override(text: str) -> tuple[str, dict[str, Any]]:
     key, equals, _ = text.partition("=")
     if not equals or not all(key.split(".")):
         raise ConfigError(f"{text}: an override is written section.key=value")
@@ -193,7 +193,7 @@ def _read_override(text: str) -> tuple[str, dict]:
         raise ConfigError(f"{key}: {text.partition('=')[2]!r} is not a YAML value (quote it?)") from None
     except OmegaConfBaseException as error:
         raise ConfigError(f"{key}: {message_line(error)}") from None
-    return "command line", OmegaConf.to_container(content, resolve=False)
+    return "command line", cast(dict[str, Any], OmegaConf.to_container(content, resolve=False))
 
 
 def build_config(merged: DictConfig) -> Config:
@@ -202,13 +202,13 @@ def build_config(merged: DictConfig) -> Config:
         if not declares_sampling(merged.algorithm.type) and OmegaConf.is_missing(merged.gdpo, "rewards"):
             merged.gdpo.rewards = {}
         if OmegaConf.is_missing(merged.gdpo, "rewards"):
-            if weights := weights_beside_rewards(OmegaConf.to_container(merged.env)):
+            if weights := weights_beside_rewards(cast(dict[str, Any], OmegaConf.to_container(merged.env))):
                 merged.gdpo.rewards = weights
         missing = sorted(OmegaConf.missing_keys(merged))
         if missing:
             raise ConfigError(f"{missing[0]}: must be set (gdpo-nemo explain {missing[0]} says what it is)")
         OmegaConf.resolve(merged)
-        config = OmegaConf.to_object(merged)
+        config = cast(Config, OmegaConf.to_object(merged))
         content = OmegaConf.to_container(merged)
     except OmegaConfBaseException as error:
         raise _translated(error, "") from None
@@ -230,7 +230,7 @@ def _check(node: Any, hint: Any, key: str, source: str) -> None:
         hint = next(a for a in get_args(hint) if a is not type(None))
     if hint is Any:
         return
-    if dataclasses.is_dataclass(hint):
+    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
         _check_section(node, hint, key, source)
     elif get_origin(hint) is dict:
         for name, value in _mapping(node, key, source).items():
@@ -252,7 +252,7 @@ def _check_section(node: Any, section: type, key: str, source: str) -> None:
         _check(value, hints[name], _join(key, name), source)
 
 
-def _mapping(node: Any, key: str, source: str) -> Mapping:
+def _mapping(node: Any, key: str, source: str) -> Mapping[Any, Any]:
     if node is None:
         raise ConfigError(f"{key}: is empty; give it keys or remove it{_where(source)}")
     if not isinstance(node, Mapping):
@@ -286,7 +286,7 @@ def all_keys(section: type = Config, prefix: str = "") -> list[str]:
     keys = []
     for name, hint in get_type_hints(section).items():
         keys.append(_join(prefix, name))
-        inner = next((a for a in (hint, *get_args(hint)) if dataclasses.is_dataclass(a)), None)
+        inner = next((a for a in (hint, *get_args(hint)) if isinstance(a, type) and dataclasses.is_dataclass(a)), None)
         if inner:
             keys += all_keys(inner, keys[-1])
     return keys
@@ -300,7 +300,7 @@ def nearest_key(key: str) -> str | None:
     return near[0] if near else None
 
 
-def _nearest_key(section: str, name: str, siblings: Mapping) -> str:
+def _nearest_key(section: str, name: str, siblings: Mapping[str, Any]) -> str:
     near = difflib.get_close_matches(name, list(siblings), n=1, cutoff=0.7)
     best = _join(section, near[0]) if near else nearest_key(_join(section, name))
     if best:

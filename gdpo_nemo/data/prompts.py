@@ -197,7 +197,7 @@ class _Renderer:
         value = self._prompt(index, row)
         if isinstance(value, str):
             value = self._around(value)
-            messages = [*self._system_message(), {"role": "user", "content": value}]
+            messages: Messages = [*self._system_message(), {"role": "user", "content": value}]
             plain = f"{self._system}\n\n{value}" if self._system else value
             return (self._rendered(index, messages) if self.chat else plain), None
         messages = self._messages(index, value)
@@ -227,16 +227,18 @@ class _Renderer:
         """The chat as text; a column ``tools`` that is a list goes to the template, too."""
         how = {"tools": tools} if isinstance(tools, list) and tools else {}
         try:
-            return self._tokenizer.apply_chat_template(
+            text: str = self._tokenizer.apply_chat_template(
                 list(messages), tokenize=False, add_generation_prompt=True, **how
             )
+            return text
         except Exception as error:  # a template may raise anything, for instance on roles it does not know
             raise self._prompt.error(index, f"the chat template refuses it: {first_line(error)}") from error
 
 
 def _tokenise(tokenizer: Any, texts: list[str], rendered: bool) -> list[list[int]]:
     """Token ids per text. A chat template writes the special tokens itself; plain text gets the tokenizer's own."""
-    return tokenizer(texts, add_special_tokens=not rendered, return_attention_mask=False)["input_ids"]
+    ids: list[list[int]] = tokenizer(texts, add_special_tokens=not rendered, return_attention_mask=False)["input_ids"]
+    return ids
 
 
 def _again(prompt: Prompt, times: int) -> Prompt:

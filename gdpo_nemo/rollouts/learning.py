@@ -7,7 +7,14 @@ from typing import Sequence
 
 import numpy as np
 
-from gdpo_nemo.algorithms import Advantages, apply_shaping, compute_advantages, groups_with_signal, token_weights
+from gdpo_nemo.algorithms import (
+    Advantages,
+    LossSettings,
+    apply_shaping,
+    compute_advantages,
+    groups_with_signal,
+    token_weights,
+)
 from gdpo_nemo.algorithms.rewards import creates
 from gdpo_nemo.config.messages import first_line
 from gdpo_nemo.config.schema import Config
@@ -34,7 +41,7 @@ def reward_columns(trajectories: Sequence[Trajectory], config: Config) -> dict[s
     }
     if not rules:
         return columns
-    return apply_shaping(
+    shaped: dict[str, np.ndarray] = apply_shaping(
         columns,
         rules,
         lengths=np.array([t.num_policy_tokens for t in trajectories]),
@@ -42,6 +49,7 @@ def reward_columns(trajectories: Sequence[Trajectory], config: Config) -> dict[s
         truncated=np.array([t.finish_reason == "length" for t in trajectories]),
         functions=own_rules(config),
     )
+    return shaped
 
 
 def advantages_of(groups: Sequence[Group], config: Config, kl: np.ndarray | None = None) -> Advantages:
@@ -146,7 +154,9 @@ def updates_of(trajectories: Sequence[Trajectory], advantages: np.ndarray, confi
     ]
 
 
-def _weighted(trajectories, advantages, loss, config: Config) -> list[TrainSequence]:
+def _weighted(
+    trajectories: Sequence[Trajectory], advantages: np.ndarray, loss: LossSettings, config: Config
+) -> list[TrainSequence]:
     trained = [t.trains and not (loss.mask_truncated and t.outcome is Outcome.TRUNCATED) for t in trajectories]
     weights = token_weights(
         [t.num_policy_tokens if keep else 0 for t, keep in zip(trajectories, trained)],
@@ -294,7 +304,7 @@ def validation_metrics(groups: Sequence[Group]) -> dict[str, float]:
     trajectories = [t for group in groups for t in group.trajectories]
     row = {}
     for name in dict.fromkeys(name for t in trajectories for name in t.rewards):
-        values = [t.rewards[name] for t in trajectories if t.rewards.get(name) is not None]
+        values = [value for t in trajectories if (value := t.rewards.get(name)) is not None]
         if values:
             row[f"validation/{name}"] = float(np.mean(values))
     row["validation/mean_length"] = float(np.mean([t.num_policy_tokens for t in trajectories]))
