@@ -119,6 +119,14 @@ class NewInParts(New):
         self.rows = lambda split, size, seed: [{"prompt": "y"}]
 
 
+class NotCallable:
+    reward_names = ("a",)
+    verify = None
+
+    def __init__(self, options):
+        pass
+
+
 class Nothing(Environment):
     reward_names = ("a",)
 
@@ -178,9 +186,10 @@ def test_an_environment_is_not_adapted_twice_and_a_subclass_not_at_all():
     assert adapted(old) is old
 
 
-def test_a_subclass_without_a_verifier_is_no_environment():
-    with pytest.raises(ConfigError, match=r"it has no method verify\(trajectories\) and no episode\(\)"):
-        load("Nothing")
+def test_a_class_without_a_verifier_is_no_environment():
+    for name in ("Nothing", "NotCallable"):
+        with pytest.raises(ConfigError, match=r"it has no method verify\(trajectories\) and no episode\(\)"):
+            load(name)
     assert load("OldAgents").plays_with_endpoint
 
 

@@ -194,9 +194,11 @@ def test_a_key_finds_its_own_entry_before_a_pattern(key, pattern):
 
 
 def test_the_longest_of_two_patterns_that_fit_describes_a_key(monkeypatch):
-    entries = read_entries('METRICS = {"a/NAME": ("", "short"), "a/NAME/b": ("", "of NAME")}', "x.py")
+    text = 'METRICS = {"a/NAME": ("", "short"), "a/NAME/b": ("", "of NAME"), "a/x": ("", "its own")}'
+    entries = read_entries(text, "x.py")
     monkeypatch.setattr(metric_registry, "metrics", lambda: entries)
     assert metric_registry.about_of("a/c/b") == "of c" and metric_registry.about_of("a/c") == "short"
+    assert metric_registry.about_of("a/x") == "its own"
 
 
 @pytest.mark.parametrize(
