@@ -32,7 +32,8 @@ def add(commands) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Translate a NeMo-RL recipe; exit status 0, 1 where it cannot run, 3 where it differs and --strict is given."""
-    from gdpo_nemo.interop.nemo_rl.translate import CANNOT_RUN, DIFFERS, translate
+    from gdpo_nemo.interop.nemo_rl.translate import translate
+    from gdpo_nemo.interop.translation import CANNOT_RUN, DIFFERS
 
     translation = translate(arguments.recipe)
     text = translation.to_text(arguments.recipe)

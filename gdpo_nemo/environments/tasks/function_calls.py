@@ -1,8 +1,8 @@
 """What a reward function is called with besides the columns: TRL's ``trainer_state``, ``log_extra``, ``log_metric``.
 
 Held against ``GRPOTrainer._calculate_rewards`` of TRL 1.16 (``tests/environments/test_trl_signature.py``). There the
-two loggers write into the trainer; here a function runs in a worker process, so what it logs goes back with the verdicts
-of its call.
+two loggers write into the trainer; here a function runs in a worker process, so what it logs goes back with the
+verdicts of its call.
 """
 
 from __future__ import annotations

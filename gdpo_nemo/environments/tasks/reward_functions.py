@@ -42,7 +42,9 @@ class _RewardFunction:
     def bound(self, batch: _Batch) -> dict[str, Any]:
         """The arguments of one call; lists are copies, so that a function cannot alter what the next one sees."""
         arguments = {**batch.columns, **batch.log.arguments(str(self), batch.state), **self.arguments}
-        if self.parameters is not None and "id" in self.parameters:
+        if self.parameters is None:
+            arguments.pop("completion", None)  # a column that TRL keeps to itself
+        elif "id" in self.parameters:
             arguments.setdefault("id", batch.ids)
         if self.parameters is not None:
             arguments = {name: value for name, value in arguments.items() if name in self.parameters}
