@@ -47,8 +47,8 @@ class TrainerState:
 
     global_step: int = 0
     """Optimizer updates done before the batch is trained; several in a step where train_global_batch_size says so."""
-    max_steps: int = 0
-    """Optimizer updates of the whole run; 0 where nothing is trained."""
+    max_steps: int = 1
+    """Optimizer updates of the whole run; 1 where nothing is trained, because functions divide by it."""
     epoch: float = 0.0
     """Passes over the training prompts that were dealt before the batch."""
 

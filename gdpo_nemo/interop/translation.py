@@ -138,7 +138,11 @@ def assembled(
     values |= {key: value for key, (value, _) in account.values.items()}
     lines = [line_of(key, value, outcome, values) for key, (value, outcome) in said.items()]
     lines += [Line(key, ADDED, f"{short(value)}; {why}") for key, (value, why) in account.values.items()]
-    different = {line.key: line.text for line in lines if line.verdict in (DIFFERENT, UNKNOWN)}
+    different = {
+        line.key: line.text
+        for line in lines
+        if line.verdict in (DIFFERENT, UNKNOWN) and line.key not in account.blockers
+    }
     blockers = dict(account.blockers)
     translation = Translation(nested(values), lines, different | account.differences, blockers)
     translation.program = program
@@ -216,3 +220,11 @@ def short(value: Any) -> str:
         return {True: "true", False: "false", None: "null"}[value]
     text = " ".join(str(value).split())
     return text if len(text) <= 70 else text[:67] + "..."
+
+
+def write_text(name: str, text: str) -> None:
+    """Write a file that the option --out asks for. Raises ConfigError where that cannot be."""
+    try:
+        Path(name).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--out: {name} cannot be written ({error.strerror})") from None

@@ -71,7 +71,7 @@ class RolloutStream:
         position: int,
         step: int,
         limit: int | None = None,
-        updates: tuple[int, int] = (0, 0),
+        updates: tuple[int, int] = (0, 1),
     ):
         self._config = config
         self._prompts = prompts

@@ -11,10 +11,11 @@ from dataclasses import dataclass, field
 from typing import Sequence
 
 from gdpo_nemo.errors import ConfigError
-from gdpo_nemo.interop.trl.static_names import Names, Resolver, stored, used
+from gdpo_nemo.interop.trl.static_names import Resolver, stored, used
 
 TRAINING = ("GRPOTrainer", "parse_args_and_config", "parse_args_into_dataclasses", "parse_args")
 """Calls that no part may make: they train, or read the command line."""
+_DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom)
 
 
 @dataclass
@@ -42,12 +43,14 @@ class CodeModule:
 
     def add_value(self, name: str, expression: ast.expr) -> None:
         """Add ``name = expression``; what the expression uses of a function comes before it."""
+        expression = self.resolver.constants(expression)
         local, outer = self._local(expression)
         lines = [*(ast.unparse(statement) for statement in local), f"{name} = {ast.unparse(expression)}"]
         self._add(lines, outer)
 
     def add_function(self, name: str, expression: ast.expr) -> None:
         """Add a function ``name()`` that returns the expression, worked out when it is called."""
+        expression = self.resolver.constants(expression)
         local, outer = self._local(expression)
         body = [line for statement in local for line in ast.unparse(statement).splitlines()]
         lines = [f"def {name}():", *(f"    {line}" for line in body), f"    return {ast.unparse(expression)}"]
@@ -66,29 +69,30 @@ class CodeModule:
         self._wanted |= outer
         self._added.append("\n".join(lines))
 
-    def _local(self, expression: ast.expr) -> tuple[list[ast.stmt], set[str]]:
-        """Statements of the function, or under the module's guard, that the expression needs, and the names that these
-        take from the module."""
-        names = self.resolver.function
-        if names is None:
-            return [], used(expression)
-        local = _backwards(names, used(expression), expression.lineno)
+    def _local(self, expression: ast.AST) -> tuple[list[ast.AST], set[str]]:
+        """Statements of the function that the expression needs, and the names that these take from the module.
+
+        In the module itself all but definitions and imports count as such: they are worked out where they are needed.
+        """
+        names = self.resolver.function or self.resolver.module
+        plain = [self.resolver.constants(s) for s in names.body if not isinstance(s, _DEFINITIONS)]
+        local = _backwards(plain, used(expression), expression.lineno)
         self._check(local)
         outer = used(expression).union(*(used(statement) for statement in local))
         return local, outer - {name for statement in local for name in _bound(statement)}
 
-    def _slice(self, wanted: set[str]) -> list[ast.stmt]:
+    def _slice(self, wanted: set[str]) -> list[ast.AST]:
         """Statements of the module that bind the names and what these need."""
-        return _backwards(self.resolver.module, wanted)
+        return _backwards(self.resolver.module.body, wanted)
 
-    def _check(self, statements: Sequence[ast.stmt]) -> None:
+    def _check(self, statements: Sequence[ast.AST]) -> None:
         for statement in statements:
             called = {ast.unparse(n.func).rpartition(".")[2] for n in ast.walk(statement) if isinstance(n, ast.Call)}
             own = isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))
             if called & set(TRAINING) and not own:
                 raise ConfigError(f"it needs line {statement.lineno}, which {_says(called)}")
 
-    def _source(self, statement: ast.stmt) -> str:
+    def _source(self, statement: ast.AST) -> str:
         if statement.col_offset:
             return ast.unparse(statement)
         first = min([statement.lineno, *(d.lineno for d in getattr(statement, "decorator_list", []))])
@@ -99,7 +103,7 @@ def _says(called: set[str]) -> str:
     return "builds the trainer" if "GRPOTrainer" in called else "reads the command line"
 
 
-def _backwards(names: Names, wanted: set[str], before: int | None = None) -> list[ast.stmt]:
+def _backwards(body: Sequence[ast.AST], wanted: set[str], before: int | None = None) -> list[ast.AST]:
     """The statements that bind what is wanted, and what those use, in their order.
 
     Uses may come before what they use (functions call each other), so this goes on until nothing is added.
@@ -109,16 +113,16 @@ def _backwards(names: Names, wanted: set[str], before: int | None = None) -> lis
     while True:
         new = [
             place
-            for place, statement in enumerate(names.body)
+            for place, statement in enumerate(body)
             if place not in kept and (before is None or statement.lineno < before) and _bound(statement) & needed
         ]
         if not new:
-            return [names.body[place] for place in sorted(kept)]
+            return [body[place] for place in sorted(kept)]
         kept |= set(new)
-        needed = needed.union(*(used(names.body[place]) for place in new))
+        needed = needed.union(*(used(body[place]) for place in new))
 
 
-def _bound(statement: ast.stmt) -> set[str]:
+def _bound(statement: ast.AST) -> set[str]:
     if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
         return {statement.name}
     if isinstance(statement, ast.ImportFrom) and statement.module == "__future__":

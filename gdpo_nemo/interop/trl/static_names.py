@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import copy
 import operator
 from dataclasses import dataclass, field
 from typing import Any, Iterator, Mapping, Sequence
@@ -154,6 +155,8 @@ class Resolver:
             sides = [self.value(node.left), self.value(node.right)]
             if not any(isinstance(side, (Unresolved, Parsed)) for side in sides):
                 return _OPERATIONS[type(node.op)](*sides)
+        elif isinstance(node, ast.BoolOp):
+            return self._either(node)
         elif isinstance(node, ast.JoinedStr):
             parts = [self.value(p.value) if isinstance(p, ast.FormattedValue) else p.value for p in node.values]
             if not any(isinstance(part, (Unresolved, Parsed)) for part in parts):
@@ -165,6 +168,21 @@ class Resolver:
         elif isinstance(node, ast.Call) and ast.unparse(node.func) == "dict" and not node.args:
             return {keyword.arg: self.value(keyword.value) for keyword in node.keywords}
         return Unresolved(ast.unparse(node))
+
+    def _either(self, node: ast.BoolOp) -> Any:
+        """The side that ``or`` or ``and`` comes to, as far as it is known."""
+        found: Any = None
+        for side in node.values:
+            found = self.value(side)
+            if isinstance(found, (Unresolved, Parsed)):
+                return Unresolved(ast.unparse(node))
+            if bool(found) is isinstance(node.op, ast.Or):
+                return found
+        return found
+
+    def constants(self, node: ast.AST) -> ast.AST:
+        """A copy with fields of the command line's objects, as far as they are known, in place of their names."""
+        return _Constants(self).visit(copy.deepcopy(node))
 
     def _of_name(self, node: ast.Name) -> Any:
         binding = self.binding(node.id, getattr(node, "lineno", None))
@@ -210,6 +228,18 @@ class Resolver:
             inner = [keyword.value for keyword in value.keywords if keyword.arg == "default"]
             return self.value(inner[0]) if inner else Unresolved(ast.unparse(value))
         return self.value(value)
+
+
+class _Constants(ast.NodeTransformer):
+    def __init__(self, resolver: Resolver):
+        self._resolver = resolver
+
+    def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
+        owner = self._resolver.value(node.value)
+        value = self._resolver.field(owner, node.attr) if isinstance(owner, Parsed) else owner
+        if isinstance(owner, Parsed) and isinstance(value, (str, int, float, bool, type(None))):
+            return ast.copy_location(ast.Constant(value), node)
+        return self.generic_visit(node)
 
 
 def flat(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
