@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gdpo_nemo.config.schema import DatasetConfig
+from gdpo_nemo.data.conversation import Conversation
 from gdpo_nemo.data.prompts import PromptSource, check_prompts
 from gdpo_nemo.data.rows import load_rows
 from gdpo_nemo.environments.registry import load_environments
@@ -397,7 +398,8 @@ class TemplateThatTells:
     chat_template = "x"
 
     def __call__(self, texts, **how):
-        return {"input_ids": [[ord(character) for character in text] for text in texts]}
+        ids = [[ord(character) for character in text] for text in ([texts] if isinstance(texts, str) else texts)]
+        return {"input_ids": ids[0] if isinstance(texts, str) else ids}
 
     def apply_chat_template(self, messages, **given):
         return json.dumps(
@@ -411,6 +413,12 @@ def test_chat_template_kwargs_of_the_config_and_of_the_row_reach_the_template(tm
     source = PromptSource(dataset, {"env": None}, TemplateThatTells(), split="train", seed=0, max_prompt_tokens=999)
     given = [json.loads(prompt.text)[1] for prompt in source.head()]
     assert given == [{"style": "own", "enable_thinking": False}, {"style": "ours", "enable_thinking": False}]
+
+
+def test_later_turns_are_rendered_with_the_same_arguments():
+    conversation = Conversation(TemplateThatTells(), True, {"enable_thinking": False})
+    text, _ = conversation.prompt("hello", tools=[{"name": "f"}])
+    assert json.loads(text)[1] == {"enable_thinking": False, "tools": [{"name": "f"}]}
 
 
 def test_without_chat_texts_go_as_they_are_and_messages_are_rendered(tmp_path):
