@@ -66,6 +66,27 @@ def test_every_field_of_trl_has_a_rule_and_every_default_runs():
     assert [key for key, value in GRPO_CONFIG.items() if said_of(key, value, run).matters] == []
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"per_device_train_batch_size": 8},
+        {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4},
+        {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "steps_per_generation": 8},
+        {"per_device_train_batch_size": 8, "generation_batch_size": 32},
+        {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 4, "steps_per_generation": 1},
+    ],
+)
+def test_batches_are_those_that_trls_own_class_works_out(fields):
+    from trl import GRPOConfig
+
+    theirs = GRPOConfig(output_dir="out", use_cpu=True, bf16=False, **fields)
+    run = TrlRun(fields)
+    assert run.samples_per_generation == theirs.generation_batch_size
+    accumulated = theirs.per_device_train_batch_size * theirs.world_size * theirs.gradient_accumulation_steps
+    assert run.samples_per_update == accumulated
+    assert run.updates == max(1, theirs.steps_per_generation // theirs.gradient_accumulation_steps)
+
+
 def write_script(folder: Path, config: str = "", trainer: str = "", before: str = "", data: str | None = None) -> str:
     data = data or 'Dataset.from_list([{"prompt": "a"}, {"prompt": "b"}])'
     trainer = trainer or 'model="Qwen/Qwen2.5-0.5B-Instruct", reward_funcs=short'

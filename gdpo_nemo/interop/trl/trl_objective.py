@@ -175,7 +175,8 @@ def _batches(run: TrlRun, account: Account) -> None:
     group = run.get("num_generations")
     step = run.samples_per_step
     if step % group or run.samples_per_generation % group:
-        account.blocks("num_generations", f"{run.samples_per_generation} samples are no whole groups of {group}")
+        many = f"{run.samples_per_generation} samples of {run.processes} process{'es' * (run.processes > 1)}"
+        account.blocks("num_generations", f"{many} are no whole groups of {group}; --num-processes says how many")
     why = f"{step} samples a step in groups of {group}; {run.processes} process{'es' * (run.processes > 1)} assumed"
     account.set("gdpo.num_prompts_per_step", max(1, step // group), why)
     if step % run.samples_per_update:
