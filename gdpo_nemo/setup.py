@@ -285,6 +285,7 @@ class _Sampling:
             parts.state.position,
             parts.state.step,
             parts.prompt_limit,
+            (parts.state.updates, total_updates(config, parts.state, len(inputs.prompts))),
         )
         stack.callback(parts.stream.close)
         bucket = config.weights.bucket_mib << 20

@@ -45,6 +45,7 @@ def make_world(d: Path) -> Path:
     write(
         d, "recipe.yaml", "grpo: {num_prompts_per_step: 4, num_generations_per_prompt: 4}\npolicy: {model_name: a/b}\n"
     )
+    write(d, "trl.py", "GRPOTrainer(args=GRPOConfig(learning_rat=1))\n")
     write(d, "limits.yaml", "checks: [{metric: reward/correctness/mean, at: end, min: 0.0}]\n")
     write(
         d,

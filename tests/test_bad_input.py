@@ -21,6 +21,7 @@ REPORT = "report {d}/run"
 ROLLOUTS = "run/rollouts/step_0001.jsonl"
 EXPLAIN = "explain-advantages {d}/" + ROLLOUTS
 RECIPE = "config from-nemo-rl {d}/recipe.yaml"
+SCRIPT = "config from-trl {d}/trl.py"
 PARITY = "parity --model {d}/model"
 TO_HF = "convert --to hf {d}/run/checkpoints/step_1 {d}/new"
 TO_CHECKPOINT = "convert --to checkpoint {d}/model {d}/new"
@@ -168,6 +169,14 @@ ROWS = [
     (DRY + " data.train.path={d}/rows.json", text("rows.json", "{"), "not valid JSON"),
     (DRY + " data.train.path={d}/rows.json", text("rows.json", "{}"), "a list of JSON objects"),
     (DRY + " data.validation.path={d}/absent.jsonl", None, "data.validation.path"),
+    (DRY + " data.train.path={d}/absent-*.jsonl", None, "data.train.path: no file matches"),
+    (DRY + " data.train.path=[{d}/rows.jsonl,{d}/absent.jsonl]", None, "absent.jsonl does not exist"),
+    (DRY + " data.train.path=[]", None, "data.train.path: an empty list names no data"),
+    (DRY + " data.train.path=[[1]]", None, "data.train.path: must be a path or a list of paths"),
+    (DRY + " data.train.path={d}/mine.py:absent", None, "has no function absent"),
+    (DRY + " data.train.path={d}/rows.tsv", binary("rows.tsv"), "not a readable TSV file"),
+    (DRY + " data.train.chat_template_kwargs=3", None, "data.train.chat_template_kwargs"),
+    (DRY + " +env.f={plugin: functions, functions: {a: 'http://u:p@h'}}", None, "must hold no user, password or query"),
     (
         DRY + " data.train.chat=true policy.tokenizer_name={d}/model",
         text("model/tokenizer.json", "{"),
@@ -356,6 +365,16 @@ RUNS = [
     (TO_HF, binary(STEP + "/files.json"), "files.json"),
 ]
 RECIPES = [
+    ("config from-trl", None, "FILE"),
+    (SCRIPT, None, "no such field; did you mean 'learning_rate'"),
+    (SCRIPT, gone("trl.py"), "cannot be read"),
+    (SCRIPT, empty("trl.py"), "has 0 calls of GRPOTrainer"),
+    (SCRIPT, binary("trl.py"), "is not valid Python"),
+    (SCRIPT, folder("trl.py"), "cannot be read"),
+    (SCRIPT, text("trl.py", "GRPOTrainer(args=GRPOConfig(**f()))"), "hides its arguments"),
+    (SCRIPT + " {d}/recipe.yaml --num-processes 0", None, "--num-processes"),
+    ("config from-trl {d}/recipe.yaml", None, "grpo: neither GRPOConfig nor"),
+    ("config from-trl {d}/recipe.yaml", binary("recipe.yaml"), "is neither JSON nor YAML"),
     ("config from-nemo-rl", None, "RECIPE"),
     (RECIPE, gone("recipe.yaml"), "no such recipe"),
     (RECIPE, empty("recipe.yaml"), "has no section grpo"),

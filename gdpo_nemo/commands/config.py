@@ -1,12 +1,15 @@
-"""``gdpo-nemo config from-nemo-rl``: a recipe of NeMo-RL as a config of ours."""
+"""``gdpo-nemo config from-nemo-rl``, ``from-trl``: a recipe of another program as a config of ours."""
 
 from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 from gdpo_nemo.commands.arguments import Parser
+
+if TYPE_CHECKING:
+    from gdpo_nemo.interop.translation import Translation
 
 
 def add(commands) -> None:
@@ -21,23 +24,55 @@ def add(commands) -> None:
         "read.",
     )
     command.add_argument("recipe", metavar="RECIPE", help="its YAML; parents named under defaults: must be there too")
+    _add_outcome(command)
+    command.set_defaults(command=run)
+    command = configs.add_parser(
+        "from-trl",
+        help="a script or arguments of TRL's GRPOTrainer as a config of ours, key by key",
+        epilog="Scripts are read and never run. Exit status: 0 same, or runs but differs (3 with --strict); 1 cannot "
+        "run; 2 nothing that can be read.",
+    )
+    command.add_argument(
+        "sources", metavar="FILE", nargs="+", help="script.py, args.json or args.yaml; a script may come with arguments"
+    )
+    command.add_argument(
+        "--num-processes", metavar="N", type=int, default=1, help="processes that TRL is launched with (default 1)"
+    )
+    _add_outcome(command)
+    command.set_defaults(command=run_from_trl)
+
+
+def _add_outcome(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--out", metavar="FILE", help="write the config and what became of every key there, and print the summary only"
     )
     command.add_argument(
         "--strict", action="store_true", help="end with status 3 where the run differs in ways that matter"
     )
-    command.set_defaults(command=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Translate a NeMo-RL recipe; exit status 0, 1 where it cannot run, 3 where it differs and --strict is given."""
-    from gdpo_nemo.interop.nemo_rl.translate import CANNOT_RUN, DIFFERS, translate
+    from gdpo_nemo.interop.nemo_rl.translate import translate
 
-    translation = translate(arguments.recipe)
-    text = translation.to_text(arguments.recipe)
+    return _deliver(translate(arguments.recipe), arguments.recipe, arguments)
+
+
+def run_from_trl(arguments: argparse.Namespace) -> int:
+    """Translate a script or arguments of TRL; the exit status is as for NeMo-RL's recipes."""
+    from gdpo_nemo.interop.trl.from_trl import translate_trl
+
+    found = translate_trl(arguments.sources, arguments.out, arguments.num_processes)
+    return _deliver(found, " and ".join(arguments.sources), arguments)
+
+
+def _deliver(translation: Translation, title: str, arguments: argparse.Namespace) -> int:
+    """Write or print the config and its account; the exit status."""
+    from gdpo_nemo.interop.translation import CANNOT_RUN, DIFFERS, write_text
+
+    text = translation.to_text(title)
     if arguments.out:
-        Path(arguments.out).write_text(text, encoding="utf-8")
+        write_text(arguments.out, text)
         print(translation.summary() + f"\nwritten, with what became of every key: {arguments.out}")
     else:
         print(text, end="")

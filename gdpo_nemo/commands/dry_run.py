@@ -8,10 +8,10 @@ that an environment makes are left to the run.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Mapping
+from typing import Any, Mapping, Sequence
 
 from gdpo_nemo.config.algorithm_choice import samples
-from gdpo_nemo.config.files import is_local
+from gdpo_nemo.config.files import data_places, is_local, is_rows_function
 from gdpo_nemo.config.schema import Config, DatasetConfig
 from gdpo_nemo.data.rows import Row, environment_of_row, load_rows
 from gdpo_nemo.data.splits import room_for_prompts, wanted_splits
@@ -31,9 +31,14 @@ def check_data(config: Config) -> list[tuple[str, str]]:
         code fails.
     """
     splits = {split: getattr(config.data, split) for split in wanted_splits(config)}
-    remote = [(split, data.path) for split, data in splits.items() if data.path is not None and not is_local(data.path)]
-    local = {split: data for split, data in splits.items() if data.path is not None and is_local(data.path)}
-    found = [("data", f"data.{split}: {path} is on the hub, unchecked") for split, path in remote]
+    places = {split: data_places(f"data.{split}", data) for split, data in splits.items()}
+    absent = {split: [place for place in found if not is_local(place)] for split, found in places.items()}
+    local = {split: data for split, data in splits.items() if places[split] and not absent[split]}
+    found = [
+        ("data", f"data.{split}: {place} is {'made by code' if is_rows_function(place) else 'on the hub'}, unchecked")
+        for split, names in absent.items()
+        for place in names
+    ]
     return [*found, *_check_local(config, local)] if local else found
 
 
@@ -66,8 +71,12 @@ def _check_local(config: Config, splits: Mapping[str, DatasetConfig]) -> list[tu
 
 def _limit(data: DatasetConfig) -> int | None:
     """Rows to read; None: all of them."""
-    path = Path(data.path).expanduser()
-    return None if path.is_file() and path.stat().st_size <= SMALL_FILE else SAMPLE
+    paths = [Path(place).expanduser() for place in data_places("data", data)]
+    return None if all(path.is_file() for path in paths) and _size(paths) <= SMALL_FILE else SAMPLE
+
+
+def _size(paths: Sequence[Path]) -> int:
+    return sum(path.stat().st_size for path in paths)
 
 
 def _amount(rows: list[Row], data: DatasetConfig) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import glob
 import json
 import os
 import re
@@ -43,8 +44,9 @@ FACTORY_CONFIGS = "MODEL_CONFIGS"
 """Name in a factory's module of what its functions will make: {function: fields of config.json}, a literal, read
 without running it."""
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
-DATA_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
+DATA_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".tsv")
 """Files that rows are read from."""
+_ROWS_FUNCTION = re.compile(r".+\.py:\w+")
 
 
 def check_files(config: Config, layout: Layout) -> None:
@@ -289,20 +291,57 @@ def _check_tokenizer(config: Config) -> None:
 
 
 def check_data_file(key: str, data: DatasetConfig) -> None:
-    """The path of a split is a file that rows can be read from, a folder, or may be a dataset on the hub. Raises
-    ConfigError."""
-    if data.path is None:
-        return
-    path = Path(data.path).expanduser()
-    if is_local(data.path) and not path.is_file():
-        return
-    if path.is_file():
+    """Every path of a split is a file that rows can be read from, a folder, a function, or may be a dataset on the hub.
+    Raises ConfigError."""
+    for place in data_places(key, data):
+        _check_place(f"{key}.path", place)
+
+
+def data_places(key: str, data: DatasetConfig) -> list[str]:
+    """The paths of a split one by one, patterns replaced by the files that they match, by name; none without a path.
+
+    Raises:
+        ConfigError: something that is no text, or a pattern that nothing matches.
+    """
+    paths = data.path if isinstance(data.path, (list, tuple)) else [] if data.path is None else [data.path]
+    if data.path is not None and not paths:
+        raise ConfigError(f"{key}.path: an empty list names no data")
+    places = []
+    for path in paths:
+        if not isinstance(path, str) or not path:
+            raise ConfigError(f"{key}.path: must be a path or a list of paths, not {path!r}")
+        places += _matches(f"{key}.path", path)
+    return places
+
+
+def _matches(key: str, path: str) -> list[str]:
+    # A name that is there is no pattern, whatever characters it has.
+    if not glob.has_magic(path) or is_local(path):
+        return [path]
+    files = sorted(name for name in glob.glob(os.path.expanduser(path), recursive=True) if os.path.isfile(name))
+    if not files:
+        raise ConfigError(f"{key}: no file matches {path} (looked in {Path.cwd()})")
+    return files
+
+
+def _check_place(key: str, place: str) -> None:
+    path = Path(place).expanduser()
+    if is_rows_function(place):
+        find_function(key, place)
+    elif path.is_file():
         if path.suffix not in DATA_SUFFIXES:
-            raise ConfigError(f"{key}.path: {path} must end with one of {', '.join(DATA_SUFFIXES)}")
+            raise ConfigError(f"{key}: {path} must end with one of {', '.join(DATA_SUFFIXES)}")
         if path.stat().st_size == 0:
-            raise ConfigError(f"{key}.path: {path} is empty")
-    elif path.suffix in DATA_SUFFIXES or not _may_be_on_the_hub(data.path.partition(":")[0]):
-        raise ConfigError(f"{key}.path: {path} does not exist (looked in {Path.cwd()})")
+            raise ConfigError(f"{key}: {path} is empty")
+    elif is_local(place):
+        return
+    elif path.suffix in DATA_SUFFIXES or not _may_be_on_the_hub(place.partition(":")[0]):
+        raise ConfigError(f"{key}: {path} does not exist (looked in {Path.cwd()})")
+
+
+def is_rows_function(place: str) -> bool:
+    """Whether data comes from a function, ``file.py:function``."""
+    return bool(_ROWS_FUNCTION.fullmatch(place))
 
 
 def is_local(path: str) -> bool:

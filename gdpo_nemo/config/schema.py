@@ -348,9 +348,11 @@ class RolloutConfig:
 class DatasetConfig:
     """One split of prompts: a file, a hub dataset, or an environment that makes them."""
 
-    path: Optional[str] = None
-    """JSONL, JSON, CSV or Parquet file, or a folder or hub name that Hugging Face's `datasets` reads. One of several
-    configurations is written `name:configuration`, for instance openai/gsm8k:main."""
+    path: Any = None
+    """JSONL, JSON, CSV, TSV or Parquet file, a pattern of such files (`rows-*.jsonl`, taken in the order of their
+    names), a folder or hub name that Hugging Face's `datasets` reads, or `file.py:function`, which returns the rows;
+    or a list of these, one after the other. One of several configurations of a dataset is written `name:configuration`,
+    for instance openai/gsm8k:main."""
     split: Optional[str] = None
     """Split of a hub dataset, or the split name given to the environment."""
     environment: Optional[str] = None
@@ -370,7 +372,11 @@ class DatasetConfig:
     """Text around each prompt, which stands in place of `{prompt}`. In a conversation the last message is the
     prompt."""
     chat: Optional[bool] = None
-    """Render with the tokenizer's chat template. Null: when the tokenizer has one."""
+    """Render with the tokenizer's chat template. Null: when the tokenizer has one. False: prompts that are text go to
+    the model as they are (as in TRL); messages are rendered all the same."""
+    chat_template_kwargs: Dict[str, Any] = field(default_factory=dict)
+    """Further arguments of the chat template, such as `{enable_thinking: false}`. A row may bring its own in a column
+    of this name."""
     shuffle: bool = True
     """Shuffle the rows of every epoch anew."""
 

@@ -27,10 +27,12 @@ class Conversation:
     Args:
         tokenizer: a transformers tokenizer.
         chat: render with its chat template; without it, observations are text that is appended as it is.
+        template_kwargs: further arguments of the chat template (``data.train.chat_template_kwargs``).
     """
 
-    def __init__(self, tokenizer: Any, chat: bool):
+    def __init__(self, tokenizer: Any, chat: bool, template_kwargs: Mapping[str, Any] | None = None):
         self._tokenizer = tokenizer
+        self._template_kwargs = dict(template_kwargs or {})
         self.chat = chat
 
     def prompt(
@@ -84,7 +86,7 @@ class Conversation:
         return [{"role": "user", "content": observation}] if isinstance(observation, str) else list(observation)
 
     def _rendered(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None) -> str:
-        extra = {"tools": list(tools)} if tools else {}
+        extra = {**self._template_kwargs, **({"tools": list(tools)} if tools else {})}
         try:
             text: str = self._tokenizer.apply_chat_template(
                 list(messages), tokenize=False, add_generation_prompt=True, **extra

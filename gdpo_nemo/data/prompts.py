@@ -21,6 +21,8 @@ from gdpo_nemo.data.rows import PROMPT_KEYS, Row, environment_of, environment_of
 from gdpo_nemo.errors import ConfigError
 
 Messages = Sequence[Mapping[str, Any]]
+_NOT_TEXT = ("image", "images", "image_url", "video", "videos", "audio")
+"""Columns, and types of a message's parts, that hold what is not text."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,7 @@ class PromptSource:
         render = _Renderer(dataset, environments, tokenizer, split)
         prompts = [render(index, row, verifier) for index, (row, verifier) in enumerate(zip(rows, verifiers))]
         texts = [text for text, _ in prompts]
-        token_ids = _tokenise(tokenizer, texts, render.chat)
+        token_ids = _tokenise(tokenizer, texts, [render.chat or messages is not None for _, messages in prompts])
         if [] in token_ids:
             raise ConfigError(f"data.{split}: row {token_ids.index([])}: the prompt has no tokens")
         self.fingerprint = _fingerprint(rows, texts, self.environment)
@@ -142,6 +144,7 @@ class _PromptColumn:
 
     def __call__(self, index: int, row: Row) -> str | Messages:
         value = self._value(index, row)
+        self._check_text_alone(index, row, value)
         if isinstance(value, str):
             return value
         if not isinstance(value, list) or not all(isinstance(message, Mapping) for message in value):
@@ -167,6 +170,16 @@ class _PromptColumn:
             raise self.error(index, f"the column {self.key!r} is empty")
         return row[self.key]
 
+    def _check_text_alone(self, index: int, row: Row, value: Any) -> None:
+        """Refuse images and sound, in columns as TRL has them or as parts of messages."""
+        messages = value if isinstance(value, list) else []
+        contents = [message.get("content") for message in messages if isinstance(message, Mapping)]
+        parts = [part for content in contents if isinstance(content, list) for part in content]
+        kinds = {part.get("type") for part in parts if isinstance(part, Mapping)} & set(_NOT_TEXT)
+        kinds |= {name for name in _NOT_TEXT if name != self.key and row.get(name)}
+        if kinds:
+            raise self.error(index, f"has {' and '.join(sorted(kinds))} in it, and models here read text alone")
+
     def error(self, index: int, what: str) -> ConfigError:
         return ConfigError(f"data.{self._split}: row {index}: {what}")
 
@@ -179,6 +192,8 @@ class _Renderer:
         if dataset.chat and not has_template:
             raise ConfigError(f"data.{split}.chat: the tokenizer has no chat template")
         self.chat = has_template if dataset.chat is None else dataset.chat
+        self._has_template = has_template
+        self._template_kwargs = dict(dataset.chat_template_kwargs)
         self._prompt = _PromptColumn(dataset, split)
         self._tokenizer = tokenizer
         self._split = split
@@ -199,15 +214,17 @@ class _Renderer:
             value = self._around(value)
             messages: Messages = [*self._system_message(), {"role": "user", "content": value}]
             plain = f"{self._system}\n\n{value}" if self._system else value
-            return (self._rendered(index, messages) if self.chat else plain), None
+            return (self._rendered(index, messages, row) if self.chat else plain), None
         messages = self._messages(index, value)
-        return self._rendered(index, messages, row.get("tools")), messages
+        tools = row.get("tools")
+        how = {"tools": tools} if isinstance(tools, list) and tools else {}
+        return self._rendered(index, messages, row, **how), messages
 
     def _messages(self, index: int, value: Messages) -> Messages:
         """The row's messages. Its own system message stays unless the config demands another."""
-        if not self.chat:
+        if not self._has_template:
             raise self._prompt.error(
-                index, f"{self.key!r} holds messages, which need a chat template (data.{self._split}.chat)"
+                index, f"{self.key!r} holds messages, which need a chat template; the tokenizer has none"
             )
         if self._template is not None:
             if not isinstance(value[-1]["content"], str):
@@ -223,9 +240,12 @@ class _Renderer:
     def _system_message(self) -> Messages:
         return [{"role": "system", "content": self._system}] if self._system else []
 
-    def _rendered(self, index: int, messages: Messages, tools: Any = None) -> str:
-        """The chat as text; a column ``tools`` that is a list goes to the template, too."""
-        how = {"tools": tools} if isinstance(tools, list) and tools else {}
+    def _rendered(self, index: int, messages: Messages, row: Row, **how: Any) -> str:
+        """The chat as text; ``chat_template_kwargs`` of the config and of the row go to the template, too."""
+        own = row.get("chat_template_kwargs")
+        if own is not None and not isinstance(own, Mapping):
+            raise self._prompt.error(index, f"chat_template_kwargs must be a mapping, not {own!r}")
+        how = {**self._template_kwargs, **(own or {}), **how}
         try:
             text: str = self._tokenizer.apply_chat_template(
                 list(messages), tokenize=False, add_generation_prompt=True, **how
@@ -235,9 +255,16 @@ class _Renderer:
             raise self._prompt.error(index, f"the chat template refuses it: {first_line(error)}") from error
 
 
-def _tokenise(tokenizer: Any, texts: list[str], rendered: bool) -> list[list[int]]:
+def _tokenise(tokenizer: Any, texts: list[str], rendered: list[bool]) -> list[list[int]]:
     """Token ids per text. A chat template writes the special tokens itself; plain text gets the tokenizer's own."""
-    ids: list[list[int]] = tokenizer(texts, add_special_tokens=not rendered, return_attention_mask=False)["input_ids"]
+    ids: list[list[int]] = [[]] * len(texts)
+    for of_template in set(rendered):
+        places = [place for place, kind in enumerate(rendered) if kind is of_template]
+        made = tokenizer(
+            [texts[place] for place in places], add_special_tokens=not of_template, return_attention_mask=False
+        )
+        for place, tokens in zip(places, made["input_ids"]):
+            ids[place] = tokens
     return ids
 
 

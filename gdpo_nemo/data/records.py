@@ -41,6 +41,21 @@ class Prompt:
     messages: Sequence[Mapping[str, str]] | None = None
 
 
+@dataclass(frozen=True)
+class TrainerState:
+    """How far the run is when a batch is rewarded: the fields of TRL's ``trainer_state`` that a run here has."""
+
+    global_step: int = 0
+    """Optimizer updates done before the batch is trained; several in a step where train_global_batch_size says so."""
+    max_steps: int = 1
+    """Optimizer updates of the whole run; 1 where nothing is trained, because functions divide by it."""
+    epoch: float = 0.0
+    """Passes over the training prompts that were dealt before the batch."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"trainer_state has no {name!r} here; it has global_step, max_steps and epoch")
+
+
 @dataclass
 class Trajectory:
     """One sampled completion, of one turn or several, with everything training and verification need."""
@@ -66,6 +81,12 @@ class Trajectory:
     """bool [completion tokens]: true where the policy wrote; None: everywhere."""
     turns: int = 1
     """Turns that the policy took."""
+    trainer_state: TrainerState | None = None
+    """How far the run is, for verifiers that ask."""
+    extra: dict[str, Any] = field(default_factory=dict)
+    """What the verifier wants written beside the sample, by column."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Metrics that the verifier logged for the call in which it judged the sample, by name."""
 
     @property
     def num_policy_tokens(self) -> int:
@@ -93,3 +114,7 @@ class Verdict:
     rewards: Mapping[str, float | None]
     outcome: Outcome = Outcome.OK
     detail: str = ""
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """Plain values to be written beside the sample, by column."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Metrics of the call, the same for all samples that it judged."""

@@ -1,5 +1,5 @@
-"""Rows of a dataset as plain dictionaries, from a JSON Lines, JSON, CSV or Parquet file, a Hugging Face dataset, or an
-environment that makes its own. Needs no tokenizer, so that a dry run can check everything here.
+"""Rows of a dataset as plain dictionaries, from JSON Lines, JSON, CSV, TSV or Parquet files, Hugging Face datasets, a
+function, or an environment that makes its own. Needs no tokenizer, so that a dry run can check everything here.
 """
 
 from __future__ import annotations
@@ -9,8 +9,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Iterator, Mapping
 
-from gdpo_nemo.config.files import DATA_SUFFIXES, check_data_file
+from gdpo_nemo.config.files import DATA_SUFFIXES, check_data_file, data_places, is_rows_function
 from gdpo_nemo.config.messages import first_line, nearest
+from gdpo_nemo.config.objects import load_object
 from gdpo_nemo.config.schema import DatasetConfig
 from gdpo_nemo.errors import ConfigError
 
@@ -114,14 +115,37 @@ def _read_by_environment(
 
 
 def _rows_of_path(dataset: DatasetConfig, split: str, at_most: int | None) -> list[Row]:
-    check_data_file(f"data.{split}", dataset)
-    path = Path(dataset.path).expanduser()
+    key = f"data.{split}"
+    check_data_file(key, dataset)
+    rows: list[Row] = []
+    for place in data_places(key, dataset):
+        rows += _rows_of_place(
+            place, dataset.split or split, f"{key}.path", None if at_most is None else at_most - len(rows)
+        )
+    return rows
+
+
+def _rows_of_place(place: str, split: str, key: str, at_most: int | None) -> list[Row]:
+    path = Path(place).expanduser()
+    if is_rows_function(place):
+        return _rows_of_function(place, key)[:at_most]
     if not path.is_file():
-        return _rows_of_hugging_face(dataset, split, at_most)
+        return _rows_of_hugging_face(place, split, key, at_most)
     try:
         return list(islice(_READERS[path.suffix](path), at_most))
     except OSError as error:
-        raise ConfigError(f"data.{split}.path: cannot read {path}: {error.strerror or first_line(error)}") from error
+        raise ConfigError(f"{key}: cannot read {path}: {error.strerror or first_line(error)}") from error
+
+
+def _rows_of_function(place: str, key: str) -> list[Row]:
+    """What the function gives: a list of rows, or a dataset of Hugging Face's."""
+    try:
+        rows = [dict(row) for row in load_object(place)()]
+    except ConfigError as error:
+        raise ConfigError(f"{key}: {error}") from error
+    except (Exception, SystemExit) as error:  # the function is the user's
+        raise ConfigError(f"{key}: {place} gave no rows: {first_line(error)}") from error
+    return rows
 
 
 def _read_jsonl(path: Path) -> Iterator[Row]:
@@ -148,15 +172,19 @@ def _read_json(path: Path) -> Iterator[Row]:
     yield from rows
 
 
-def _read_csv(path: Path) -> Iterator[Row]:
+def _read_csv(path: Path, delimiter: str = ",", kind: str = "CSV") -> Iterator[Row]:
     """The first line names the columns; a cell may hold line breaks between quotes, numbers become numbers."""
     from pyarrow import ArrowException, csv
 
     try:
-        table = csv.read_csv(path, parse_options=csv.ParseOptions(newlines_in_values=True))
+        table = csv.read_csv(path, parse_options=csv.ParseOptions(delimiter=delimiter, newlines_in_values=True))
     except (ArrowException, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: not a readable CSV file: {first_line(error)}") from error
+        raise ConfigError(f"{path}: not a readable {kind} file: {first_line(error)}") from error
     yield from table.to_pylist()
+
+
+def _read_tsv(path: Path) -> Iterator[Row]:
+    return _read_csv(path, "\t", "TSV")
 
 
 def _read_parquet(path: Path) -> Iterator[Row]:
@@ -170,17 +198,16 @@ def _read_parquet(path: Path) -> Iterator[Row]:
         raise ConfigError(f"{path}: not a readable Parquet file: {first_line(error)}") from error
 
 
-_READERS = dict(zip(DATA_SUFFIXES, (_read_jsonl, _read_json, _read_csv, _read_parquet), strict=True))
+_READERS = dict(zip(DATA_SUFFIXES, (_read_jsonl, _read_json, _read_csv, _read_parquet, _read_tsv), strict=True))
 
 
-def _rows_of_hugging_face(dataset: DatasetConfig, split: str, at_most: int | None) -> list[Row]:
+def _rows_of_hugging_face(place: str, wanted: str, key: str, at_most: int | None) -> list[Row]:
     """Rows of a dataset on the hub (``name`` or ``name:configuration``), or of a local folder of either kind."""
     import datasets
 
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity_error()
-    wanted = dataset.split or split
-    name, _, configuration = dataset.path.partition(":")
+    name, _, configuration = place.partition(":")
     folder = Path(name).expanduser()
     name = str(folder) if folder.is_dir() else name
     try:
@@ -190,9 +217,8 @@ def _rows_of_hugging_face(dataset: DatasetConfig, split: str, at_most: int | Non
         else:
             table = datasets.load_dataset(name, configuration or None, split=wanted)
     except Exception as error:  # the library raises many kinds; all mean that these rows cannot be had
-        key = f"data.{split}.path"
         _check_configuration(key, name, configuration, error)
-        raise ConfigError(f"{key}: cannot load split {wanted!r} of {dataset.path}: {first_line(error)}") from error
+        raise ConfigError(f"{key}: cannot load split {wanted!r} of {place}: {first_line(error)}") from error
     return table.to_list() if at_most is None else table.take(min(at_most, len(table))).to_list()
 
 

@@ -23,6 +23,7 @@ from gdpo_nemo.environments.registry import (
     plugin_of,
 )
 from gdpo_nemo.environments.tasks.reward_functions import BUILT_IN as FUNCTIONS
+from gdpo_nemo.environments.tasks.reward_functions import is_url
 from gdpo_nemo.errors import ConfigError
 
 
@@ -42,7 +43,7 @@ def announced_components(name: str, options: Mapping[str, Any] | None) -> tuple[
     if plugin == "functions" and isinstance(options.get("functions"), Mapping):
         for component, entry in options["functions"].items():
             place = entry.get("function") if isinstance(entry, Mapping) else entry
-            if isinstance(place, str) and place not in FUNCTIONS:
+            if isinstance(place, str) and place not in FUNCTIONS and not is_url(place):
                 _check_place(f"env.{name}.functions.{component}", place, "reward function", FUNCTIONS)
         return tuple(str(component) for component in options["functions"])
     installed = plugin in BUILT_IN or any(entry_points(group=ENTRY_POINT_GROUP, name=plugin))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any, Sequence
 
 from gdpo_nemo.data.records import Trajectory, Verdict
@@ -45,4 +46,4 @@ def _checked(reward_names: Sequence[str], trajectory: Trajectory, verdict: Verdi
             raise RunError(f"verify returned the reward {component!r}, which is not in its reward_names")
         what = f"reward {component!r} of sample {trajectory.sample_index} of prompt {trajectory.prompt.id}"
         rewards[component] = reward_value(value, what)
-    return Verdict(rewards, verdict.outcome, verdict.detail)
+    return replace(verdict, rewards=rewards)

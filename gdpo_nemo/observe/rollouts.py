@@ -93,6 +93,7 @@ def remove_rollouts_after(run_dir: str | Path, step: int) -> None:
 
 def _record(trajectory: Trajectory) -> dict[str, Any]:
     prompt = trajectory.prompt
+    extra = {"extra": trajectory.extra} if trajectory.extra else {}
     return {
         "prompt_id": prompt.id,
         "sample_index": trajectory.sample_index,
@@ -109,6 +110,7 @@ def _record(trajectory: Trajectory) -> dict[str, Any]:
         "logprobs": _list(trajectory.logprobs),
         "turns": trajectory.turns,
         "loss_mask": None if trajectory.loss_mask is None else np.asarray(trajectory.loss_mask).astype(int).tolist(),
+        **extra,
     }
 
 

@@ -48,7 +48,8 @@ class RolloutRunner:
         self._functions = rollout_functions(config)
         chat = config.data.train.chat
         has_template = bool(getattr(tokenizer, "chat_template", None))
-        self._conversation = Conversation(tokenizer, has_template if chat is None else chat)
+        template_kwargs = config.data.train.chat_template_kwargs
+        self._conversation = Conversation(tokenizer, has_template if chat is None else chat, template_kwargs)
         self.endpoint = self._listening() if config.rollout.endpoint.enabled else None
 
     def _listening(self) -> Endpoint:

@@ -259,6 +259,7 @@ def rollout_metrics(trajectories: Sequence[Trajectory], version: int) -> dict[st
         "rollout/env_failed": outcomes.count(Outcome.ENV_FAILED) / len(outcomes),
         "rollout/aborted": outcomes.count(Outcome.ABORTED) / len(outcomes),
         **_failed_by_environment(trajectories),
+        **logged_metrics(trajectories),
         "staleness/mean": float(np.mean(stale)),
         "staleness/max": float(max(stale)),
     }
@@ -282,6 +283,19 @@ def _failed_by_environment(trajectories: Sequence[Trajectory]) -> dict[str, floa
     for trajectory in trajectories:
         by_name.setdefault(trajectory.prompt.environment, []).append(trajectory.outcome is Outcome.ENV_FAILED)
     return {f"rollout/env_failed/{name}": float(np.mean(failed)) for name, failed in by_name.items()}
+
+
+def logged_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """The keys ``reward_function/NAME``: what reward functions gave to ``log_metric``.
+
+    A value counts once for each sample of the call that logged it, so that the mean of a function's own means is that
+    of the step, into however many calls the workers have cut it.
+    """
+    values: dict[str, list[float]] = {}
+    for trajectory in trajectories:
+        for name, value in trajectory.metrics.items():
+            values.setdefault(name, []).append(value)
+    return {f"reward_function/{name}": float(np.mean(values[name])) for name in sorted(values)}
 
 
 def check_failures(trajectories: Sequence[Trajectory], limit: float) -> None:
@@ -309,7 +323,7 @@ def validation_metrics(groups: Sequence[Group]) -> dict[str, float]:
             row[f"validation/{name}"] = float(np.mean(values))
     row["validation/mean_length"] = float(np.mean([t.num_policy_tokens for t in trajectories]))
     row["validation/env_failed"] = float(np.mean([not t.trains for t in trajectories]))
-    return row
+    return row | {f"validation/{name}": value for name, value in logged_metrics(trajectories).items()}
 
 
 def update_metrics(results: Sequence[UpdateResult], on_policy: bool) -> dict[str, float]:

@@ -17,10 +17,10 @@ from typing import Any, Sequence
 import numpy as np
 
 from gdpo_nemo.cluster.fleet import EngineFleet, Ticket
-from gdpo_nemo.config.layout import prompts_per_round
+from gdpo_nemo.config.layout import prompts_per_round, updates_per_step
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.data.prompts import PromptSource
-from gdpo_nemo.data.records import Group, Outcome, Prompt, Trajectory
+from gdpo_nemo.data.records import Group, Outcome, Prompt, TrainerState, Trajectory
 from gdpo_nemo.environments.execution.executor import EnvironmentExecutor
 from gdpo_nemo.generation.requests import CompletionBatch, SampleRequest, Sampling
 from gdpo_nemo.rollouts.functions import RolloutRunner, SamplingJob, needs_verdict
@@ -58,6 +58,7 @@ class RolloutStream:
         position: prompts consumed by earlier steps: 0, or the checkpoint's number.
         step: steps done; the next batch is number ``step``.
         limit: prompts of the whole run (``gdpo.max_num_epochs``); None: as many as the steps take.
+        updates: optimizer updates done, and those of the whole run, as reward functions are told.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class RolloutStream:
         position: int,
         step: int,
         limit: int | None = None,
+        updates: tuple[int, int] = (0, 1),
     ):
         self._config = config
         self._prompts = prompts
@@ -87,6 +89,10 @@ class RolloutStream:
         self._player = RolloutRunner(config, fleet, pool, tokenizer)
         self._position = position
         self._next = step
+        self._first = step
+        self._done = step
+        self._consumed = position
+        self._updates = updates
         self._limit = limit
         self._pending: dict[int, Future[Rollout]] = {}
         # One thread, concurrent with training in the main thread: rollouts are finished in their order.
@@ -100,8 +106,15 @@ class RolloutStream:
             # Submitted here and not in the worker thread: the engines must have the call before the next weights.
             ticket, prompts = self._submit(self._position, count)
             self._position += count
-            self._pending[self._next] = self._worker.submit(self._complete, ticket, prompts, self._position)
+            state = self.trainer_state(self._next, self._position - count)
+            self._pending[self._next] = self._worker.submit(self._complete, ticket, prompts, self._position, state)
             self._next += 1
+
+    def trainer_state(self, step: int, position: int) -> TrainerState:
+        """What reward functions are told with the batch of ``step``, the prompts before ``position`` being dealt."""
+        done, total = self._updates
+        done += (step - self._first) * updates_per_step(self._config)
+        return TrainerState(done, total, position / len(self._prompts))
 
     def get_batch(self, step: int) -> Rollout:
         """Wait for the rollout of batch ``step`` and return it.
@@ -110,7 +123,10 @@ class RolloutStream:
             RunError: engines or environments failed for good.
         """
         with waiting(f"batch {step}", "rollouts"):
-            return self._pending.pop(step).result()
+            rollout = self._pending.pop(step).result()
+        self._done = step + 1
+        self._consumed = rollout.next_position
+        return rollout
 
     @property
     def in_flight(self) -> int:
@@ -140,19 +156,19 @@ class RolloutStream:
         ]
         return self._fleet.submit(requests, self._sampling), prompts
 
-    def _complete(self, ticket: Ticket | None, prompts: list[Prompt], position: int) -> Rollout:
-        rollout = self._verified(ticket, prompts, position)
+    def _complete(self, ticket: Ticket | None, prompts: list[Prompt], position: int, state: TrainerState) -> Rollout:
+        rollout = self._verified(ticket, prompts, position, state)
         if self._config.gdpo.dynamic_sampling.enabled:
-            self._replace_dead(rollout)
+            self._replace_dead(rollout, state)
         return rollout
 
-    def _verified(self, ticket: Ticket | None, prompts: list[Prompt], position: int) -> Rollout:
+    def _verified(self, ticket: Ticket | None, prompts: list[Prompt], position: int, state: TrainerState) -> Rollout:
         if ticket is None:
-            return self._run_function(prompts, position)
+            return self._run_function(prompts, position, state)
         batch = self._fleet.collect(ticket)
         sampled = time.time()
         groups = grouped(prompts, batch, self._tokenizer)
-        apply_verdicts([t for g in groups for t in g.trajectories], self._pool)
+        apply_verdicts([t for g in groups for t in g.trajectories], self._pool, state)
         verified = time.time()
         spans = [
             ("rollout", f"sample {len(batch.completions)}", sampled - batch.seconds, sampled),
@@ -160,7 +176,7 @@ class RolloutStream:
         ]
         return Rollout(groups, position, batch.seconds, verified - sampled, spans=spans)
 
-    def _run_function(self, prompts: list[Prompt], position: int) -> Rollout:
+    def _run_function(self, prompts: list[Prompt], position: int, state: TrainerState) -> Rollout:
         """Run the rollout function of the batch, which calls engines and environments itself."""
         start = time.time()
         first = position - len(prompts)
@@ -168,18 +184,18 @@ class RolloutStream:
         asked = SamplingJob(
             self._sampling, self._config.gdpo.num_generations_per_prompt, lambda i, j, turn: seed(first + i, j, turn)
         )
-        groups, sampling = self._groups(prompts, asked)
+        groups, sampling = self._groups(prompts, asked, state)
         end = time.time()
         spans = [("rollout", f"play {len(prompts) * asked.samples}", start, end)]
         return Rollout(groups, position, sampling, end - start - sampling, spans=spans)
 
-    def _groups(self, prompts: Sequence[Prompt], asked: SamplingJob) -> tuple[list[Group], float]:
+    def _groups(self, prompts: Sequence[Prompt], asked: SamplingJob, state: TrainerState) -> tuple[list[Group], float]:
         """Groups by the environment's rollout function, and the seconds that the engines took for them."""
         made, seconds = self._player.play(prompts, asked)
-        apply_verdicts([t for group in made for t in group if needs_verdict(t)], self._pool)
+        apply_verdicts([t for group in made for t in group if needs_verdict(t)], self._pool, state)
         return [Group(prompt, trajectories) for prompt, trajectories in zip(prompts, made)], seconds
 
-    def _replace_dead(self, rollout: Rollout) -> None:
+    def _replace_dead(self, rollout: Rollout, state: TrainerState) -> None:
         """Dynamic sampling: further prompts for groups in which every weighted component is constant.
 
         Only without staleness, so no other batch is in flight and the positions stay consecutive.
@@ -196,7 +212,7 @@ class RolloutStream:
             position = self._position
             count = int(min(per_round or -(-missing // size), self._left()))
             self._position += count
-            extra = self._verified(*self._submit(position, count), position=self._position)
+            extra = self._verified(*self._submit(position, count), position=self._position, state=state)
             kept += self._split_by_signal(extra.groups)[0]
             rollout.next_position = self._position
             rollout.generation_s += extra.generation_s
@@ -225,20 +241,21 @@ class RolloutStream:
 
     def evaluate(self, prompts: Sequence[Prompt]) -> list[Group]:
         """Sample and verify held-out prompts with the engines' current weights; seeds are the same at every call."""
+        state = self.trainer_state(self._done, self._consumed)
         gdpo = self._config.gdpo
         generation = self._config.policy.generation
         sampling = Sampling(gdpo.val_temperature, 1.0, -1, generation.max_new_tokens, tuple(generation.stop_strings))
         if self._player.plays(prompts[0]):
             seed = partial(sample_seed, self._config.run.seed)
             asked = SamplingJob(sampling, gdpo.val_generations_per_prompt, lambda i, j, turn: seed(-1 - i, j, turn))
-            return self._groups(prompts, asked)[0]
+            return self._groups(prompts, asked, state)[0]
         requests = [
             SampleRequest(prompt.token_ids, sample_seed(self._config.run.seed, -1 - place, j))
             for place, prompt in enumerate(prompts)
             for j in range(gdpo.val_generations_per_prompt)
         ]
         groups = grouped(prompts, self._fleet.collect(self._fleet.submit(requests, sampling)), self._tokenizer)
-        apply_verdicts([t for g in groups for t in g.trajectories], self._pool)
+        apply_verdicts([t for g in groups for t in g.trajectories], self._pool, state)
         return groups
 
 
@@ -293,11 +310,20 @@ def grouped(prompts: Sequence[Prompt], batch: CompletionBatch, tokenizer: Any) -
     return groups
 
 
-def apply_verdicts(trajectories: Sequence[Trajectory], pool: EnvironmentExecutor) -> None:
-    """Fill in rewards and outcomes. A failure of the environment is an outcome, never a reward."""
+def apply_verdicts(
+    trajectories: Sequence[Trajectory], pool: EnvironmentExecutor, state: TrainerState | None = None
+) -> None:
+    """Fill in rewards and outcomes. A failure of the environment is an outcome, never a reward.
+
+    ``state`` goes to the environments with the trajectories.
+    """
+    for trajectory in trajectories:
+        trajectory.trainer_state = state
     for trajectory, verdict in zip(trajectories, pool.verify(trajectories)):
         trajectory.rewards = dict(verdict.rewards)
         trajectory.detail = verdict.detail
+        trajectory.extra = dict(verdict.extra)
+        trajectory.metrics = dict(verdict.metrics)
         if verdict.outcome is not Outcome.OK:
             trajectory.outcome = verdict.outcome
         elif trajectory.finish_reason == "length":

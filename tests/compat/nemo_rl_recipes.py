@@ -13,7 +13,8 @@ from typing import Iterator
 
 from gdpo_nemo.errors import ConfigError
 from gdpo_nemo.interop.nemo_rl.recipe import open_recipe
-from gdpo_nemo.interop.nemo_rl.translate import CANNOT_RUN, DIFFERS, SAME, Translation, translate
+from gdpo_nemo.interop.nemo_rl.translate import translate
+from gdpo_nemo.interop.translation import CANNOT_RUN, DIFFERS, SAME, Translation
 
 UNREADABLE = "cannot be read"
 

@@ -12,7 +12,8 @@ from gdpo_nemo import cli
 from gdpo_nemo.config.load import load_config
 from gdpo_nemo.errors import ConfigError
 from gdpo_nemo.interop.nemo_rl.recipe import DEFAULTS, read_recipe
-from gdpo_nemo.interop.nemo_rl.translate import (
+from gdpo_nemo.interop.nemo_rl.translate import translate
+from gdpo_nemo.interop.translation import (
     ADDED,
     ALREADY,
     CANNOT_RUN,
@@ -22,7 +23,6 @@ from gdpo_nemo.interop.nemo_rl.translate import (
     TRANSLATED,
     UNKNOWN,
     Translation,
-    translate,
 )
 from gdpo_nemo.validation import validate
 

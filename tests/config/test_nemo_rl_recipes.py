@@ -17,7 +17,8 @@ from gdpo_nemo.config.effects import keys_without_effect
 from gdpo_nemo.config.load import load_config
 from gdpo_nemo.interop.nemo_rl.keys import adapted
 from gdpo_nemo.interop.nemo_rl.known_models import known_model
-from gdpo_nemo.interop.nemo_rl.translate import CANNOT_RUN, DIFFERS, SAME, Translation, translate
+from gdpo_nemo.interop.nemo_rl.translate import translate
+from gdpo_nemo.interop.translation import CANNOT_RUN, DIFFERS, SAME, Translation
 from gdpo_nemo.validation import validate
 
 FOLDER = Path(__file__).with_name("nemo_rl")

@@ -1,4 +1,5 @@
 import json
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -10,7 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gdpo_nemo.config.schema import DatasetConfig
-from gdpo_nemo.data.prompts import PromptSource
+from gdpo_nemo.data.conversation import Conversation
+from gdpo_nemo.data.prompts import PromptSource, check_prompts
+from gdpo_nemo.data.rows import load_rows
 from gdpo_nemo.environments.registry import load_environments
 from gdpo_nemo.errors import ConfigError
 
@@ -305,6 +308,125 @@ def test_a_template_stands_around_each_prompt_and_only_its_own_mark_counts(tmp_p
 
 
 def test_a_template_needs_text_to_stand_around(tmp_path):
-    path = write(tmp_path / "rows.jsonl", [{"messages": [{"role": "user", "content": [{"type": "image"}]}]}])
+    path = write(tmp_path / "rows.jsonl", [{"messages": [{"role": "user", "content": [{"type": "text"}]}]}])
     with pytest.raises(ConfigError, match="row 0: prompt_template needs text in the last message of 'messages'"):
         source(DatasetConfig(path=path, prompt_template="Solve: {prompt}"), tokenizer=character_tokenizer(chat=True))
+
+
+def write_files(folder, **files):
+    for name, rows in files.items():
+        write(folder / f"{name}.jsonl", rows)
+    return folder
+
+
+def test_a_pattern_takes_its_files_by_name_and_a_list_one_after_the_other(tmp_path):
+    write_files(tmp_path, b=[{"prompt": "b0"}, {"prompt": "b1"}], a=[{"prompt": "a0"}], c=[{"prompt": "c0"}])
+    (tmp_path / "more.tsv").write_text('prompt\tanswer\n"t\n0"\t3\n')
+
+    def read(path, **more):
+        rows = load_rows(DatasetConfig(path=path, **more), {"env": None}, "train", 0)
+        return [(row["id"], row["prompt"]) for row in rows]
+
+    wanted = [("train/0", "a0"), ("train/1", "b0"), ("train/2", "b1"), ("train/3", "c0")]
+    assert read(f"{tmp_path}/*.jsonl") == wanted
+    assert read([f"{tmp_path}/[ab].jsonl", f"{tmp_path}/c.jsonl"]) == wanted
+    assert read([f"{tmp_path}/c.jsonl", f"{tmp_path}/more.tsv"]) == [("train/0", "c0"), ("train/1", "t\n0")]
+    assert read(f"{tmp_path}/*.jsonl", size=2) == wanted[:2]
+    # A folder whose own name has the characters of a pattern is no pattern.
+    odd = tmp_path / "odd[1]"
+    odd.mkdir()
+    write_files(odd, a=[{"prompt": "here"}])
+    assert read(f"{odd}/a.jsonl") == [("train/0", "here")]
+
+
+def test_the_same_files_are_the_same_data_however_they_are_named(tmp_path):
+    write_files(tmp_path, a=[{"prompt": "a0"}], b=[{"prompt": "b0"}])
+
+    def fingerprint(path):
+        tokenizer = character_tokenizer()
+        dataset = DatasetConfig(path=path)
+        return PromptSource(dataset, {"env": None}, tokenizer, split="train", seed=0, max_prompt_tokens=99).fingerprint
+
+    assert fingerprint(f"{tmp_path}/*.jsonl") == fingerprint([f"{tmp_path}/a.jsonl", f"{tmp_path}/b.jsonl"])
+    assert fingerprint(f"{tmp_path}/*.jsonl") != fingerprint([f"{tmp_path}/b.jsonl", f"{tmp_path}/a.jsonl"])
+
+
+def test_a_function_gives_rows(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "def rows():\n    return ({'prompt': str(i)} for i in range(3))\n\ndef broken():\n    return [1 / 0]\n"
+    )
+    dataset = DatasetConfig(path=f"{tmp_path}/mine.py:rows", size=2)
+    assert [row["prompt"] for row in load_rows(dataset, {"env": None}, "train", 0)] == ["0", "1"]
+    with pytest.raises(ConfigError, match="mine.py:broken gave no rows: ZeroDivisionError"):
+        load_rows(DatasetConfig(path=f"{tmp_path}/mine.py:broken"), {"env": None}, "train", 0)
+
+
+@pytest.mark.parametrize(
+    "path, message",
+    [
+        ("nowhere-*.jsonl", "data.train.path: no file matches nowhere-*.jsonl"),
+        ([], "data.train.path: an empty list names no data"),
+        ([3], "data.train.path: must be a path or a list of paths, not 3"),
+        ({"a": 1}, "data.train.path: must be a path or a list of paths, not {'a': 1}"),
+        ("nowhere.py:rows", "data.train.path: nowhere.py does not exist"),
+        (["nowhere.tsv"], "data.train.path: nowhere.tsv does not exist"),
+    ],
+)
+def test_a_path_that_names_no_data_is_refused(path, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        load_rows(DatasetConfig(path=path), {"env": None}, "train", 0)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "a", "image": "cat.png"},
+        {"prompt": "a", "images": [{"bytes": "x"}]},
+        {"prompt": [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "a"}]}]},
+    ],
+)
+def test_a_row_with_images_is_refused_in_one_line(tmp_path, row):
+    path = write(tmp_path / "a.jsonl", [{"prompt": "fine", "image": None, "images": []}, row])
+    rows = load_rows(DatasetConfig(path=str(path)), {"env": None}, "train", 0)
+    with pytest.raises(ConfigError, match="row 1: has images? in it, and models here read text alone"):
+        check_prompts(rows, DatasetConfig(), "train")
+
+
+class TemplateThatTells:
+    """Shows what its template was given."""
+
+    chat_template = "x"
+
+    def __call__(self, texts, **how):
+        ids = [[ord(character) for character in text] for text in ([texts] if isinstance(texts, str) else texts)]
+        return {"input_ids": ids[0] if isinstance(texts, str) else ids}
+
+    def apply_chat_template(self, messages, **given):
+        return json.dumps(
+            [messages, {k: v for k, v in given.items() if k not in ("tokenize", "add_generation_prompt")}]
+        )
+
+
+def test_chat_template_kwargs_of_the_config_and_of_the_row_reach_the_template(tmp_path):
+    path = write(tmp_path / "a.jsonl", [{**CHAT_ROW, "chat_template_kwargs": {"style": "own"}}, CHAT_ROW])
+    dataset = DatasetConfig(path=str(path), chat_template_kwargs={"style": "ours", "enable_thinking": False})
+    source = PromptSource(dataset, {"env": None}, TemplateThatTells(), split="train", seed=0, max_prompt_tokens=999)
+    given = [json.loads(prompt.text)[1] for prompt in source.head()]
+    assert given == [{"style": "own", "enable_thinking": False}, {"style": "ours", "enable_thinking": False}]
+
+
+def test_later_turns_are_rendered_with_the_same_arguments():
+    conversation = Conversation(TemplateThatTells(), True, {"enable_thinking": False})
+    text, _ = conversation.prompt("hello", tools=[{"name": "f"}])
+    assert json.loads(text)[1] == {"enable_thinking": False, "tools": [{"name": "f"}]}
+
+
+def test_without_chat_texts_go_as_they_are_and_messages_are_rendered(tmp_path):
+    path = write(tmp_path / "a.jsonl", [{"prompt": "text"}, {"prompt": CHAT_ROW["messages"]}])
+    source = PromptSource(
+        DatasetConfig(path=str(path), chat=False), {"env": None}, TemplateThatTells(), split="train", seed=0,
+        max_prompt_tokens=999,
+    )  # fmt: skip
+    plain, chat = source.head()
+    assert (plain.text, plain.messages) == ("text", None)
+    assert json.loads(chat.text)[0] == CHAT_ROW["messages"] and chat.messages == CHAT_ROW["messages"]

@@ -81,8 +81,9 @@ def test_whatever_goes_wrong_is_a_typed_failure_of_that_sample_and_never_a_zero(
         assert verdict.outcome is Outcome.ENV_FAILED and verdict.rewards == {}
         assert verdict.detail.startswith("polite: ") and detail in verdict.detail
     assert [verdict.rewards.get("polite") for verdict in found[1::2]] == [0.7] * len(MISDEEDS)
-    assert server.seen["status 503"] == 3  # of the refusals only a 5xx is asked again
-    assert {server.seen[f"status {code}"] for code in (401, 429)} == {server.seen["redirect"]} == {1}
+    assert server.seen["status 503"] == 3  # of the refusals only these are asked again
+    assert server.seen["status 429"] == 3
+    assert server.seen["status 401"] == server.seen["redirect"] == 1
     assert {path for path, _, _ in server.requests} == {"/v1/chat/completions"}
 
 
@@ -91,7 +92,7 @@ def test_a_server_that_recovers_is_asked_again_and_one_that_is_gone_is_a_failure
     assert [verdict.rewards["polite"] for verdict in found] == [1.0, 0.5]
     server.stop()
     [gone] = verdicts(server, ["say SCORE: 1"], max_retries=1)
-    assert gone.outcome is Outcome.ENV_FAILED and "cannot be reached (ConnectError)" in gone.detail
+    assert gone.outcome is Outcome.ENV_FAILED and "the judge cannot be reached" in gone.detail
 
 
 def test_the_key_goes_to_the_server_and_nowhere_else(server, monkeypatch, caplog, capfd):
@@ -128,8 +129,8 @@ def test_the_judge_works_in_the_worker_processes(server):
             {"api_key_env": "NO_SUCH_KEY"},
             "functions.polite.api_key_env: the environment variable NO_SUCH_KEY is not set",
         ),
-        ({"base_url": "127.0.0.1:8000"}, "functions.polite.base_url: must be an http or https address"),
-        ({"base_url": "http://u:secret@h/v1"}, "functions.polite.base_url: must hold no user or password"),
+        ({"base_url": "127.0.0.1:8000"}, "functions.polite.base_url: must be a URL such as http://"),
+        ({"base_url": "http://u:secret@h/v1"}, "functions.polite.base_url: must hold no user, password or query"),
         ({"scale": [1, 1]}, "functions.polite.scale: the first number must be below the second"),
         ({"scales": [1, 2]}, "llm_judge takes no argument 'scales'; did you mean 'scale'"),
         ({"time_limit_s": 0}, "time_limit_s and concurrency must be above 0"),

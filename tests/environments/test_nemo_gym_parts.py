@@ -17,12 +17,12 @@ from gdpo_nemo.data.failures import Failure
 from gdpo_nemo.data.records import Outcome
 from gdpo_nemo.data.replies import check_measurement, depth_exceeds, parse_json, retry_after_s
 from gdpo_nemo.data.rows import load_rows
-from gdpo_nemo.environments.nemo_gym.client import Cookies
+from gdpo_nemo.environments.http_client import Cookies, api_key
 from gdpo_nemo.environments.nemo_gym.environment import NemoGym
 from gdpo_nemo.environments.nemo_gym.gym_rows import ROW, read_row, request_body
 from gdpo_nemo.environments.nemo_gym.reward_mapping import read_rules, rewards_of
 from gdpo_nemo.environments.nemo_gym.routing import routes_of
-from gdpo_nemo.environments.nemo_gym.server_settings import api_key, read_settings
+from gdpo_nemo.environments.nemo_gym.server_settings import read_settings
 from gdpo_nemo.environments.preview import announced_components
 from gdpo_nemo.environments.registry import load_environment
 from gdpo_nemo.errors import ConfigError

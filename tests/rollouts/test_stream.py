@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from gdpo_nemo.config.load import load_config
-from gdpo_nemo.data.records import Prompt, Verdict
+from gdpo_nemo.data.records import Prompt, TrainerState, Verdict
 from gdpo_nemo.generation.requests import Completion, CompletionBatch
 from gdpo_nemo.rollouts.stream import RolloutStream, sample_seed
 
@@ -34,11 +34,17 @@ class World:
         self.config = load_config(DEMO, [*SMALL, *overrides])
         self.dead = dead
         self.asked = []
-        prompts = SimpleNamespace(batch=lambda position, count: [self.prompt(position + i) for i in range(count)])
         fleet = SimpleNamespace(submit=self.submit, collect=lambda ticket: ticket)
         tokenizer = SimpleNamespace(batch_decode=lambda ids, **_: ["text"] * len(ids), chat_template=None)
         pool = SimpleNamespace(verify=lambda trajectories: [self.verdict(t) for t in trajectories])
-        self.stream = RolloutStream(self.config, prompts, fleet, pool, tokenizer, position, step, limit)
+        updates = (step * 2, 10)
+        self.stream = RolloutStream(self.config, self, fleet, pool, tokenizer, position, step, limit, updates)
+
+    def __len__(self) -> int:
+        return 12
+
+    def batch(self, position: int, count: int) -> list[Prompt]:
+        return [self.prompt(position + i) for i in range(count)]
 
     def prompt(self, place: int) -> Prompt:
         return Prompt(str(place), np.array([place], np.int32), "", "digit_sort", {"digits": "12345"})
@@ -185,3 +191,25 @@ def test_validation_draws_the_same_samples_each_time_and_none_of_trainings():
     assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.max_new_tokens) == (0.5, 1.0, -1, 36)
     world.stream.schedule(0)
     assert not {r.seed for r in world.asked[2][0]} & {r.seed for r in first}
+
+
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_each_batch_travels_with_the_updates_done_before_it_is_trained(staleness):
+    """Steps of two updates: three prompts of two samples, in batches of three samples."""
+    world = World(f"rollout.max_staleness={staleness}", "policy.train_global_batch_size=3", position=9, step=3)
+    for step in (3, 4):
+        world.stream.schedule(step)
+        [state] = {t.trainer_state for t in world.stream.get_batch(step).trajectories}
+        assert (state.global_step, state.max_steps, state.epoch) == (2 * step, 10, step * 3 / len(world))
+    # A validation is told what is done by then: two steps more than at the start.
+    groups = world.stream.evaluate([world.prompt(0)])
+    assert {t.trainer_state for group in groups for t in group.trajectories} == {TrainerState(10, 10, 15 / len(world))}
+    world.stream.close()
+
+
+def test_replacements_of_dead_groups_are_told_the_same_step_as_the_rest():
+    world = World("gdpo.dynamic_sampling.enabled=true", dead=frozenset({0}))
+    world.stream.schedule(0)
+    rollout = world.stream.get_batch(0)
+    assert world.places(rollout) == [1, 2, 3]
+    assert {(t.trainer_state.global_step, t.trainer_state.epoch) for t in rollout.trajectories} == {(0, 0.0)}

@@ -13,10 +13,9 @@ from gdpo_nemo.data.failures import Failure, FailureKind
 from gdpo_nemo.data.records import Prompt
 from gdpo_nemo.data.replies import check_measurement
 from gdpo_nemo.environments.base import Environment
-from gdpo_nemo.environments.nemo_gym.client import Cookies, HttpClient
+from gdpo_nemo.environments.http_client import Cookies, HttpClient, api_key, base_url
 from gdpo_nemo.environments.nemo_gym.gym_rows import ROW, agent_of, read_row
 from gdpo_nemo.environments.nemo_gym.reward_mapping import read_rules, rewards_of
-from gdpo_nemo.environments.nemo_gym.server_settings import api_key, base_url
 from gdpo_nemo.environments.options import read_options
 from gdpo_nemo.errors import ConfigError, RunError
 

@@ -10,12 +10,12 @@ from typing import Any, Coroutine, Mapping, Sequence, TypeVar
 from gdpo_nemo.data.failures import Failure
 from gdpo_nemo.data.records import Prompt, Trajectory, Verdict
 from gdpo_nemo.environments.base import Environment
-from gdpo_nemo.environments.nemo_gym.client import HttpClient
+from gdpo_nemo.environments.http_client import HttpClient, api_key
 from gdpo_nemo.environments.nemo_gym.episode import Verifier
 from gdpo_nemo.environments.nemo_gym.gym_rows import read_row
 from gdpo_nemo.environments.nemo_gym.preflight import preflight
 from gdpo_nemo.environments.nemo_gym.routing import find_routes
-from gdpo_nemo.environments.nemo_gym.server_settings import api_key, read_settings
+from gdpo_nemo.environments.nemo_gym.server_settings import read_settings
 from gdpo_nemo.errors import RunError
 
 _T = TypeVar("_T")

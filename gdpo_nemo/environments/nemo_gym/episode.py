@@ -7,14 +7,13 @@ its turn; a pause between attempts keeps no other trajectory waiting.
 from __future__ import annotations
 
 import asyncio
-import random
 from dataclasses import dataclass, field
 from typing import Sequence
 
 from gdpo_nemo.data.failures import Failure, FailureKind
 from gdpo_nemo.data.records import Outcome, Trajectory, Verdict
 from gdpo_nemo.data.replies import check_measurement
-from gdpo_nemo.environments.nemo_gym.client import Cookies, HttpClient
+from gdpo_nemo.environments.http_client import Cookies, HttpClient, with_retries
 from gdpo_nemo.environments.nemo_gym.gym_rows import ROW, request_body, seed_body
 from gdpo_nemo.environments.nemo_gym.reward_mapping import rewards_of
 from gdpo_nemo.environments.nemo_gym.routing import Routes
@@ -23,8 +22,6 @@ from gdpo_nemo.environments.nemo_gym.server_settings import Settings
 GIVE_UP_AFTER = 64
 """Trajectories of a batch that may fail in a row at one server before the others are not tried: a server that hangs
 costs a few deadlines and not one per trajectory."""
-_FIRST_PAUSE_S = 0.25
-_LONGEST_PAUSE_S = 8.0
 _GIVES_UP = (FailureKind.TIMEOUT, FailureKind.CONNECTION, FailureKind.SERVER_ERROR)
 
 
@@ -87,30 +84,19 @@ class Verifier:
 
     async def rewards(self, trajectory: Trajectory, server: str, started=lambda: None) -> dict[str, float | None]:
         """The rewards of one trajectory, after as many attempts as the limits allow. Raises Failure."""
-        limits = self._limits
         loop = asyncio.get_running_loop()
-        deadline = None
-        attempts = 0
-        while True:
+        deadline: float | None = None
+
+        async def attempt() -> dict[str, float | None]:
+            nonlocal deadline
             async with self._slots[server]:
                 if deadline is None:
                     started()
-                    deadline = loop.time() + limits.deadline_s
-                attempts += 1
-                try:
-                    return await self._attempt(trajectory, server, deadline)
-                except Failure as error:
-                    failure = error
-            if not failure.retried:
-                raise failure
-            pause = _pause(attempts) if failure.retry_after_s is None else failure.retry_after_s
-            if attempts > limits.retries:
-                raise Failure(failure.kind, f"{failure.detail} ({attempts} attempts)", status=failure.status)
-            if loop.time() + pause >= deadline:
-                wants = f"; asks for a pause of {pause:.4g} s" if failure.retry_after_s is not None else ""
-                detail = f"{failure.detail} ({attempts} attempts{wants}; deadline_s is {limits.deadline_s:g})"
-                raise Failure(failure.kind, detail, status=failure.status)
-            await asyncio.sleep(pause)
+                    deadline = loop.time() + self._limits.deadline_s
+                return await self._attempt(trajectory, server, deadline)
+
+        limit = f"deadline_s is {self._limits.deadline_s:g}"
+        return await with_retries(attempt, self._limits.retries, lambda: deadline - loop.time(), limit)
 
     async def _verdict(self, trajectory: Trajectory, server: str, group: _Group, failures_in_a_row: dict) -> Verdict:
         """The verdict of a member; failures and cuts are verdicts too."""
@@ -172,9 +158,3 @@ class Verifier:
         enough = self._limits.min_valid is not None and group.valid >= self._limits.min_valid
         outcome = Outcome.ABORTED if enough else Outcome.ENV_FAILED
         return Verdict({}, outcome, f"{FailureKind.STRAGGLER}: cut, because {group.closed}")
-
-
-def _pause(attempts: int) -> float:
-    """Seconds before the next attempt: doubling, half of it by chance, so that retries do not come all at once."""
-    longest = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** (attempts - 1))
-    return longest * random.uniform(0.5, 1.0)

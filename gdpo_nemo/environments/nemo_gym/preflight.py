@@ -8,7 +8,7 @@ import numpy as np
 
 from gdpo_nemo.data.failures import Failure, FailureKind
 from gdpo_nemo.data.records import Prompt, Trajectory
-from gdpo_nemo.environments.nemo_gym.client import HttpClient
+from gdpo_nemo.environments.http_client import HttpClient
 from gdpo_nemo.environments.nemo_gym.episode import Verifier
 from gdpo_nemo.environments.nemo_gym.gym_rows import ROW
 from gdpo_nemo.environments.nemo_gym.server_settings import Settings

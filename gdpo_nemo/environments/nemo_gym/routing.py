@@ -10,9 +10,9 @@ import yaml
 
 from gdpo_nemo.config.messages import nearest
 from gdpo_nemo.data.failures import Failure, FailureKind, printable
-from gdpo_nemo.environments.nemo_gym.client import HttpClient
+from gdpo_nemo.environments.http_client import HttpClient, base_url
 from gdpo_nemo.environments.nemo_gym.gym_rows import agent_of
-from gdpo_nemo.environments.nemo_gym.server_settings import Settings, base_url
+from gdpo_nemo.environments.nemo_gym.server_settings import Settings
 from gdpo_nemo.errors import ConfigError
 
 

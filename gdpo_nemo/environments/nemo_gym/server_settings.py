@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from typing import Any, Mapping
-from urllib.parse import urlsplit
 
+from gdpo_nemo.environments.http_client import base_url
 from gdpo_nemo.environments.nemo_gym.reward_mapping import RewardRule, read_rules
 from gdpo_nemo.environments.options import read_options
 from gdpo_nemo.errors import ConfigError
@@ -105,35 +104,6 @@ def read_settings(options: Mapping[str, Any] | None) -> Settings:
         chosen.api_key_env,
         _limits(chosen),
     )
-
-
-def base_url(key: str, url: Any) -> str:
-    """The URL without a slash at its end. Raises ConfigError for anything but http(s) with a host and without
-    secrets."""
-    if not isinstance(url, str):
-        raise ConfigError(f"{key}: must be a URL such as http://127.0.0.1:12503, not {url!r}")
-    try:
-        parts = urlsplit(url)
-        _ = parts.port  # raises for what is no port
-    except ValueError as error:
-        raise ConfigError(f"{key}: not a URL ({error})") from None
-    if parts.username or parts.password or parts.query or parts.fragment:
-        raise ConfigError(
-            f"{key}: must hold no user, password or query; put a key into a variable and name it in api_key_env"
-        )
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ConfigError(f"{key}: must be a URL such as http://127.0.0.1:12503, not {url!r}")
-    return url.rstrip("/")
-
-
-def api_key(variable: str | None) -> str | None:
-    """The key in an environment variable; None where no variable is named. Raises ConfigError."""
-    if variable is None:
-        return None
-    key = os.environ.get(variable, "")
-    if not key or not key.isprintable() or not key.isascii():
-        raise ConfigError(f"api_key_env: the environment variable {variable} is not set, or is no key")
-    return key
 
 
 def _limits(chosen: Any) -> Limits:

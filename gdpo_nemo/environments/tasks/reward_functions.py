@@ -1,4 +1,5 @@
-"""Reward functions as TRL users write them: ``f(completions, **columns) -> list[float | None]``, one per component."""
+"""Reward functions as TRL users write them, one per component: ``f(prompts, completions, completion_ids, trainer_state,
+log_extra, log_metric, **columns) -> list[float | None]``."""
 
 from __future__ import annotations
 
@@ -10,9 +11,10 @@ from typing import Any, Callable, Mapping, Sequence
 
 from gdpo_nemo.config.messages import first_line, nearest
 from gdpo_nemo.config.objects import load_object
-from gdpo_nemo.data.records import Outcome, Trajectory, Verdict
+from gdpo_nemo.data.records import Outcome, TrainerState, Trajectory, Verdict
 from gdpo_nemo.environments.base import Environment, Failure
 from gdpo_nemo.environments.options import read_options
+from gdpo_nemo.environments.tasks.function_calls import CallLog, check_demands, is_async, parameters_of
 from gdpo_nemo.environments.verdicts import reward_value
 from gdpo_nemo.errors import ConfigError, RunError
 
@@ -21,6 +23,7 @@ BUILT_IN = {
     "json_schema": "gdpo_nemo.environments.tasks.formats:json_schema",
     "length": "gdpo_nemo.environments.tasks.formats:length",
     "llm_judge": "gdpo_nemo.environments.tasks.judge:LlmJudge",
+    "http": "gdpo_nemo.environments.tasks.http_reward:HttpReward",
 }
 """Functions that may be named without their place."""
 
@@ -36,15 +39,31 @@ class _RewardFunction:
     parameters: frozenset[str] | None
     """Parameters it takes; None: any (it has ``**kwargs``)."""
 
-    def bound(self, columns: Mapping[str, Any]) -> dict[str, Any]:
+    def bound(self, batch: _Batch) -> dict[str, Any]:
         """The arguments of one call; lists are copies, so that a function cannot alter what the next one sees."""
-        arguments = {**columns, **self.arguments}
+        arguments = {**batch.columns, **batch.log.arguments(str(self), batch.state), **self.arguments}
+        if self.parameters is None:
+            arguments.pop("completion", None)  # a column that TRL keeps to itself
+        elif "id" in self.parameters:
+            arguments.setdefault("id", batch.ids)
         if self.parameters is not None:
             arguments = {name: value for name, value in arguments.items() if name in self.parameters}
-        return copy.deepcopy(arguments)
+        shared = ("log_extra", "log_metric", "trainer_state")
+        return {name: value if name in shared else copy.deepcopy(value) for name, value in arguments.items()}
 
     def __str__(self) -> str:
         return f"reward function {self.name!r} ({self.reference})"
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """What one call of the functions is about."""
+
+    columns: Mapping[str, Any]
+    ids: list[str]
+    """Of the rows, for functions that name the argument ``id``."""
+    state: TrainerState | None
+    log: CallLog
 
 
 class Functions(Environment):
@@ -52,16 +71,17 @@ class Functions(Environment):
 
     Options:
         functions: component name to function, given by its place (``file.py:name``, ``package.module.name``), by a
-            built-in name (regex, json_schema, length, llm_judge), or as ``{function: ..., <argument>: <value>, ...}``.
-            A class is built once in each process, with these arguments, and its object called.
+            built-in name (regex, json_schema, length, llm_judge, http), by the URL of a server that rewards
+            (``HttpReward``), or as ``{function: ..., <argument>: <value>, ...}``. A class is built once in each
+            process, with these arguments, and its object called.
         system_prompt: put before the prompts.
 
     As in TRL a function is called with ``prompts``, ``completions``, ``completion_ids`` and every further column of the
-    dataset, each a list with one entry per completion. For rows that hold chat messages, prompts and completions are
-    message lists, otherwise text. Functions without ``**kwargs`` get only what they ask for. Async functions run
-    concurrently. A ``Failure`` in the place of a reward masks the sample. The completions of one call are some of the
-    step's, but always all samples of a prompt (except when a call that had failed is repeated for one sample at a
-    time).
+    dataset, each a list with one entry per completion, and with ``trainer_state``, ``log_extra(column, values)`` and
+    ``log_metric(name, value)``. For rows that hold chat messages, prompts and completions are message lists, otherwise
+    text. Functions without ``**kwargs`` get only what they ask for. Async functions run concurrently. A ``Failure`` in
+    the place of a reward masks the sample. The completions of one call are some of the step's, but always all samples
+    of a prompt (except when a call that had failed is repeated for one sample at a time).
     """
 
     def __init__(self, options: Mapping[str, Any] | None = None):
@@ -74,22 +94,32 @@ class Functions(Environment):
 
     def verify(self, trajectories: Sequence[Trajectory]) -> list[Verdict]:
         """One verdict per trajectory. Raises RunError naming the function that raised or returned nonsense."""
-        columns = _columns(trajectories)
-        returned = {f.name: _call(f, columns) for f in self._functions if not f.is_async}
-        returned.update(asyncio.run(_call_all([f for f in self._functions if f.is_async], columns)))
+        log = CallLog(len(trajectories))
+        ids = [trajectory.prompt.id for trajectory in trajectories]
+        batch = _Batch(_columns(trajectories), ids, trajectories[0].trainer_state if trajectories else None, log)
+        returned = {f.name: _call(f, batch) for f in self._functions if not f.is_async}
+        returned.update(asyncio.run(_call_all([f for f in self._functions if f.is_async], batch)))
         rewards = {f.name: _values(f, returned[f.name], trajectories) for f in self._functions}
+        metrics = log.metrics()
         return [
-            self._verdict({name: rewards[name][row] for name in self.reward_names}) for row in range(len(trajectories))
+            self._verdict({name: rewards[name][row] for name in self.reward_names}, log.extra(row), metrics)
+            for row in range(len(trajectories))
         ]
 
-    def _verdict(self, rewards: Mapping[str, float | Failure | None]) -> Verdict:
+    def _verdict(
+        self, rewards: Mapping[str, float | Failure | None], extra: Mapping[str, Any], metrics: Mapping[str, float]
+    ) -> Verdict:
         failures = {name: value for name, value in rewards.items() if isinstance(value, Failure)}
         failed = [f"{name}: {' '.join(str(value.detail).split())[:300]}" for name, value in failures.items()]
-        return Verdict({}, Outcome.ENV_FAILED, "; ".join(failed)) if failed else Verdict(rewards)
+        if failed:
+            return Verdict({}, Outcome.ENV_FAILED, "; ".join(failed), extra, metrics)
+        return Verdict(rewards, extra=extra, metrics=metrics)
 
 
 def _load(name: str, entry: Any) -> _RewardFunction:
     arguments = dict(entry) if isinstance(entry, Mapping) else {"function": entry}
+    if is_url(arguments.get("function")):
+        arguments = {**arguments, "function": "http", "url": arguments["function"]}
     reference = arguments.pop("function", None)
     if not isinstance(reference, str):
         raise ConfigError(f"functions.{name}: must name a function, such as file.py:name, not {entry!r}")
@@ -99,20 +129,18 @@ def _load(name: str, entry: Any) -> _RewardFunction:
     if not callable(call):
         raise ConfigError(f"functions.{name}: {reference} is not callable")
     if inspect.isclass(call):
-        _check_arguments(name, reference, arguments, _parameters(call))
+        _check_arguments(name, reference, arguments, parameters_of(call))
         call = _built(name, reference, call, arguments)
         arguments = {}
-    known = _parameters(call)
+    known = parameters_of(call)
     _check_arguments(name, reference, arguments, known)
-    is_async = inspect.iscoroutinefunction(call) or inspect.iscoroutinefunction(type(call).__call__)
-    return _RewardFunction(name, reference, call, arguments, is_async, known)
+    check_demands(name, reference, call, arguments)
+    return _RewardFunction(name, reference, call, arguments, is_async(call), known)
 
 
-def _parameters(call: Callable[..., Any]) -> frozenset[str] | None:
-    """Names of the arguments it takes, None where it takes any."""
-    parameters = inspect.signature(call).parameters.values()
-    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
-    return None if takes_all else frozenset(parameter.name for parameter in parameters)
+def is_url(place: Any) -> bool:
+    """Whether a function is named by the address of a server that rewards."""
+    return isinstance(place, str) and place.startswith(("http://", "https://"))
 
 
 def _check_arguments(name: str, reference: str, arguments: Mapping[str, Any], known: frozenset[str] | None) -> None:
@@ -154,17 +182,21 @@ def _completion(trajectory: Trajectory) -> Any:
     return [{"role": "assistant", "content": trajectory.text}]
 
 
-def _call(function: _RewardFunction, columns: Mapping[str, Any]) -> Any:
+def _call(function: _RewardFunction, batch: _Batch) -> Any:
     try:
-        return function.call(**function.bound(columns))
+        return function.call(**function.bound(batch))
+    except RunError:  # a logger's refusal, which names the function
+        raise
     except (Exception, SystemExit) as error:
         raise RunError(f"{function} raised {first_line(error)}") from error
 
 
-async def _call_all(functions: Sequence[_RewardFunction], columns: Mapping[str, Any]) -> dict[str, Any]:
+async def _call_all(functions: Sequence[_RewardFunction], batch: _Batch) -> dict[str, Any]:
     async def one(function: _RewardFunction) -> Any:
         try:
-            return await function.call(**function.bound(columns))
+            return await function.call(**function.bound(batch))
+        except RunError:
+            raise
         except (Exception, SystemExit) as error:
             raise RunError(f"{function} raised {first_line(error)}") from error
 

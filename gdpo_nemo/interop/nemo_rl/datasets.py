@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gdpo_nemo.interop.nemo_rl.account import Account
+from gdpo_nemo.interop.account import Account
 from gdpo_nemo.interop.nemo_rl.recipe import Recipe
 
 

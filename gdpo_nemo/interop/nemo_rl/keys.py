@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from gdpo_nemo.config.families import FAMILIES, last_name
 from gdpo_nemo.interop.nemo_rl.recipe import Recipe
-from gdpo_nemo.interop.nemo_rl.rules import Act, RuleResult, combined, fixed, gated, idle, missing, to, where
+from gdpo_nemo.interop.rules import Act, RuleResult, combined, fixed, gated, idle, missing, to, where
 
 _MEGATRON = "policy.megatron_cfg"
 _VLLM = "policy.generation.vllm_cfg"

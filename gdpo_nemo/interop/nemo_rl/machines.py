@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gdpo_nemo.interop.nemo_rl.account import Account
+from gdpo_nemo.interop.account import Account
 from gdpo_nemo.interop.nemo_rl.recipe import Recipe
 
 _MEGATRON = "policy.megatron_cfg"

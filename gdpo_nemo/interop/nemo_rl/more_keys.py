@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gdpo_nemo.interop.nemo_rl.rules import combined, fixed, gated, idle, missing, to, where
+from gdpo_nemo.interop.rules import combined, fixed, gated, idle, missing, to, where
 
 _VLLM = "policy.generation.vllm_cfg"
 _END_TOKENS = {

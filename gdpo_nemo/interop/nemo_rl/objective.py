@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from gdpo_nemo.config.families import FAMILIES, linear_layers
-from gdpo_nemo.interop.nemo_rl.account import Account
+from gdpo_nemo.interop.account import Account
 from gdpo_nemo.interop.nemo_rl.datasets import components, env_name
 from gdpo_nemo.interop.nemo_rl.keys import adapted
 from gdpo_nemo.interop.nemo_rl.recipe import Recipe

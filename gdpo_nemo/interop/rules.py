@@ -1,11 +1,20 @@
-"""The kinds of rule for one key of a recipe, and what they answer."""
+"""The kinds of rule for one key of another program's recipe, and what they answer.
+
+A rule sees the key's value and the recipe, of which it asks ``get(key)``.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Callable
+from typing import Any, Callable, Protocol
 
-from gdpo_nemo.interop.nemo_rl.recipe import Recipe
+
+class Recipe(Protocol):
+    """What the rules need of a recipe."""
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """The value at ``key``."""
+        ...
 
 
 @dataclass
@@ -22,7 +31,8 @@ class RuleResult:
     """Our keys that it makes together with other keys."""
 
 
-Act = Callable[[Any, Recipe], RuleResult]
+Act = Callable[[Any, Any], RuleResult]
+"""(value, recipe) -> what becomes of the key. Each translator has a recipe of its own kind."""
 
 
 def is_off(value: Any, *off: Any) -> bool:

@@ -1,7 +1,8 @@
-"""One HTTP exchange with a server that may do anything.
+"""HTTP with servers that may do anything: NeMo Gym's, a judge, a reward by URL.
 
 Every request has a time limit, every reply a size limit; redirects are not followed, cookies belong to one trajectory,
-and what ends up in a message was cleaned of secrets and control characters. Retries are the caller's (``episode.py``).
+and what ends up in a message was cleaned of secrets and control characters. ``with_retries`` asks again where that may
+help.
 
 aiohttp, because it costs a third of httpx's CPU time per call at hundreds of connections.
 """
@@ -10,15 +11,21 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import random
 import resource
 from http.cookies import CookieError, SimpleCookie
-from typing import Any, Mapping
+from typing import Any, Awaitable, Callable, Mapping, TypeVar
 from urllib.parse import urlsplit
 
 import aiohttp
+import tenacity
 
 from gdpo_nemo.data.failures import Failure, FailureKind, printable
 from gdpo_nemo.data.replies import parse_json, retry_after_s, validation_errors
+from gdpo_nemo.errors import ConfigError
+
+Reply = TypeVar("Reply")
 
 CONNECT_S = 10.0
 _KEEP_ALIVE_S = 4.0
@@ -27,6 +34,8 @@ _ERROR_BYTES = 16 * 1024
 _COOKIES = 16
 _COOKIE_BYTES = 4096
 _SPARE_FILES = 256
+_FIRST_PAUSE_S = 0.25
+_LONGEST_PAUSE_S = 8.0
 
 
 class Cookies:
@@ -74,12 +83,18 @@ class HttpClient:
         self._concurrency = concurrency
         self._session: aiohttp.ClientSession | None = None
 
+    async def ask(
+        self, url: str, body: Mapping[str, Any] | bytes, timeout_s: float, cookies: Cookies | None = None
+    ) -> Any:
+        """The JSON value that the server answers a POST with, with status 200. Raises Failure for everything else."""
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        return await self._exchange("POST", url, data, cookies or Cookies(), timeout_s)
+
     async def post(
         self, url: str, body: Mapping[str, Any] | bytes, cookies: Cookies, timeout_s: float
     ) -> dict[str, Any]:
-        """The JSON object that the server answers with status 200. Raises Failure for everything else."""
-        data = body if isinstance(body, bytes) else json.dumps(body).encode()
-        reply = await self._exchange("POST", url, data, cookies, timeout_s)
+        """As ``ask``, where the answer has to be an object."""
+        reply = await self.ask(url, body, timeout_s, cookies)
         if not isinstance(reply, dict):
             raise Failure(FailureKind.BAD_REPLY, f"the reply is a {type(reply).__name__}, not an object")
         return reply
@@ -200,6 +215,84 @@ class HttpClient:
         if self._api_key:
             text = text.replace(self._api_key, "***")
         return printable(text, limit)
+
+
+async def with_retries(
+    attempt: Callable[[], Awaitable[Reply]], retries: int, time_left: Callable[[], float], limit: str
+) -> Reply:
+    """What ``attempt`` gives, tried again after failures of the infrastructure (``Failure.retried``).
+
+    Pauses double, half of each by chance, so that retries do not come all at once; a server's ``Retry-After`` counts
+    instead.
+
+    Args:
+        retries: further attempts after the first.
+        time_left: seconds until no attempt may start any more.
+        limit: that limit in words, for the message.
+
+    Raises:
+        Failure: the last one, with the number of attempts.
+    """
+
+    async def one() -> Reply:  # tenacity awaits coroutine functions only, not what happens to return a coroutine
+        return await attempt()
+
+    def late(state: tenacity.RetryCallState) -> bool:
+        return state.upcoming_sleep >= time_left()
+
+    def give_up(state: tenacity.RetryCallState) -> Reply:
+        failure = state.outcome.exception()
+        said = f"{state.attempt_number} attempts"
+        if state.attempt_number <= retries:
+            wants = f"; asks for a pause of {failure.retry_after_s:.4g} s" if failure.retry_after_s is not None else ""
+            said += f"{wants}; {limit}"
+        raise Failure(failure.kind, f"{failure.detail} ({said})", status=failure.status) from None
+
+    asking = tenacity.AsyncRetrying(
+        retry=tenacity.retry_if_exception(lambda error: isinstance(error, Failure) and error.retried),
+        stop=tenacity.stop_any(tenacity.stop_after_attempt(retries + 1), late),
+        wait=_pause,
+        retry_error_callback=give_up,
+    )
+    return await asking(one)
+
+
+_doubling = tenacity.wait_exponential(multiplier=_FIRST_PAUSE_S, max=_LONGEST_PAUSE_S)
+
+
+def _pause(state: tenacity.RetryCallState) -> float:
+    """Seconds before the next attempt."""
+    wanted = state.outcome.exception().retry_after_s
+    return _doubling(state) * random.uniform(0.5, 1.0) if wanted is None else wanted
+
+
+def base_url(key: str, url: Any) -> str:
+    """The URL without a slash at its end. Raises ConfigError for anything but http(s) with a host and without
+    secrets."""
+    if not isinstance(url, str):
+        raise ConfigError(f"{key}: must be a URL such as http://127.0.0.1:12503, not {url!r}")
+    try:
+        parts = urlsplit(url)
+        _ = parts.port  # raises for what is no port
+    except ValueError as error:
+        raise ConfigError(f"{key}: not a URL ({error})") from None
+    if parts.username or parts.password or parts.query or parts.fragment:
+        raise ConfigError(
+            f"{key}: must hold no user, password or query; put a key into a variable and name it in api_key_env"
+        )
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ConfigError(f"{key}: must be a URL such as http://127.0.0.1:12503, not {url!r}")
+    return url.rstrip("/")
+
+
+def api_key(variable: str | None) -> str | None:
+    """The key in an environment variable; None where no variable is named. Raises ConfigError."""
+    if variable is None:
+        return None
+    key = os.environ.get(variable, "").strip()
+    if not key or not key.isprintable() or not key.isascii():
+        raise ConfigError(f"api_key_env: the environment variable {variable} is not set, or is no key")
+    return key
 
 
 def _raise_file_limit(wanted: int) -> None:

@@ -1,0 +1,230 @@
+"""What a translation of another program's recipe comes to: a config of ours, and what became of every key."""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Mapping
+
+import yaml
+
+from gdpo_nemo.config.effects import keys_without_effect
+from gdpo_nemo.config.load import all_keys, load_config
+from gdpo_nemo.errors import ConfigError
+from gdpo_nemo.interop.account import Account
+from gdpo_nemo.interop.rules import RuleResult, is_off
+from gdpo_nemo.validation import validate
+
+SAME = "same"
+DIFFERS = "differs"
+CANNOT_RUN = "cannot run"
+"""What a recipe comes to."""
+
+# fmt: skip
+TRANSLATED = "translated"
+ALREADY = "already so"
+DIFFERENT = "differs"
+NO_EFFECT = "no effect on the result"
+UNKNOWN = "unknown key"
+ADDED = "added"
+"""What became of a key."""
+
+_UNKNOWN = "not known to this translator; look it up before relying on the result"
+
+
+class _Plain(yaml.SafeDumper):
+    """YAML that repeats a value instead of pointing at it."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        """No anchors."""
+        return True
+
+
+@dataclass
+class Line:
+    """What became of one key."""
+
+    key: str
+    verdict: str
+    text: str
+
+
+@dataclass
+class Translation:
+    """A config of ours and the account of every key of the recipe."""
+
+    content: dict[str, Any]
+    lines: list[Line] = field(default_factory=list)
+    differences: dict[str, str] = field(default_factory=dict)
+    """Key, or name of a matter -> what differs and changes the result."""
+    blockers: dict[str, str] = field(default_factory=dict)
+    """Key, or name of a matter -> why it cannot run."""
+    variables: list[str] = field(default_factory=list)
+    """Environment variables that have to be set where the run starts."""
+    program: str = "NeMo-RL"
+    command: str = "from-nemo-rl"
+
+    @property
+    def status(self) -> str:
+        """``same``, ``differs`` or ``cannot run``."""
+        return CANNOT_RUN if self.blockers else DIFFERS if self.differences else SAME
+
+    def summary(self) -> str:
+        """The short list: the status, and each reason for it on a line."""
+        reasons = self.blockers or self.differences
+        heads = {
+            SAME: f"same: every key that changes the result is done as {self.program} does it",
+            DIFFERS: f"runs but differs in {len(reasons)} way{'s' * (len(reasons) != 1)} that "
+            f"matter{'s' * (len(reasons) == 1)}:",
+            CANNOT_RUN: "cannot run:",
+        }
+        lines = [heads[self.status], *(f"  {name}: {why}" for name, why in reasons.items())]
+        if self.blockers and self.differences:
+            lines += [
+                f"and would differ in {len(self.differences)}:",
+                *(f"  {name}: {why}" for name, why in self.differences.items()),
+            ]
+        if self.variables:
+            lines.append(f"environment variables to set where it starts: {', '.join(self.variables)}")
+        return "\n".join(lines)
+
+    def to_text(self, title: str) -> str:
+        """The config as YAML, followed by the summary and the account as comments."""
+        body = yaml.dump(
+            self.content, Dumper=_Plain, sort_keys=False, allow_unicode=True, default_flow_style=None, width=110
+        )
+        return f"# Translated from {title} by `gdpo-nemo config {self.command}`.\n{body}\n{self.account()}\n"
+
+    def account(self) -> str:
+        """The summary, then one comment line a key, those that need a look first and those without effect last."""
+        out = [f"# {line}" for line in self.summary().splitlines()]
+        for verdict in (UNKNOWN, DIFFERENT, ADDED, TRANSLATED, ALREADY, NO_EFFECT):
+            lines = [line for line in self.lines if line.verdict == verdict]
+            if lines:
+                out += [f"# {verdict} ({len(lines)}):", *(f"#   {line.key}: {line.text}" for line in lines)]
+        return "\n".join(out)
+
+
+def line_of(key: str, value: Any, said: RuleResult | None, values: Mapping[str, Any]) -> Line:
+    """The account of one key; ``values`` are those of the whole translation."""
+    if said is None:
+        return Line(key, UNKNOWN, f"{short(value)}; {_UNKNOWN}")
+    targets = [f"{k}={short(v)}" for k, v in said.values.items()] + [k for k in said.elsewhere if _holds(values, k)]
+    if targets:
+        note = f"; {said.text}" if said.text else ""
+        return Line(key, TRANSLATED, f"{short(value)} -> {', '.join(targets)}{note}")
+    if said.elsewhere:
+        off = "not used there" if is_off(value) else "worked into what is added, which does not need this key"
+        return Line(key, ALREADY if is_off(value) else NO_EFFECT, f"{short(value)}; {off}")
+    verdict = DIFFERENT if said.matters else ALREADY if said.same else NO_EFFECT
+    return Line(key, verdict, f"{short(value)}; {said.text}")
+
+
+def _holds(values: Mapping[str, Any], key: str) -> bool:
+    """Whether something is written at ``key`` or below it."""
+    return any(name == key or name.startswith(key + ".") for name in values)
+
+
+def assembled(
+    said: Mapping[str, tuple[Any, RuleResult | None]], account: Account, program: str, command: str
+) -> Translation:
+    """The translation that the rules' answers and the account of what keys make together come to.
+
+    Args:
+        said: key of the recipe -> (its value, what its rule answers; None: no rule knows it).
+    """
+    values = {key: value for _, outcome in said.values() if outcome for key, value in outcome.values.items()}
+    values |= {key: value for key, (value, _) in account.values.items()}
+    lines = [line_of(key, value, outcome, values) for key, (value, outcome) in said.items()]
+    lines += [Line(key, ADDED, f"{short(value)}; {why}") for key, (value, why) in account.values.items()]
+    different = {
+        line.key: line.text
+        for line in lines
+        if line.verdict in (DIFFERENT, UNKNOWN) and line.key not in account.blockers
+    }
+    blockers = dict(account.blockers)
+    translation = Translation(nested(values), lines, different | account.differences, blockers)
+    translation.program = program
+    translation.command = command
+    leave_out_idle_keys(translation, values)
+    return translation
+
+
+def leave_out_idle_keys(translation: Translation, values: dict[str, Any]) -> None:
+    """Take out what has no effect in the chosen mode, which a config of ours may not hold, and note what is refused."""
+    try:
+        while idle := keys_without_effect(config := _loaded(translation.content)):
+            for sentence in idle:
+                key, _, why = sentence.partition(": ")
+                del values[key]
+                _left_out(translation, key, why)
+            translation.content = nested(values)
+        validate(config)
+    except ConfigError as error:
+        if not translation.blockers:
+            translation.blockers["--dry-run"] = str(error)
+
+
+def _left_out(translation: Translation, key: str, why: str) -> None:
+    kept = []
+    for line in translation.lines:
+        if line.verdict == ADDED and line.key == key:
+            continue
+        if line.verdict == TRANSLATED and f"{key}=" in line.text:
+            line.verdict = NO_EFFECT
+            line.text = f"{line.text}, but that {why}: left out"
+        kept.append(line)
+    translation.lines = kept
+
+
+def _loaded(content: dict[str, Any]):
+    """The content as a Config, checked as any file is, with names in place of files that are not on this machine."""
+    with tempfile.NamedTemporaryFile("w", suffix=".yaml", encoding="utf-8") as file:
+        yaml.safe_dump(_as_on_the_hub(content), file, sort_keys=False)
+        file.flush()
+        try:
+            return load_config(file.name)
+        except ConfigError as error:
+            raise ConfigError(str(error).replace(f" ({file.name})", "")) from None
+
+
+def _as_on_the_hub(content: dict[str, Any]) -> dict[str, Any]:
+    """A copy whose absent files are names on the hub: that they are absent says nothing about the translation."""
+    copy = yaml.safe_load(yaml.safe_dump(content))
+    sections = [copy.get("policy", {}), *(copy.get("data", {}).get(split) or {} for split in ("train", "validation"))]
+    for section in sections:
+        for key in ("model_name", "tokenizer_name", "path"):
+            if isinstance(section.get(key), str) and not Path(section[key]).exists():
+                section[key] = "organisation/name"
+    if isinstance(copy.get("run", {}).get("dir"), str) and "${" in copy["run"]["dir"]:
+        copy["run"] = {"dir": "results/name", "name": "name"}
+    return copy
+
+
+def nested(values: dict[str, Any]) -> dict[str, Any]:
+    """Dotted keys as nested mappings, in the order of the schema; mappings that are values stay whole."""
+    order = {key: place for place, key in enumerate(all_keys())}
+    tree: dict[str, Any] = {}
+    for key in sorted(values, key=lambda k: order.get(k, len(order))):
+        *sections, name = key.split(".")
+        node = tree
+        for section in sections:
+            node = node.setdefault(section, {})
+        node[name] = values[key]
+    return tree
+
+
+def short(value: Any) -> str:
+    if isinstance(value, bool) or value is None:
+        return {True: "true", False: "false", None: "null"}[value]
+    text = " ".join(str(value).split())
+    return text if len(text) <= 70 else text[:67] + "..."
+
+
+def write_text(name: str, text: str) -> None:
+    """Write a file that the option --out asks for. Raises ConfigError where that cannot be."""
+    try:
+        Path(name).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--out: {name} cannot be written ({error.strerror})") from None

@@ -1,0 +1,1 @@
+"""TRL: its GRPO scripts and arguments as configs of this project."""

@@ -1,0 +1,167 @@
+"""TRL's GRPO scripts and arguments as configs of this project, with what became of every key.
+
+A script is read, never run (``trl_script.py``); arguments come from the JSON or YAML that TRL saves, or that `trl grpo
+--config` takes. Each field that is given meets the first rule of the table (``trl_keys.py``); TRL's default stands for
+the others, and is written where ours is another, so that the config means what TRL would do.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Mapping, Sequence
+
+import yaml
+
+from gdpo_nemo.config.messages import first_line, nearest
+from gdpo_nemo.errors import ConfigError
+from gdpo_nemo.interop.account import Account
+from gdpo_nemo.interop.rules import RuleResult
+from gdpo_nemo.interop.translation import Translation, assembled, write_text
+from gdpo_nemo.interop.trl.static_names import Unresolved
+from gdpo_nemo.interop.trl.trl_defaults import GRPO_CONFIG, MODEL_CONFIG, SCRIPT_ARGUMENTS
+from gdpo_nemo.interop.trl.trl_keys import OLDER, said_of
+from gdpo_nemo.interop.trl.trl_machines import surroundings
+from gdpo_nemo.interop.trl.trl_objective import learning
+from gdpo_nemo.interop.trl.trl_run import Reward, Rows, TrlRun
+from gdpo_nemo.interop.trl.trl_script import lora_of_arguments, read_script
+
+_BUILT_IN_REWARDS = ("accuracy_reward", "reasoning_accuracy_reward", "think_format_reward")
+"""Names that `trl grpo --reward_funcs` knows, from ``trl.rewards``."""
+_ELSEWHERE = {
+    "model": ("policy.model_name",),
+    "reward_funcs": ("env", "gdpo.rewards"),
+    "train_dataset": ("data.train.path",),
+    "eval_dataset": ("data.validation.path",),
+    "peft_config": ("policy.lora",),
+    "processing_class": ("policy.tokenizer_name", "policy.model_name"),
+}
+"""Arguments of the trainer -> the keys here that they make."""
+
+
+def translate_trl(sources: Sequence[str], out: str | None, processes: int = 1) -> Translation:
+    """Translate a script, its arguments, or both.
+
+    Args:
+        sources: a .py file and/or JSON and YAML files of arguments; later ones win.
+        out: path of the config to be written; rows and functions out of the script are written beside it. None:
+            nothing is written, and a run that needs such files is one that cannot run.
+        processes: data-parallel processes that TRL would be launched with.
+
+    Raises:
+        ConfigError: a source cannot be read, or has a field that neither TRL nor the script knows.
+    """
+    scripts = [source for source in sources if source.endswith((".py", ".ipynb"))]
+    if len(scripts) > 1 or any(script.endswith(".ipynb") for script in scripts):
+        raise ConfigError(f"{scripts[-1]}: one script (.py) can be translated, with files of its arguments")
+    if processes < 1:
+        raise ConfigError(f"--num-processes: must be at least 1, got {processes}")
+    stem = str(Path(out or sources[0]).with_suffix(""))
+    arguments: dict[str, Any] = {}
+    for source in sources:
+        if source not in scripts:
+            arguments |= _read_arguments(Path(source), strict=not scripts)
+    run = read_script(scripts[0], arguments, stem) if scripts else _run_of_arguments(arguments)
+    run.processes = processes
+    _check_fields(run)
+    account = Account()
+    learning(run, account)
+    surroundings(run, account)
+    if run.files and out is None:
+        account.blocks("--out", f"the config goes with {', '.join(run.files)}, which --out writes beside it")
+    for name, text in run.files.items() if out is not None else ():
+        write_text(name, text)
+    return assembled(_said(run, account), account, "TRL", "from-trl")
+
+
+def _said(run: TrlRun, account: Account) -> dict[str, tuple[Any, RuleResult | None]]:
+    """The rules' answers: all for what is given, and those defaults of TRL's that have a value or an effect here."""
+    said: dict[str, tuple[Any, RuleResult | None]] = {}
+    for key, value in run.given.items():
+        if isinstance(value, Unresolved):
+            text = f"is worked out when the script runs; TRL's default {GRPO_CONFIG.get(key)!r} stands"
+            said[key] = (value, RuleResult(text=text, matters=True))
+        else:
+            said[key] = (value, said_of(key, value, run))
+    for key, value in GRPO_CONFIG.items():
+        outcome = said_of(key, value, run)
+        if key not in run.given and outcome is not None and outcome.values:
+            outcome.text = f"{outcome.text}; TRL's default".removeprefix("; ")
+            said[key] = (value, outcome)
+    given = {"model": run.model, "reward_funcs": ", ".join(reward.name for reward in run.rewards) or None}
+    given |= {"train_dataset": run.train.path, "peft_config": run.lora, "processing_class": run.tokenizer}
+    given |= {"eval_dataset": run.evaluation.path if run.evaluation else None, **run.others}
+    for key, value in given.items():
+        if value is not None and key not in said:
+            said[key] = (value, _of_trainer(key, account))
+    return said
+
+
+def _of_trainer(key: str, account: Account) -> RuleResult:
+    if key in account.blockers or key in account.differences:
+        return RuleResult(text=account.blockers.get(key) or account.differences[key], matters=True)
+    return RuleResult(elsewhere=_ELSEWHERE.get(key, ()))
+
+
+def _check_fields(run: TrlRun) -> None:
+    known = [*GRPO_CONFIG, *OLDER]
+    for key in run.given:
+        if key not in known:
+            raise ConfigError(f"{key}: GRPOConfig has no such field{nearest(key, known)}")
+
+
+# -- arguments without a script ---------------------------------------------------------------------------------
+
+
+def _read_arguments(path: Path, strict: bool) -> dict[str, Any]:
+    """The fields in a JSON or YAML file; with a script beside it they may also be of the script's own classes."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        content = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
+    except (ValueError, yaml.YAMLError, RecursionError) as error:
+        raise ConfigError(f"{path}: is neither JSON nor YAML ({first_line(error)})") from None
+    if not isinstance(content, Mapping) or not content:
+        raise ConfigError(f"{path}: expected fields of GRPOConfig and their values")
+    known = [*GRPO_CONFIG, *OLDER, *SCRIPT_ARGUMENTS, *MODEL_CONFIG, "datasets", "env", "_n_gpu", "distributed_state"]
+    known += ["deepspeed_plugin"]
+    for key in content:
+        if strict and key not in known:
+            raise ConfigError(f"{path}: {key}: neither GRPOConfig nor `trl grpo` has it{nearest(str(key), known)}")
+    return {str(key): value for key, value in content.items() if not str(key).startswith(("_", "distributed_state"))}
+
+
+def _run_of_arguments(arguments: Mapping[str, Any]) -> TrlRun:
+    """What `trl grpo` would do with these arguments."""
+    run = TrlRun({key: value for key, value in arguments.items() if key in (*GRPO_CONFIG, *OLDER)})
+    run.model = arguments.get("model_name_or_path")
+    run.lora = lora_of_arguments(arguments)
+    dtype = arguments.get("dtype", arguments.get("torch_dtype"))
+    if dtype is not None:
+        run.given.setdefault("model_init_kwargs", {"dtype": dtype})
+    run.rewards = [_named(str(name)) for name in arguments.get("reward_funcs") or ()]
+    if arguments.get("reward_model_name_or_path"):
+        why = "is a reward model: serve it and name its address, functions: {NAME: http://host:port/score}"
+        run.rewards.insert(0, Reward(str(arguments["reward_model_name_or_path"]).rpartition("/")[2], problem=why))
+    name = arguments.get("dataset_name")
+    if arguments.get("datasets"):
+        run.train = Rows(problem="a mixture of data sets; write data.train.path as a list")
+    elif name is None:
+        run.train = Rows(problem="the arguments name no data set (dataset_name)")
+    else:
+        configuration = arguments.get("dataset_config")
+        path = f"{name}:{configuration}" if configuration else name
+        run.train = Rows(path=path, split=arguments.get("dataset_train_split", "train"))
+        if str(run.get("eval_strategy")) != "no":
+            run.evaluation = Rows(path=path, split=arguments.get("dataset_test_split", "test"))
+    return run
+
+
+def _named(name: str) -> Reward:
+    """A function by the name or place that `trl grpo --reward_funcs` takes."""
+    if name in _BUILT_IN_REWARDS:
+        return Reward(name, f"trl.rewards.{name}")
+    if "." in name:
+        return Reward(name.rpartition(".")[2], name)
+    return Reward(name, problem="is no function with a place; write one that returns get_soft_overlong_punishment(...)")

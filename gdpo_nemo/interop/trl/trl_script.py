@@ -1,0 +1,276 @@
+"""Reading a TRL script: the one ``GRPOTrainer(...)`` in it, its arguments, functions and data. It is never run."""
+
+from __future__ import annotations
+
+import ast
+import json
+from pathlib import Path
+from typing import Any, Mapping
+
+from gdpo_nemo.errors import ConfigError
+from gdpo_nemo.interop.trl.code_module import CodeModule
+from gdpo_nemo.interop.trl.script_data import rows_of
+from gdpo_nemo.interop.trl.static_names import Names, Parsed, Resolver, Unresolved, is_main_guard
+from gdpo_nemo.interop.trl.trl_defaults import GRPO_CONFIG, MODEL_CONFIG, PARSED
+from gdpo_nemo.interop.trl.trl_run import Reward, Rows, TrlRun
+
+_POSITIONAL = ("model", "reward_funcs", "args", "train_dataset", "eval_dataset", "processing_class")
+_LOADERS = ("from_pretrained",)
+
+
+def read_script(path: str | Path, arguments: Mapping[str, Any], stem: str) -> TrlRun:
+    """The run that the script would start.
+
+    Args:
+        arguments: what its command line would be given.
+        stem: path of the config without its suffix; files that go with it begin like that.
+
+    Raises:
+        ConfigError: no Python, or not exactly one ``GRPOTrainer(...)`` in it.
+    """
+    try:
+        source = Path(path).read_text(encoding="utf-8")
+        tree = ast.parse(source)
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
+    except (SyntaxError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path}: is not valid Python ({error})") from None
+    return _Reader(str(path), source, tree, arguments, stem).run()
+
+
+class _Reader:
+    def __init__(self, path: str, source: str, tree: ast.Module, arguments: Mapping[str, Any], stem: str):
+        self._path = path
+        self._stem = stem
+        self._call, around = _trainer(path, tree)
+        functions = [node for node in around if isinstance(node, ast.FunctionDef)]
+        self._trains_on_import = not functions and not any(
+            isinstance(node, ast.If) and is_main_guard(node) for node in around
+        )
+        parsed = {kind: {**known, **arguments} for kind, known in PARSED.items()}
+        own = {node.name: dict(arguments) for node in tree.body if isinstance(node, ast.ClassDef)}
+        function = functions[-1] if functions else None
+        self._names = Resolver(
+            Names.of(tree.body),
+            Names.of(function.body) if function else None,
+            _parameters(tree, function) if function else {},
+            {**own, **parsed},
+        )
+        # Two modules: the workers that import the rewards have no use for the rows.
+        self._module = CodeModule(source, Path(path).name, self._names)
+        self._row_module = CodeModule(source, Path(path).name, self._names)
+        self._arguments = arguments
+        self._code = f"{stem}_rewards.py"
+        self._row_code = f"{stem}_rows.py"
+        self._run = TrlRun({})
+
+    def run(self) -> TrlRun:
+        """All that the call says."""
+        given = dict(zip(_POSITIONAL, self._call.args))
+        for keyword in self._call.keywords:
+            if keyword.arg is None:
+                raise ConfigError(f"{self._path}:{self._call.lineno}: GRPOTrainer(**...) hides its arguments")
+            given[keyword.arg] = keyword.value
+        run = self._run
+        run.given = self._config(given.pop("args", None))
+        run.model = self._pretrained(given.pop("model", None))
+        run.tokenizer = self._pretrained(given.pop("processing_class", None))
+        run.rewards = self._rewards(given.pop("reward_funcs", None))
+        run.lora = self._lora(given.pop("peft_config", None))
+        run.train = self._rows("train", given.pop("train_dataset", None))
+        evaluation = given.pop("eval_dataset", None)
+        if evaluation is not None and not _is_none(evaluation):
+            run.evaluation = self._rows("eval", evaluation)
+        run.others = {name: ast.unparse(node) for name, node in given.items() if not self._is_off(node)}
+        for name, module in ((self._code, self._module), (self._row_code, self._row_module)):
+            if module:
+                run.files[name] = module.text()
+        return run
+
+    def _is_off(self, node: ast.expr) -> bool:
+        """Whether an argument is None, or what TRL makes None of these arguments."""
+        made = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+        quantised = self._arguments.get("load_in_4bit") or self._arguments.get("load_in_8bit")
+        return _is_none(node) or (made == "get_quantization_config" and not quantised)
+
+    # -- arguments ----------------------------------------------------------------------------------------------
+
+    def _config(self, node: ast.expr | None) -> dict[str, Any]:
+        """Fields of ``GRPOConfig`` that are set."""
+        if node is None:
+            return {}
+        name = node.id if isinstance(node, ast.Name) else ""
+        set_later = {
+            field: self._names.value(value)
+            for names in (self._names.module, self._names.function)
+            if names is not None
+            for (owner, field), value in names.attributes.items()
+            if owner == name
+        }
+        found = self._names.value(node)
+        if isinstance(found, Parsed):
+            return {key: value for key, value in self._arguments.items() if key in GRPO_CONFIG} | set_later
+        call = self._followed(node)
+        if not (isinstance(call, ast.Call) and ast.unparse(call.func).rpartition(".")[2] == "GRPOConfig"):
+            raise ConfigError(f"{self._path}:{node.lineno}: args is no GRPOConfig(...) that can be read: {found}")
+        return self._keywords(call) | set_later
+
+    def _keywords(self, call: ast.Call) -> dict[str, Any]:
+        given: dict[str, Any] = {}
+        if call.args:
+            given["output_dir"] = self._names.value(call.args[0])
+        for keyword in call.keywords:
+            value = self._names.value(keyword.value)
+            if keyword.arg is not None:
+                given[keyword.arg] = value
+            elif isinstance(value, dict):
+                given.update(value)
+            else:
+                raise ConfigError(f"{self._path}:{call.lineno}: **{ast.unparse(keyword.value)} hides its arguments")
+        return given
+
+    def _followed(self, node: ast.expr | None) -> ast.expr | None:
+        """The expression behind a name, through further names."""
+        for _ in range(20):
+            if not isinstance(node, ast.Name):
+                return node
+            binding = self._names.binding(node.id, node.lineno)
+            if binding is None or binding.value is None or binding.part is not None:
+                return node
+            node = binding.value
+        return node
+
+    def _pretrained(self, node: ast.expr | None) -> Any:
+        """A model's or tokenizer's name, given as text or to ``from_pretrained``."""
+        if node is None:
+            return None
+        call = self._followed(node)
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr in _LOADERS:
+            return self._names.value(call.args[0]) if call.args else Unresolved(ast.unparse(call))
+        return self._names.value(node)
+
+    def _lora(self, node: ast.expr | None) -> dict[str, Any] | None:
+        if node is None or _is_none(node):
+            return None
+        call = self._followed(node)
+        name = ast.unparse(call.func).rpartition(".")[2] if isinstance(call, ast.Call) else ""
+        if name == "get_peft_config":
+            return lora_of_arguments(self._arguments)
+        if name != "LoraConfig":
+            self._run.notes["peft_config"] = f"{ast.unparse(call or node)} is no LoraConfig(...) that can be read"
+            return None
+        return {keyword.arg: self._names.value(keyword.value) for keyword in call.keywords if keyword.arg}
+
+    # -- rewards ------------------------------------------------------------------------------------------------
+
+    def _rewards(self, node: ast.expr | None) -> list[Reward]:
+        listed = self._followed(node)
+        if listed is None:
+            return []
+        elements = listed.elts if isinstance(listed, (ast.List, ast.Tuple)) else [node]
+        if isinstance(listed, ast.Name) and self._names.definition(listed.id) is None:
+            return [Reward("reward", problem=f"the list {ast.unparse(node)} is put together while the script runs")]
+        found: list[Reward] = []
+        for element in elements:
+            reward = self._reward(element, len(found))
+            taken = [other.name for other in found]
+            if reward.name in taken:
+                reward.name = f"{reward.name}_{len(found) + 1}"
+            found.append(reward)
+        return found
+
+    def _reward(self, node: ast.expr, number: int) -> Reward:
+        if isinstance(node, ast.Name) and (definition := self._names.definition(node.id)) is not None:
+            return self._defined(node.id, definition)
+        value = self._names.value(node)
+        if isinstance(value, str):
+            why = "is a reward model: serve it and name its address, functions: {NAME: http://host:port/score}"
+            return Reward(value.rpartition("/")[2], problem=why)
+        name = _callable_name(self._followed(node), f"reward_{number + 1}")
+        try:
+            label = node.id if isinstance(node, ast.Name) else f"reward_{number + 1}"
+            at_top = isinstance(node, ast.Name) and node.id in self._names.module.bindings
+            if at_top and not self._trains_on_import:
+                return Reward(name, f"{self._path}:{label}")
+            self._module.add_value(label, self._followed(node) or node)
+        except ConfigError as error:
+            return Reward(name, problem=f"cannot be taken out of the script: {error}")
+        return Reward(name, f"{self._code}:{label}")
+
+    def _defined(self, name: str, definition: ast.stmt) -> Reward:
+        if isinstance(definition, ast.ImportFrom) and definition.module and not definition.level:
+            original = next(alias.name for alias in definition.names if (alias.asname or alias.name) == name)
+            beside = Path(self._path).parent / (definition.module.replace(".", "/") + ".py")
+            return Reward(original, f"{beside}:{original}" if beside.is_file() else f"{definition.module}.{original}")
+        if self._names.function is not None and name in self._names.function.definitions:
+            return Reward(name, problem="is defined inside a function; move it to the script's top level")
+        if not self._trains_on_import:
+            return Reward(name, f"{self._path}:{name}")
+        try:
+            self._module.add_name(name)
+        except ConfigError as error:
+            return Reward(name, problem=f"cannot be taken out of the script: {error}")
+        return Reward(name, f"{self._code}:{name}")
+
+    def _rows(self, split: str, node: ast.expr | None) -> Rows:
+        found = rows_of(node, self._names, self._row_module, f"{self._row_code}:{split}_rows")
+        if found.rows is not None:
+            file = f"{self._stem}_{split}.jsonl"
+            lines = [json.dumps(row, ensure_ascii=False) for row in found.rows]
+            self._run.files[file] = "".join(line + "\n" for line in lines)
+            found.path = file
+        return found
+
+
+def lora_of_arguments(arguments: Mapping[str, Any]) -> dict[str, Any] | None:
+    """What ``get_peft_config`` makes of TRL's ``ModelConfig``."""
+    model = {**MODEL_CONFIG, **arguments}
+    if not model["use_peft"]:
+        return None
+    names = {"r": "lora_r", "lora_alpha": "lora_alpha", "lora_dropout": "lora_dropout", "use_rslora": "use_rslora"}
+    names |= {"use_dora": "use_dora", "modules_to_save": "lora_modules_to_save"}
+    return {name: model[key] for name, key in names.items()} | {"target_modules": model["lora_target_modules"]}
+
+
+def _trainer(path: str, tree: ast.Module) -> tuple[ast.Call, list[ast.AST]]:
+    """The call of the trainer, and the statements that it stands in, outermost first."""
+    found: list[tuple[ast.Call, list[ast.AST]]] = []
+
+    def visit(node: ast.AST, around: list[ast.AST]) -> None:
+        if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] == "GRPOTrainer":
+            found.append((node, around))
+        for child in ast.iter_child_nodes(node):
+            visit(child, [*around, node])
+
+    visit(tree, [])
+    others = {
+        name for n in ast.walk(tree) if isinstance(n, ast.Call) and (name := ast.unparse(n.func)).endswith("Trainer")
+    }
+    if not found and others:
+        raise ConfigError(f"{path}: trains with {', '.join(sorted(others))}; GRPOTrainer can be translated")
+    if len(found) != 1:
+        lines = f" (lines {', '.join(str(call.lineno) for call, _ in found)})" if found else ""
+        raise ConfigError(f"{path}: has {len(found)} calls of GRPOTrainer{lines}; one can be translated")
+    return found[0]
+
+
+def _parameters(tree: ast.Module, function: ast.FunctionDef) -> dict[str, ast.expr]:
+    """The function's parameters by what its only call gives for them."""
+    calls = [n for n in ast.walk(tree) if isinstance(n, ast.Call) and ast.unparse(n.func) == function.name]
+    if len(calls) != 1:
+        return {}
+    names = [argument.arg for argument in function.args.args]
+    given = dict(zip(names, calls[0].args))
+    return given | {keyword.arg: keyword.value for keyword in calls[0].keywords if keyword.arg}
+
+
+def _callable_name(node: ast.expr | None, otherwise: str) -> str:
+    """As TRL names a reward: the wrapped function of a partial, the class of an object."""
+    while isinstance(node, ast.Call):
+        node = node.args[0] if ast.unparse(node.func).endswith("partial") and node.args else node.func
+    name = ast.unparse(node).rpartition(".")[2] if isinstance(node, (ast.Name, ast.Attribute)) else ""
+    return name or otherwise
+
+
+def _is_none(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and node.value is None
