@@ -31,7 +31,7 @@ class CompressedTransport(Transport):
     def prepare(self, version):
         """All ranks gather, rank 0 writes; the file of the version before goes."""
         self.options.folder.mkdir(parents=True, exist_ok=True)
-        before = set(self.options.folder.glob("version_*"))
+        before = set(self.options.folder.glob("version_*.zlib"))
         self._file = self.options.folder / f"version_{version}.zlib"
         written = self.policy.start_sender(CompressedSender, "write", str(self._file), version)
         self.manifest = self.policy.wait(written, f"writing {self._file}")[0]

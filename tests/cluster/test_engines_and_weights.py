@@ -211,7 +211,7 @@ def test_an_engine_whose_vllm_has_a_process_of_its_own_gets_the_same_weights(par
     fleet.ready()
     for version, name in enumerate(("memory", "gloo", "folder", OWN), 50):
         train_once(parts.policy)
-        transport = make_transport(name, parts.policy, tmp_path / "weights", bucket_bytes=100_000)
+        transport = make_transport(name, parts.policy, tmp_path / str(version), bucket_bytes=100_000)
         assert WeightSync(parts.policy, fleet, parts.probe, transport).publish(version)["parity/probe"] < 1e-4
     nobody = IpcReceiver((("\0nobody", b"key"),), 1, 1.0)
     with pytest.raises(PeerLost, match="weight update 53: the other end of the shared memory is gone"):
