@@ -176,7 +176,11 @@ ROWS = [
     (DRY + " data.train.path={d}/mine.py:absent", None, "has no function absent"),
     (DRY + " data.train.path={d}/rows.tsv", binary("rows.tsv"), "not a readable TSV file"),
     (DRY + " data.train.chat_template_kwargs=3", None, "data.train.chat_template_kwargs"),
-    (DRY + " +env.f={plugin: functions, functions: {a: 'http://u:p@h'}}", None, "must hold no user, password or query"),
+    (
+        DRY,
+        replaced("good.yaml", "env: {gsm8k: {}}", "env: {functions: {functions: {correctness: 'http://u:p@h'}}}"),
+        "must hold no user",
+    ),
     (
         DRY + " data.train.chat=true policy.tokenizer_name={d}/model",
         text("model/tokenizer.json", "{"),

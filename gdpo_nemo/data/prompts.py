@@ -175,7 +175,7 @@ class _PromptColumn:
         messages = value if isinstance(value, list) else []
         contents = [message.get("content") for message in messages if isinstance(message, Mapping)]
         parts = [part for content in contents if isinstance(content, list) for part in content]
-        kinds = {part.get("type") for part in parts if isinstance(part, Mapping)} & set(_NOT_TEXT)
+        kinds = {kind for part in parts if isinstance(part, Mapping) and (kind := part.get("type")) in _NOT_TEXT}
         kinds |= {name for name in _NOT_TEXT if name != self.key and row.get(name)}
         if kinds:
             raise self.error(index, f"has {' and '.join(sorted(kinds))} in it, and models here read text alone")
@@ -215,10 +215,10 @@ class _Renderer:
             messages: Messages = [*self._system_message(), {"role": "user", "content": value}]
             plain = f"{self._system}\n\n{value}" if self._system else value
             return (self._rendered(index, messages, row) if self.chat else plain), None
-        messages = self._messages(index, value)
+        conversation = self._messages(index, value)
         tools = row.get("tools")
         how = {"tools": tools} if isinstance(tools, list) and tools else {}
-        return self._rendered(index, messages, row, **how), messages
+        return self._rendered(index, conversation, row, **how), conversation
 
     def _messages(self, index: int, value: Messages) -> Messages:
         """The row's messages. Its own system message stays unless the config demands another."""

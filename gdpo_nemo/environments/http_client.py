@@ -20,6 +20,7 @@ from urllib.parse import urlsplit
 
 import aiohttp
 import tenacity
+from tenacity.stop import stop_base
 
 from gdpo_nemo.data.failures import Failure, FailureKind, printable
 from gdpo_nemo.data.replies import parse_json, retry_after_s, validation_errors
@@ -237,11 +238,12 @@ async def with_retries(
     async def one() -> Reply:  # tenacity awaits coroutine functions only, not what happens to return a coroutine
         return await attempt()
 
-    def late(state: tenacity.RetryCallState) -> bool:
-        return state.upcoming_sleep >= time_left()
+    class Late(stop_base):
+        def __call__(self, retry_state: tenacity.RetryCallState) -> bool:
+            return retry_state.upcoming_sleep >= time_left()
 
     def give_up(state: tenacity.RetryCallState) -> Reply:
-        failure = state.outcome.exception()
+        failure = _failure_of(state)
         said = f"{state.attempt_number} attempts"
         if state.attempt_number <= retries:
             wants = f"; asks for a pause of {failure.retry_after_s:.4g} s" if failure.retry_after_s is not None else ""
@@ -250,7 +252,7 @@ async def with_retries(
 
     asking = tenacity.AsyncRetrying(
         retry=tenacity.retry_if_exception(lambda error: isinstance(error, Failure) and error.retried),
-        stop=tenacity.stop_any(tenacity.stop_after_attempt(retries + 1), late),
+        stop=tenacity.stop_any(tenacity.stop_after_attempt(retries + 1), Late()),
         wait=_pause,
         retry_error_callback=give_up,
     )
@@ -262,8 +264,15 @@ _doubling = tenacity.wait_exponential(multiplier=_FIRST_PAUSE_S, max=_LONGEST_PA
 
 def _pause(state: tenacity.RetryCallState) -> float:
     """Seconds before the next attempt."""
-    wanted = state.outcome.exception().retry_after_s
+    wanted = _failure_of(state).retry_after_s
     return _doubling(state) * random.uniform(0.5, 1.0) if wanted is None else wanted
+
+
+def _failure_of(state: tenacity.RetryCallState) -> Failure:
+    """What the attempt raised, of which nothing but a Failure is tried again."""
+    failure = state.outcome.exception() if state.outcome else None
+    assert isinstance(failure, Failure)
+    return failure
 
 
 def base_url(key: str, url: Any) -> str:

@@ -324,7 +324,7 @@ def test_a_pattern_takes_its_files_by_name_and_a_list_one_after_the_other(tmp_pa
     (tmp_path / "more.tsv").write_text('prompt\tanswer\n"t\n0"\t3\n')
 
     def read(path, **more):
-        rows = load_rows(DatasetConfig(path=path, **more), {"env": None}, "train", 0)
+        rows = load_rows(DatasetConfig(path=path, **more), load_environments(DIGITS), "train", 0)
         return [(row["id"], row["prompt"]) for row in rows]
 
     wanted = [("train/0", "a0"), ("train/1", "b0"), ("train/2", "b1"), ("train/3", "c0")]
@@ -345,7 +345,9 @@ def test_the_same_files_are_the_same_data_however_they_are_named(tmp_path):
     def fingerprint(path):
         tokenizer = character_tokenizer()
         dataset = DatasetConfig(path=path)
-        return PromptSource(dataset, {"env": None}, tokenizer, split="train", seed=0, max_prompt_tokens=99).fingerprint
+        return PromptSource(
+            dataset, load_environments(DIGITS), tokenizer, split="train", seed=0, max_prompt_tokens=99
+        ).fingerprint
 
     assert fingerprint(f"{tmp_path}/*.jsonl") == fingerprint([f"{tmp_path}/a.jsonl", f"{tmp_path}/b.jsonl"])
     assert fingerprint(f"{tmp_path}/*.jsonl") != fingerprint([f"{tmp_path}/b.jsonl", f"{tmp_path}/a.jsonl"])
@@ -356,9 +358,9 @@ def test_a_function_gives_rows(tmp_path):
         "def rows():\n    return ({'prompt': str(i)} for i in range(3))\n\ndef broken():\n    return [1 / 0]\n"
     )
     dataset = DatasetConfig(path=f"{tmp_path}/mine.py:rows", size=2)
-    assert [row["prompt"] for row in load_rows(dataset, {"env": None}, "train", 0)] == ["0", "1"]
+    assert [row["prompt"] for row in load_rows(dataset, load_environments(DIGITS), "train", 0)] == ["0", "1"]
     with pytest.raises(ConfigError, match="mine.py:broken gave no rows: ZeroDivisionError"):
-        load_rows(DatasetConfig(path=f"{tmp_path}/mine.py:broken"), {"env": None}, "train", 0)
+        load_rows(DatasetConfig(path=f"{tmp_path}/mine.py:broken"), load_environments(DIGITS), "train", 0)
 
 
 @pytest.mark.parametrize(
@@ -374,7 +376,7 @@ def test_a_function_gives_rows(tmp_path):
 )
 def test_a_path_that_names_no_data_is_refused(path, message):
     with pytest.raises(ConfigError, match=re.escape(message)):
-        load_rows(DatasetConfig(path=path), {"env": None}, "train", 0)
+        load_rows(DatasetConfig(path=path), load_environments(DIGITS), "train", 0)
 
 
 @pytest.mark.parametrize(
@@ -387,7 +389,7 @@ def test_a_path_that_names_no_data_is_refused(path, message):
 )
 def test_a_row_with_images_is_refused_in_one_line(tmp_path, row):
     path = write(tmp_path / "a.jsonl", [{"prompt": "fine", "image": None, "images": []}, row])
-    rows = load_rows(DatasetConfig(path=str(path)), {"env": None}, "train", 0)
+    rows = load_rows(DatasetConfig(path=str(path)), load_environments(DIGITS), "train", 0)
     with pytest.raises(ConfigError, match="row 1: has images? in it, and models here read text alone"):
         check_prompts(rows, DatasetConfig(), "train")
 
@@ -410,7 +412,9 @@ class TemplateThatTells:
 def test_chat_template_kwargs_of_the_config_and_of_the_row_reach_the_template(tmp_path):
     path = write(tmp_path / "a.jsonl", [{**CHAT_ROW, "chat_template_kwargs": {"style": "own"}}, CHAT_ROW])
     dataset = DatasetConfig(path=str(path), chat_template_kwargs={"style": "ours", "enable_thinking": False})
-    source = PromptSource(dataset, {"env": None}, TemplateThatTells(), split="train", seed=0, max_prompt_tokens=999)
+    source = PromptSource(
+        dataset, load_environments(DIGITS), TemplateThatTells(), split="train", seed=0, max_prompt_tokens=999
+    )
     given = [json.loads(prompt.text)[1] for prompt in source.head()]
     assert given == [{"style": "own", "enable_thinking": False}, {"style": "ours", "enable_thinking": False}]
 
@@ -424,7 +428,7 @@ def test_later_turns_are_rendered_with_the_same_arguments():
 def test_without_chat_texts_go_as_they_are_and_messages_are_rendered(tmp_path):
     path = write(tmp_path / "a.jsonl", [{"prompt": "text"}, {"prompt": CHAT_ROW["messages"]}])
     source = PromptSource(
-        DatasetConfig(path=str(path), chat=False), {"env": None}, TemplateThatTells(), split="train", seed=0,
+        DatasetConfig(path=path, chat=False), load_environments(DIGITS), TemplateThatTells(), split="train", seed=0,
         max_prompt_tokens=999,
     )  # fmt: skip
     plain, chat = source.head()

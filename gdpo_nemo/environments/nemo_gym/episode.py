@@ -96,7 +96,7 @@ class Verifier:
                 return await self._attempt(trajectory, server, deadline)
 
         limit = f"deadline_s is {self._limits.deadline_s:g}"
-        return await with_retries(attempt, self._limits.retries, lambda: deadline - loop.time(), limit)
+        return await with_retries(attempt, self._limits.retries, lambda: (deadline or 0.0) - loop.time(), limit)
 
     async def _verdict(self, trajectory: Trajectory, server: str, group: _Group, failures_in_a_row: dict) -> Verdict:
         """The verdict of a member; failures and cuts are verdicts too."""

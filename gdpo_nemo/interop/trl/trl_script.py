@@ -156,7 +156,7 @@ class _Reader:
         name = ast.unparse(call.func).rpartition(".")[2] if isinstance(call, ast.Call) else ""
         if name == "get_peft_config":
             return lora_of_arguments(self._arguments)
-        if name != "LoraConfig":
+        if name != "LoraConfig" or not isinstance(call, ast.Call):
             self._run.notes["peft_config"] = f"{ast.unparse(call or node)} is no LoraConfig(...) that can be read"
             return None
         return {keyword.arg: self._names.value(keyword.value) for keyword in call.keywords if keyword.arg}
@@ -165,7 +165,7 @@ class _Reader:
 
     def _rewards(self, node: ast.expr | None) -> list[Reward]:
         listed = self._followed(node)
-        if listed is None:
+        if node is None or listed is None:
             return []
         elements = listed.elts if isinstance(listed, (ast.List, ast.Tuple)) else [node]
         if isinstance(listed, ast.Name) and self._names.definition(listed.id) is None:
