@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import layouts
 import pytest
 import tiny_models
 import torch
@@ -11,7 +12,7 @@ from gdpo_nemo.config import architectures
 from gdpo_nemo.config.architectures import SIZES, attention_scaling
 from gdpo_nemo.config.families import FAMILIES, last_name
 from gdpo_nemo.config.layout import resolve_layout
-from gdpo_nemo.config.schema import Config, LoraConfig
+from gdpo_nemo.config.schema import Config, LoraConfig, PolicyConfig
 from gdpo_nemo.errors import ConfigError
 from gdpo_nemo.megatron.hf_mapping import family_of, rotary
 from gdpo_nemo.planning.shape import shape_from
@@ -44,6 +45,14 @@ def test_the_plan_counts_the_parameters_that_transformers_makes(name):
     config = tiny_models.hf_config(name)
     theirs = sum(parameter.numel() for parameter in AutoModelForCausalLM.from_config(config).parameters())
     assert shape_from(config.to_dict()).parameters == theirs
+
+
+def test_the_plan_counts_experts_on_the_pipeline_stages_that_have_them():
+    content = tiny_models.hf_config("qwen3-moe-mixed").to_dict()
+    layout = resolve_layout(Config(policy=PolicyConfig(megatron_cfg=layouts.parse("PP2").config)))
+    shape = shape_from({**content, "mlp_only_layers": [0, 2, 3]})
+    matrices = 4 * 3 * content["hidden_size"] * content["moe_intermediate_size"]
+    assert [shape.on_rank(layout, stage)[1] for stage in (0, 1)] == [matrices, 0]
 
 
 @pytest.mark.parametrize("share_a", [False, True])
