@@ -241,7 +241,7 @@ async def with_retries(
         return state.upcoming_sleep >= time_left()
 
     def give_up(state: tenacity.RetryCallState) -> Reply:
-        failure = state.outcome.exception()
+        failure = _failure_of(state)
         said = f"{state.attempt_number} attempts"
         if state.attempt_number <= retries:
             wants = f"; asks for a pause of {failure.retry_after_s:.4g} s" if failure.retry_after_s is not None else ""
@@ -250,7 +250,7 @@ async def with_retries(
 
     asking = tenacity.AsyncRetrying(
         retry=tenacity.retry_if_exception(lambda error: isinstance(error, Failure) and error.retried),
-        stop=tenacity.stop_any(tenacity.stop_after_attempt(retries + 1), late),
+        stop=tenacity.stop_after_attempt(retries + 1) | late,
         wait=_pause,
         retry_error_callback=give_up,
     )
@@ -260,9 +260,17 @@ async def with_retries(
 _doubling = tenacity.wait_exponential(multiplier=_FIRST_PAUSE_S, max=_LONGEST_PAUSE_S)
 
 
+def _failure_of(state: tenacity.RetryCallState) -> Failure:
+    """The failure that an attempt ended with; tenacity asks only after one."""
+    error = None if state.outcome is None else state.outcome.exception()
+    if not isinstance(error, Failure):
+        raise TypeError(f"an attempt ended with {error!r}, which is not retried")
+    return error
+
+
 def _pause(state: tenacity.RetryCallState) -> float:
     """Seconds before the next attempt."""
-    wanted = state.outcome.exception().retry_after_s
+    wanted = _failure_of(state).retry_after_s
     return _doubling(state) * random.uniform(0.5, 1.0) if wanted is None else wanted
 
 

@@ -82,7 +82,7 @@ def missing(why: str, *off: Any) -> Act:
     return act
 
 
-def where(condition: Callable[[Recipe], Any], act: Act, otherwise: Act) -> Act:
+def where(condition: Callable[[Any], Any], act: Act, otherwise: Act) -> Act:
     """``act`` where the recipe meets ``condition``."""
     return lambda value, recipe: (act if condition(recipe) else otherwise)(value, recipe)
 

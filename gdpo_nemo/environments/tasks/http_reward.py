@@ -119,7 +119,7 @@ class HttpReward:
             return [Failure(f"{failure.kind}: {failure.detail}")] * count
 
 
-def _read(reply: Any, count: int) -> list[float | None]:
+def _read(reply: Any, count: int) -> list[float | Failure | None]:
     """The rewards in a reply. Raises failures.Failure(BAD_REPLY) for anything but one number or null for each."""
     values = reply.get("rewards") if isinstance(reply, dict) else reply
     if not isinstance(values, list):

@@ -113,7 +113,8 @@ class Functions(Environment):
         failed = [f"{name}: {' '.join(str(value.detail).split())[:300]}" for name, value in failures.items()]
         if failed:
             return Verdict({}, Outcome.ENV_FAILED, "; ".join(failed), extra, metrics)
-        return Verdict(rewards, extra=extra, metrics=metrics)
+        given = {name: value for name, value in rewards.items() if not isinstance(value, Failure)}
+        return Verdict(given, extra=extra, metrics=metrics)
 
 
 def _load(name: str, entry: Any) -> _RewardFunction:

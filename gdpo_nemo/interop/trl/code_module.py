@@ -69,7 +69,7 @@ class CodeModule:
         self._wanted |= outer
         self._added.append("\n".join(lines))
 
-    def _local(self, expression: ast.AST) -> tuple[list[ast.AST], set[str]]:
+    def _local(self, expression: ast.expr) -> tuple[list[ast.stmt], set[str]]:
         """Statements of the function that the expression needs, and the names that these take from the module.
 
         In the module itself all but definitions and imports count as such: they are worked out where they are needed.
@@ -81,18 +81,18 @@ class CodeModule:
         outer = used(expression).union(*(used(statement) for statement in local))
         return local, outer - {name for statement in local for name in _bound(statement)}
 
-    def _slice(self, wanted: set[str]) -> list[ast.AST]:
+    def _slice(self, wanted: set[str]) -> list[ast.stmt]:
         """Statements of the module that bind the names and what these need."""
         return _backwards(self.resolver.module.body, wanted)
 
-    def _check(self, statements: Sequence[ast.AST]) -> None:
+    def _check(self, statements: Sequence[ast.stmt]) -> None:
         for statement in statements:
             called = {ast.unparse(n.func).rpartition(".")[2] for n in ast.walk(statement) if isinstance(n, ast.Call)}
             own = isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))
             if called & set(TRAINING) and not own:
                 raise ConfigError(f"it needs line {statement.lineno}, which {_says(called)}")
 
-    def _source(self, statement: ast.AST) -> str:
+    def _source(self, statement: ast.stmt) -> str:
         if statement.col_offset:
             return ast.unparse(statement)
         first = min([statement.lineno, *(d.lineno for d in getattr(statement, "decorator_list", []))])
@@ -103,7 +103,7 @@ def _says(called: set[str]) -> str:
     return "builds the trainer" if "GRPOTrainer" in called else "reads the command line"
 
 
-def _backwards(body: Sequence[ast.AST], wanted: set[str], before: int | None = None) -> list[ast.AST]:
+def _backwards(body: Sequence[ast.stmt], wanted: set[str], before: int | None = None) -> list[ast.stmt]:
     """The statements that bind what is wanted, and what those use, in their order.
 
     Uses may come before what they use (functions call each other), so this goes on until nothing is added.

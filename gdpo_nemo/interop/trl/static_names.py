@@ -6,7 +6,9 @@ import ast
 import copy
 import operator
 from dataclasses import dataclass, field
-from typing import Any, Iterator, Mapping, Sequence
+from typing import Any, Iterator, Mapping, Sequence, TypeVar, cast
+
+Node = TypeVar("Node", bound=ast.AST)
 
 _OPERATIONS = {
     ast.Add: operator.add,
@@ -158,13 +160,13 @@ class Resolver:
         elif isinstance(node, ast.BoolOp):
             return self._either(node)
         elif isinstance(node, ast.JoinedStr):
-            parts = [self.value(p.value) if isinstance(p, ast.FormattedValue) else p.value for p in node.values]
+            parts = [self.value(p.value if isinstance(p, ast.FormattedValue) else p) for p in node.values]
             if not any(isinstance(part, (Unresolved, Parsed)) for part in parts):
                 return "".join(str(part) for part in parts)
         elif isinstance(node, (ast.List, ast.Tuple)):
             return [self.value(element) for element in node.elts]
-        elif isinstance(node, ast.Dict) and all(node.keys):
-            return {self.value(key): self.value(value) for key, value in zip(node.keys, node.values)}
+        elif isinstance(node, ast.Dict) and all(node.keys):  # a key of None is **other
+            return {self.value(key): self.value(value) for key, value in zip(node.keys, node.values) if key}
         elif isinstance(node, ast.Call) and ast.unparse(node.func) == "dict" and not node.args:
             return {keyword.arg: self.value(keyword.value) for keyword in node.keywords}
         return Unresolved(ast.unparse(node))
@@ -180,9 +182,9 @@ class Resolver:
                 return found
         return found
 
-    def constants(self, node: ast.AST) -> ast.AST:
+    def constants(self, node: Node) -> Node:
         """A copy with fields of the command line's objects, as far as they are known, in place of their names."""
-        return _Constants(self).visit(copy.deepcopy(node))
+        return cast(Node, _Constants(self).visit(copy.deepcopy(node)))
 
     def _of_name(self, node: ast.Name) -> Any:
         binding = self.binding(node.id, getattr(node, "lineno", None))
@@ -199,7 +201,7 @@ class Resolver:
             return []
         if not call.func.attr.startswith("parse_args"):
             return []
-        maker = call.func.value
+        maker: ast.expr | None = call.func.value
         if isinstance(maker, ast.Name):
             binding = self.binding(maker.id)
             maker = binding.value if binding else None

@@ -156,7 +156,7 @@ class _Reader:
         name = ast.unparse(call.func).rpartition(".")[2] if isinstance(call, ast.Call) else ""
         if name == "get_peft_config":
             return lora_of_arguments(self._arguments)
-        if name != "LoraConfig":
+        if name != "LoraConfig" or not isinstance(call, ast.Call):
             self._run.notes["peft_config"] = f"{ast.unparse(call or node)} is no LoraConfig(...) that can be read"
             return None
         return {keyword.arg: self._names.value(keyword.value) for keyword in call.keywords if keyword.arg}
@@ -167,9 +167,13 @@ class _Reader:
         listed = self._followed(node)
         if listed is None:
             return []
-        elements = listed.elts if isinstance(listed, (ast.List, ast.Tuple)) else [node]
+        elements = listed.elts if isinstance(listed, (ast.List, ast.Tuple)) else [node or listed]
         if isinstance(listed, ast.Name) and self._names.definition(listed.id) is None:
-            return [Reward("reward", problem=f"the list {ast.unparse(node)} is put together while the script runs")]
+            return [
+                Reward(
+                    "reward", problem=f"the list {ast.unparse(node or listed)} is put together while the script runs"
+                )
+            ]
         found: list[Reward] = []
         for element in elements:
             reward = self._reward(element, len(found))
