@@ -49,7 +49,7 @@ def _check_local(config: Config, splits: Mapping[str, DatasetConfig]) -> list[tu
     check_rewards(config, environments)
     tokenizer = _local_tokenizer(config)
     found = []
-    first = {}
+    first: dict[str, tuple[Any, Any]] = {}
     for split, data in splits.items():
         rows = load_rows(data, environments, split, config.run.seed, _limit(data))
         found.append(

@@ -175,7 +175,7 @@ class _PromptColumn:
         messages = value if isinstance(value, list) else []
         contents = [message.get("content") for message in messages if isinstance(message, Mapping)]
         parts = [part for content in contents if isinstance(content, list) for part in content]
-        kinds = {kind for part in parts if isinstance(part, Mapping) and (kind := part.get("type")) in _NOT_TEXT}
+        kinds = {str(part.get("type")) for part in parts if isinstance(part, Mapping)} & set(_NOT_TEXT)
         kinds |= {name for name in _NOT_TEXT if name != self.key and row.get(name)}
         if kinds:
             raise self.error(index, f"has {' and '.join(sorted(kinds))} in it, and models here read text alone")

@@ -219,7 +219,7 @@ def _rows_of_hugging_face(place: str, wanted: str, key: str, at_most: int | None
     except Exception as error:  # the library raises many kinds; all mean that these rows cannot be had
         _check_configuration(key, name, configuration, error)
         raise ConfigError(f"{key}: cannot load split {wanted!r} of {place}: {first_line(error)}") from error
-    rows: list[Row] = table.to_list() if at_most is None else table.take(min(at_most, len(table))).to_list()
+    rows: list[Row] = (table if at_most is None else table.take(min(at_most, len(table)))).to_list()
     return rows
 
 

@@ -20,7 +20,6 @@ from urllib.parse import urlsplit
 
 import aiohttp
 import tenacity
-from tenacity.stop import stop_base
 
 from gdpo_nemo.data.failures import Failure, FailureKind, printable
 from gdpo_nemo.data.replies import parse_json, retry_after_s, validation_errors
@@ -238,10 +237,6 @@ async def with_retries(
     async def one() -> Reply:  # tenacity awaits coroutine functions only, not what happens to return a coroutine
         return await attempt()
 
-    class Late(stop_base):
-        def __call__(self, retry_state: tenacity.RetryCallState) -> bool:
-            return retry_state.upcoming_sleep >= time_left()
-
     def give_up(state: tenacity.RetryCallState) -> Reply:
         failure = _failure_of(state)
         said = f"{state.attempt_number} attempts"
@@ -252,7 +247,7 @@ async def with_retries(
 
     asking = tenacity.AsyncRetrying(
         retry=tenacity.retry_if_exception(lambda error: isinstance(error, Failure) and error.retried),
-        stop=tenacity.stop_any(tenacity.stop_after_attempt(retries + 1), Late()),
+        stop=tenacity.stop_any(tenacity.stop_after_attempt(retries + 1), _NoTimeLeft(time_left)),
         wait=_pause,
         retry_error_callback=give_up,
     )
@@ -260,6 +255,24 @@ async def with_retries(
 
 
 _doubling = tenacity.wait_exponential(multiplier=_FIRST_PAUSE_S, max=_LONGEST_PAUSE_S)
+
+
+class _NoTimeLeft(tenacity.stop.stop_base):
+    """Stop where the pause before the next attempt would outlast ``time_left()`` seconds."""
+
+    def __init__(self, time_left: Callable[[], float]):
+        self._time_left = time_left
+
+    def __call__(self, retry_state: tenacity.RetryCallState) -> bool:
+        return retry_state.upcoming_sleep >= self._time_left()
+
+
+def _failure_of(state: tenacity.RetryCallState) -> Failure:
+    """The failure that an attempt ended with; tenacity asks only after one."""
+    error = None if state.outcome is None else state.outcome.exception()
+    if not isinstance(error, Failure):
+        raise TypeError(f"an attempt ended with {error!r}, which is not retried")
+    return error
 
 
 def _pause(state: tenacity.RetryCallState) -> float:

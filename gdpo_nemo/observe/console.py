@@ -67,18 +67,22 @@ class PlainConsole:
         self._terminal = terminal
 
     def step(self, row: Mapping[str, Any]) -> None:
+        """Print the step's line: rewards, health, speed, times and what is left."""
         rewards = "  ".join(f"{n} {row[f'reward/{n}/mean']:.3f}" for n in _components(self._history, row))
         left = f"ETA {eta(self._history, self._steps)}"
         parts = [rewards, "  ".join(health(row)), speed(row), time_split(self._history, 1), left]
         self._print(f"step {row['step']:>{len(str(self._steps))}}/{self._steps}  " + " | ".join(p for p in parts if p))
 
     def validation(self, row: Mapping[str, Any]) -> None:
+        """Print the line of a validation."""
         self._print(validation_line(row))
 
     def tell(self, level: str, text: str) -> None:
+        """Print an alert or a note."""
         self._print(f"{level} {text}")
 
     def close(self, status: str, run_dir: Path) -> None:
+        """Print the summary of the run."""
         self._terminal.print(summary(self._history, run_dir, status))
 
     def _print(self, line: str) -> None:
@@ -97,16 +101,20 @@ class LiveConsole:
         self._live.start()
 
     def step(self, row: Mapping[str, Any]) -> None:
+        """Redraw the panel with the step."""
         self._live.update(self._panel())
 
     def validation(self, row: Mapping[str, Any]) -> None:
+        """Print the line of a validation above the panel."""
         self._terminal.print(validation_line(row), markup=False, highlight=False)
         self._live.update(self._panel())
 
     def tell(self, level: str, text: str) -> None:
+        """Print an alert or a note above the panel."""
         self._terminal.print(Text(f"{level} {text}", style="bold red" if level == "ALERT" else "dim"))
 
     def close(self, status: str, run_dir: Path) -> None:
+        """Take the panel down and print the summary of the run."""
         self._live.stop()
         self._terminal.print(summary(self._history, run_dir, status))
 

@@ -7,6 +7,7 @@ its turn; a pause between attempts keeps no other trajectory waiting.
 from __future__ import annotations
 
 import asyncio
+import math
 from dataclasses import dataclass, field
 from typing import Sequence
 
@@ -85,7 +86,10 @@ class Verifier:
     async def rewards(self, trajectory: Trajectory, server: str, started=lambda: None) -> dict[str, float | None]:
         """The rewards of one trajectory, after as many attempts as the limits allow. Raises Failure."""
         loop = asyncio.get_running_loop()
-        deadline: float | None = None
+        deadline: float | None = None  # starts when the first attempt gets a slot, not while it queues
+
+        def time_left() -> float:
+            return math.inf if deadline is None else deadline - loop.time()
 
         async def attempt() -> dict[str, float | None]:
             nonlocal deadline
@@ -96,7 +100,7 @@ class Verifier:
                 return await self._attempt(trajectory, server, deadline)
 
         limit = f"deadline_s is {self._limits.deadline_s:g}"
-        return await with_retries(attempt, self._limits.retries, lambda: (deadline or 0.0) - loop.time(), limit)
+        return await with_retries(attempt, self._limits.retries, time_left, limit)
 
     async def _verdict(self, trajectory: Trajectory, server: str, group: _Group, failures_in_a_row: dict) -> Verdict:
         """The verdict of a member; failures and cuts are verdicts too."""

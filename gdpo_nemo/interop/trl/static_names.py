@@ -6,9 +6,9 @@ import ast
 import copy
 import operator
 from dataclasses import dataclass, field
-from typing import Any, Iterator, Mapping, Sequence, TypeVar
+from typing import Any, Iterator, Mapping, Sequence, TypeVar, cast
 
-Node = TypeVar("Node", ast.stmt, ast.expr)
+Node = TypeVar("Node", bound=ast.AST)
 
 _OPERATIONS = {
     ast.Add: operator.add,
@@ -165,7 +165,7 @@ class Resolver:
                 return "".join(str(part) for part in parts)
         elif isinstance(node, (ast.List, ast.Tuple)):
             return [self.value(element) for element in node.elts]
-        elif isinstance(node, ast.Dict) and all(node.keys):
+        elif isinstance(node, ast.Dict) and all(node.keys):  # a key of None is **other
             return {self.value(key): self.value(value) for key, value in zip(node.keys, node.values) if key}
         elif isinstance(node, ast.Call) and ast.unparse(node.func) == "dict" and not node.args:
             return {keyword.arg: self.value(keyword.value) for keyword in node.keywords}
@@ -184,8 +184,7 @@ class Resolver:
 
     def constants(self, node: Node) -> Node:
         """A copy with fields of the command line's objects, as far as they are known, in place of their names."""
-        made: Node = _Constants(self).visit(copy.deepcopy(node))
-        return made
+        return cast(Node, _Constants(self).visit(copy.deepcopy(node)))
 
     def _of_name(self, node: ast.Name) -> Any:
         binding = self.binding(node.id, getattr(node, "lineno", None))

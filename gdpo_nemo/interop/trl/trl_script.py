@@ -167,9 +167,13 @@ class _Reader:
         listed = self._followed(node)
         if node is None or listed is None:
             return []
-        elements = listed.elts if isinstance(listed, (ast.List, ast.Tuple)) else [node]
+        elements = listed.elts if isinstance(listed, (ast.List, ast.Tuple)) else [node or listed]
         if isinstance(listed, ast.Name) and self._names.definition(listed.id) is None:
-            return [Reward("reward", problem=f"the list {ast.unparse(node)} is put together while the script runs")]
+            return [
+                Reward(
+                    "reward", problem=f"the list {ast.unparse(node or listed)} is put together while the script runs"
+                )
+            ]
         found: list[Reward] = []
         for element in elements:
             reward = self._reward(element, len(found))
