@@ -58,7 +58,7 @@ def test_rows_have_the_cells_of_their_head_and_links_a_heading():
 def test_types_choices_and_defaults_are_said():
     page = config_page()
     assert "| `precision` | one of `float32`, `bfloat16` | `bfloat16` |" in page
-    assert "or a function of your own (`file.py:name`) | `gdpo` |" in page
+    assert "or one of your own (`file.py:name`) | `gdpo` |" in page
     assert "| `preset` | one of `paper`, " in page and ", or null | `null` |" in page
     assert "## `env`\n" in page and "mapping of names to number | `(must be set)` |" in page
 

@@ -30,11 +30,6 @@ LEVELS: dict[str, Callable[[Tensor, TokenFields], Tensor]] = {
 }
 """What the importance ratio is of: the token, the product over its sequence, or that product's geometric mean."""
 
-METRICS = {
-    "policy/importance_weight": ("", "Weight of a token by loss_fn.off_policy.mode, mean over the trained tokens"),
-    "policy/importance_masked": ("share", "Trained tokens that loss_fn.off_policy.mode gives the weight 0"),
-}
-
 
 def level_ratio(log_gap: Tensor, fields: TokenFields, settings: OffPolicySettings) -> Tensor:
     """The importance ratio rho at `level` [tokens]."""
