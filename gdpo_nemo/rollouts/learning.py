@@ -230,6 +230,7 @@ METRICS = {
         {"max": 0.3, "why": "a third of the tokens trains nothing: learning rate, updates per step or staleness"},
     ),
     "policy/ratio_mean": ("", "Probability ratio of new to old policy, mean over the trained tokens"),
+    "policy/NAME": ("", "Metric NAME of a loss of your own, mean over the trained tokens"),
     "policy/ratio_max": ("", "Probability ratio of new to old policy, the largest"),
     "parity/mean_abs": (
         "nats",
