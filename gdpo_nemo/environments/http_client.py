@@ -281,13 +281,6 @@ def _pause(state: tenacity.RetryCallState) -> float:
     return _doubling(state) * random.uniform(0.5, 1.0) if wanted is None else wanted
 
 
-def _failure_of(state: tenacity.RetryCallState) -> Failure:
-    """What the attempt raised, of which nothing but a Failure is tried again."""
-    failure = state.outcome.exception() if state.outcome else None
-    assert isinstance(failure, Failure)
-    return failure
-
-
 def base_url(key: str, url: Any) -> str:
     """The URL without a slash at its end. Raises ConfigError for anything but http(s) with a host and without
     secrets."""
