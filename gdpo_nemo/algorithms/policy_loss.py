@@ -34,8 +34,6 @@ METRICS = {
     "policy/importance_weight": ("", "Weight of a token by loss_fn.off_policy.mode, mean over the trained tokens"),
     "policy/importance_masked": ("share", "Trained tokens that loss_fn.off_policy.mode gives the weight 0"),
     "policy/reference_kl": ("nats/token", "KL to the starting model by loss_fn.reference_policy_kl_type, mean"),
-    "policy/importance_weight": ("", "Weight of a token by loss_fn.off_policy.mode, mean over the trained tokens"),
-    "policy/importance_masked": ("share", "Trained tokens that loss_fn.off_policy.mode gives the weight 0"),
     "policy/sequence_masked": ("share", "Trained tokens left out by loss_fn.off_policy.sequence_mask_threshold"),
 }
 
