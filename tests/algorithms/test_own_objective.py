@@ -303,6 +303,11 @@ def test_a_value_or_gradient_that_is_not_finite_ends_the_step_with_the_functions
         loss.backward()
 
 
+def test_an_own_losss_metrics_are_summed_under_its_names_and_keep_no_graph():
+    _, metrics = step("mine.py:f", lambda logprobs, fields, settings: (-logprobs, {"extra": 2 * logprobs}))
+    assert metrics.sums["extra"] == -10 and not metrics.sums["extra"].requires_grad
+
+
 def test_an_own_correction_weighs_the_tokens_and_gets_no_gradient():
     place = "mine.py:f"
     lengths = torch.tensor([0, 0, 1])
