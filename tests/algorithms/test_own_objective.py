@@ -193,6 +193,13 @@ def test_what_is_no_loss_is_refused_before_any_process_starts(code, complaint, t
     assert str(error.value).startswith("loss_fn") and str(tmp_path) in str(error.value)
 
 
+@pytest.mark.parametrize("beside", ["reference_policy_kl_penalty=0.1", "entropy_bonus=0.1"])
+def test_a_gradient_of_kl_or_entropy_does_not_hide_that_a_loss_has_none(beside, tmp_path):
+    place = written(tmp_path, body("0 * logprobs"))
+    with pytest.raises(ConfigError, match="mine has no gradient"):
+        check_own_functions(config(f"loss_fn.type={place}", f"loss_fn.{beside}"))
+
+
 @pytest.mark.parametrize(
     "code, overrides, complaint",
     [
