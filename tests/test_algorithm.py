@@ -157,6 +157,8 @@ def test_the_ranks_get_places_that_hold_in_any_working_directory():
     own = LossSettings(type="examples/sapo.py:sapo", off_policy=OffPolicySettings(mode="some.package:f"))
     sent = with_absolute_places(own)
     assert sent.type == f"{REPOSITORY}/examples/sapo.py:sapo" and sent.off_policy.mode == "some.package:f"
+    own = LossSettings(off_policy=OffPolicySettings(mode="examples/sapo.py:sapo"))
+    assert with_absolute_places(own).off_policy.mode == f"{REPOSITORY}/examples/sapo.py:sapo"
     config = load_config(DEMO, ["loss_fn.type=examples/sapo.py:sapo"])
     assert GDPO(config, None, None, None).loss.type == sent.type and config.loss_fn.type == "examples/sapo.py:sapo"
 

@@ -194,6 +194,24 @@ def test_several_updates_of_a_step_share_the_log_probs_from_before_the_first():
         assert all((s.old_logprobs == -1).all() and (s.reference_logprobs == -9).all() for s in update)
 
 
+def test_target_pos_coefficients_are_of_the_weights_that_each_update_meets():
+    recorder = Recorder("loss_fn.type=target_po", "policy.train_global_batch_size=2", "loss_fn.old_logprobs=sampler")
+    recorder.trainer.step()
+    assert of(recorder, "logprobs", "train") == ["logprobs", "train"] * 2
+    for update, _ in recorder.updates:  # the one that scored better is pulled up as much as the other one down
+        assert update[0].advantage == pytest.approx(-update[1].advantage) and update[0].advantage > 0
+
+
+def test_samples_of_several_versions_are_not_measured_for_parity():
+    recorder = Recorder("rollout.max_staleness=1", "loss_fn.old_logprobs=trainer")
+    recorder.trainer.state.step = 3
+    batch = recorder.get_batch(3)
+    batch.groups[0].trajectories[0].policy_version = 2
+    recorder.parts.stream.get_batch = lambda step: batch
+    recorder.trainer.step()
+    assert not [key for key in recorder.rows[0][0] if key.startswith("parity/")]
+
+
 def test_one_update_needs_no_log_probs_beforehand():
     recorder = Recorder()
     recorder.trainer.step()

@@ -196,7 +196,7 @@ def importance_weights(fields: TokenFields, settings: OffPolicySettings, functio
     what = f"loss_fn.off_policy.mode: {settings.mode}"
     weights: Tensor = _called(what, entry.function, gap, fields, settings, settings.options)
     _check_own(weights, gap, f"{what} returned a weight that")
-    return weights.detach()
+    return weights  # without a gradient: nothing that the function is given has one
 
 
 def _parity(logprobs: Tensor, fields: TokenFields, settings: LossSettings) -> dict[str, Tensor]:

@@ -193,6 +193,13 @@ def test_what_is_no_loss_is_refused_before_any_process_starts(code, complaint, t
     assert str(error.value).startswith("loss_fn") and str(tmp_path) in str(error.value)
 
 
+@pytest.mark.parametrize("beside", ["reference_policy_kl_penalty=0.1", "entropy_bonus=0.1"])
+def test_a_gradient_of_kl_or_entropy_does_not_hide_that_a_loss_has_none(beside, tmp_path):
+    place = written(tmp_path, body("0 * logprobs"))
+    with pytest.raises(ConfigError, match="mine has no gradient"):
+        check_own_functions(config(f"loss_fn.type={place}", f"loss_fn.{beside}"))
+
+
 @pytest.mark.parametrize(
     "code, overrides, complaint",
     [
@@ -301,6 +308,11 @@ def test_a_value_or_gradient_that_is_not_finite_ends_the_step_with_the_functions
     loss, _ = step("mine.py:f", lambda logprobs, fields, settings: (logprobs + 2).abs().sqrt(), odd.clone())
     with pytest.raises(ValueError, match=r"loss_fn.type: mine.py:f has a gradient that is .* at 1 of 5 tokens"):
         loss.backward()
+
+
+def test_an_own_losss_metrics_are_summed_under_its_names_and_keep_no_graph():
+    _, metrics = step("mine.py:f", lambda logprobs, fields, settings: (-logprobs, {"extra": 2 * logprobs}))
+    assert metrics.sums["extra"] == -10 and not metrics.sums["extra"].requires_grad
 
 
 def test_an_own_correction_weighs_the_tokens_and_gets_no_gradient():
