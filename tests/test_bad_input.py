@@ -178,7 +178,7 @@ ROWS = [
     (DRY + " data.train.chat_template_kwargs=3", None, "data.train.chat_template_kwargs"),
     (
         DRY,
-        replaced("good.yaml", "env: {gsm8k: {}}", "env: {functions: {functions: {correctness: 'http://u:p@h'}}}"),
+        replaced("good.yaml", "{gsm8k: {}}", "{functions: {functions: {correctness: length, format: 'http://u:p@h'}}}"),
         "must hold no user",
     ),
     (

@@ -56,7 +56,7 @@ def test_hangs_crashes_and_mistakes_are_what_they_are_beside_the_driver(nodes):
     assert "exceeded 0.7 s" in verdicts[2].detail and "died (exit code 7)" in verdicts[4].detail
     with pytest.raises(RunError, match="Hostile.verify raised ValueError: this sample"):
         nodes.verify(trajectories(["a", "raise"], group=1))
-    with pytest.raises(RunError, match="wants the environment 'unknown'"):
+    with pytest.raises(RunError, match="names the environment 'unknown'"):
         nodes.verify([trajectory("x", "unknown")])
     assert lengths(nodes.verify(trajectories(["still", "works"]))) == [5.0, 5.0]
 

@@ -13,6 +13,7 @@ import yaml
 from gdpo_nemo import cli
 from gdpo_nemo.config.load import load_config
 from gdpo_nemo.data.rows import load_rows
+from gdpo_nemo.environments.registry import load_environment, load_environments
 from gdpo_nemo.errors import ConfigError
 from gdpo_nemo.interop.translation import ADDED, CANNOT_RUN, DIFFERENT, DIFFERS, NO_EFFECT, SAME, TRANSLATED, UNKNOWN
 from gdpo_nemo.interop.trl.from_trl import translate_trl
@@ -119,7 +120,7 @@ def test_a_script_in_the_style_of_trls_documentation_means_the_same_here(folder)
     lora = config.policy.lora
     assert (lora.rank, lora.alpha, lora.target_modules) == (8, 16.0, ["q_proj", "v_proj"])
     assert (config.policy.precision, config.cluster.gpus_per_node) == ("float32", 0)
-    rows = load_rows(config.data.train, {"functions": None}, "train", 0)
+    rows = load_rows(config.data.train, load_environments(config.env), "train", 0)
     assert [row["solution"] for row in rows] == ["13", "24", "5", "6"] and rows[2]["prompt"][0]["role"] == "system"
     taken = (folder / "ours_rewards.py").read_text()
     assert "GRPOTrainer" not in taken and "trainer.train()" not in taken and "load" not in taken
@@ -155,7 +156,7 @@ def ask(row):
 """
     translation, config = ours(folder, before=before, data="source.map(ask)")
     assert translation.status == SAME and config.data.train.path == "ours_rows.py:train_rows"
-    [row] = load_rows(config.data.train, {"functions": None}, "train", 0)
+    [row] = load_rows(config.data.train, load_environments(config.env), "train", 0)
     assert row["prompt"][0]["content"] == "Be short." and row["question"] == "q"
 
 
@@ -281,8 +282,6 @@ made = parser.parse_args()
     found = translation.content.get("env", {}).get("functions", {}).get("functions", {})
     assert found == wanted
     if status == SAME and "accuracy_reward" not in funcs:
-        from gdpo_nemo.environments.registry import load_environment
-
         environment = load_environment("functions", {"functions": found})
         assert environment.reward_names == tuple(wanted)
 

@@ -92,7 +92,7 @@ def test_what_a_verifier_prints_changes_nothing_and_stays_off_standard_output(po
         ("x", "short", "environment 'short': verify returned 1 verdicts for 2 trajectories"),
         ("x", "unbuildable", "env.unbuildable: .*FailsToBuild could not be built: KeyError: 'model_url'"),
         ("x", "unprepared", "environment 'unprepared' could not be prepared: OSError: no such server"),
-        ("x", "unknown", "prompt p0 wants the environment 'unknown'"),
+        ("x", "unknown", "prompt p0 names the environment 'unknown'"),
     ],
 )
 def test_an_authors_mistake_is_an_error_in_one_line_and_never_a_reward(pool, text, environment, message):

@@ -168,7 +168,7 @@ def test_an_environment_with_its_own_workers_waits_for_no_other(tmp_path):
 
     with EnvironmentPools(section, workers=1, timeout_s=30.0) as pools:
         assert lengths(pools.verify(trajectories(["meet", "meet"], group=1))) == [4.0, 4.0]
-        with pytest.raises(RunError, match="wants the environment 'nowhere', which env lacks"):
+        with pytest.raises(RunError, match="names the environment 'nowhere', which env does not have"):
             pools.verify([trajectory("x", "nowhere")])
         stuck = threading.Thread(target=hang)
         stuck.start()
