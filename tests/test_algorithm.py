@@ -43,7 +43,7 @@ def test_the_default_is_gdpo_and_samples():
     assert load_algorithm(config) is GDPO and samples(config) and resolve_layout(config).engines == 1
 
 
-def test_a_config_without_rewards_and_environments_is_one_for_an_algorithm_that_does_not_sample():
+def test_a_config_without_rewards_and_environments_is_for_one_that_does_not_sample():
     config = load_config(SFT)
     assert not samples(config) and config.gdpo.rewards == {} and config.env == {}
     validate(config)

@@ -274,7 +274,7 @@ def without_engines(recorder: Recorder, kind: type[Algorithm]) -> Recorder:
     return recorder
 
 
-def test_an_algorithm_that_does_not_sample_trains_validates_and_saves_without_engines():
+def test_an_algorithm_without_sampling_trains_validates_and_saves_without_engines():
     recorder = without_engines(Recorder("gdpo.val_period=4", "checkpointing.save_period=4"), Halving)
     recorder.trainer.fit()
     assert of(recorder, "publish", "sleep", "validate", "save") == ["validate 0", "validate 4", "save 4 at 8"]

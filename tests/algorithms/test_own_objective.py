@@ -301,7 +301,7 @@ def test_a_function_that_is_a_built_in_loss_has_its_value_gradient_and_metrics()
             loss.backward()
 
 
-def test_a_value_or_gradient_that_is_not_finite_ends_the_step_with_the_functions_name():
+def test_a_non_finite_value_or_gradient_ends_the_step_with_the_functions_name():
     odd = torch.tensor([-1.0, -1.0, -2.0, -1.0, -1.0])
     with pytest.raises(ValueError, match=r"loss_fn.type: mine.py:f returned a loss that is -?inf at 1 of 5 tokens"):
         step("mine.py:f", lambda logprobs, fields, settings: 1 / (logprobs + 2), odd.clone())

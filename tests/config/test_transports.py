@@ -70,7 +70,7 @@ def test_reading_what_a_transport_declares_imports_no_torch():
     assert subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY).returncode == 0
 
 
-def test_a_transport_by_place_passes_where_it_can_work_and_is_refused_where_it_says_so():
+def test_a_transport_by_place_is_refused_where_it_says_that_it_cannot_work():
     place = f"{EXAMPLE}:CompressedTransport"
     assert chosen_transport(checked(place)) == place
     with pytest.raises(ConfigError, match=f"^weights.transport: {place} compresses on the host"):

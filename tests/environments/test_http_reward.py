@@ -105,7 +105,7 @@ def test_columns_and_tokens_are_sent_as_the_config_says(server):
         verdicts(server, ["good"], columns=["anwser"])
 
 
-def test_it_works_in_the_worker_processes_and_is_announced_without_asking_the_server(server):
+def test_it_works_in_worker_processes_and_is_announced_without_the_server(server):
     section = {"plugin": "functions", "functions": {"helpful": server.url}}
     assert announced_components("env", section) == ("helpful",) and server.requests == []
     with EnvironmentPool({"env": section}, timeout_s=20.0) as pool:

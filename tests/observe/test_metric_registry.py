@@ -153,7 +153,7 @@ def rows_of_the_real_functions() -> list[dict[str, float]]:
     ]
 
 
-def test_what_the_real_functions_measure_is_described_and_what_they_could_is_measured():
+def test_every_measured_key_is_described_and_every_described_one_is_measured():
     rows = rows_of_the_real_functions()
     assert unknown_metrics(rows) == []
     described = {find_metric(key).pattern for row in rows for key in row}
