@@ -26,11 +26,13 @@ def main(out: str, folder: str, newer: str) -> None:
     os.environ.update(ENVIRONMENT | CPU_ENVIRONMENT)
     from gdpo_nemo.weights.manifest import pack
     from gdpo_nemo.weights.model_folder import open_weights, weight_names
+    from gdpo_nemo.weights.transports.memory import MemoryReceiver
 
     engine = Engine(folder, VllmConfig(kv_cache_memory_bytes=64 << 20), "float32", 64, 0, on_cpu=True)
     before = np.concatenate(engine.score(sequences()))
     read = open_weights(newer)
-    engine.update(*pack(((name, read(name)) for name in weight_names(newer)), 1))
+    manifest, buffer = pack(((name, read(name)) for name in weight_names(newer)), 1)
+    engine.update_weights(manifest, MemoryReceiver(), buffer)
     np.savez(out, before=before, after=np.concatenate(engine.score(sequences())))
 
 
