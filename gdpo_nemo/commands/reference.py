@@ -71,7 +71,7 @@ def config_page() -> str:
     return _page(
         "Config reference",
         "Every key with its type, its default and what it does; `gdpo-nemo explain KEY` prints the same. A config "
-        "names only what differs from the defaults. How files inherit and are overridden: [README](../README.md).",
+        "names only what differs from the defaults. How files inherit and are overridden: [recipes](recipes.md).",
         "\n".join(index),
         *body,
     )
