@@ -17,7 +17,9 @@ _AGGREGATION = {
     "bnpo": "token_mean",
     "dr_grpo": "constant",
     "cispo": "token_mean",
+    "sapo": "sequence_mean",
 }
+_SAPO = "examples/sapo.py:sapo"
 _SCHEDULER = "policy.megatron_cfg.scheduler"
 _MODES = {
     "token_truncate": ("truncate", "token"),
@@ -95,6 +97,8 @@ def _loss(run: TrlRun, account: Account) -> None:
     sequences = run.get("importance_sampling_level") == "sequence"
     if kind == "cispo":
         _cispo(run, account, high, sequences)
+    elif kind == "sapo":
+        _sapo(run, account, sequences)
     else:
         if sequences:
             account.set("loss_fn.type", "gspo", "importance_sampling_level sequence")
@@ -114,6 +118,14 @@ def _cispo(run: TrlRun, account: Account, high: float, sequences: bool) -> None:
     account.set("loss_fn.ratio_clip_max", float(max(high, 1.0)) - 1.0, "epsilon_high, which bounds the weight itself")
     if sequences:
         account.differs("importance_sampling_level", "cispo weighs tokens; there it weighs sequences")
+
+
+def _sapo(run: TrlRun, account: Account, sequences: bool) -> None:
+    account.set("loss_fn.type", _SAPO, "loss_type sapo")
+    taus = {"tau_pos": float(run.get("sapo_temperature_pos")), "tau_neg": float(run.get("sapo_temperature_neg"))}
+    account.set("loss_fn.options", taus, "sapo_temperature_pos, sapo_temperature_neg")
+    if sequences:
+        account.differs("importance_sampling_level", "sapo's gates are of tokens; there of sequences")
 
 
 def _delta(run: TrlRun, account: Account, high: float) -> None:
