@@ -103,3 +103,12 @@ def seed_everything(seed: int) -> None:
     np.random.seed(seed % 2**32)  # NumPy accepts 32 bits only
     torch.manual_seed(seed)
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
+
+
+def tear_down() -> None:
+    """Undo ``lay_out`` and ``initialize``, so that the process can take another layout."""
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    if dist.is_initialized():
+        dist.destroy_process_group()

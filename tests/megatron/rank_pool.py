@@ -145,7 +145,7 @@ def _serve(rank: int, pipe) -> None:
             if group != joined:
                 joined = None
                 _let_go()
-                _tear_down()
+                runtime.tear_down()
                 runtime.initialize(here, rank, group[0], group[1], timeout_s=_GROUP_TIMEOUT_S)
                 runtime.lay_out(layout, seed)
                 joined = group
@@ -153,16 +153,6 @@ def _serve(rank: int, pipe) -> None:
             pipe.send((True, function(Place(here, layout, rank, group[0], before), *arguments)))
         except BaseException:
             pipe.send((False, traceback.format_exc()))
-
-
-def _tear_down() -> None:
-    """Undo ``runtime.lay_out`` and ``runtime.initialize``, so that a process can be laid out anew."""
-    import torch.distributed as dist
-    from megatron.core import parallel_state
-
-    parallel_state.destroy_model_parallel()
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def _let_go() -> None:
