@@ -36,7 +36,7 @@ import transformers
 from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, GenerationConfig, Qwen2Config, Qwen2Tokenizer
 
-from gdpo_nemo.algorithms.policy_loss import LossSettings
+from gdpo_nemo.algorithms import LossSettings
 from gdpo_nemo.config.schema import MegatronConfig, OptimizerConfig, PolicyConfig, SchedulerConfig
 from gdpo_nemo.data.packing import TrainSequence, assign
 from gdpo_nemo.environments.tasks.digit_sort import DIGITS, is_held_out
