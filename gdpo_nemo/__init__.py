@@ -13,12 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from gdpo_nemo.algorithms import compute_advantages as compute_advantages
-    from gdpo_nemo.api import TrainResult as TrainResult
-    from gdpo_nemo.api import train as train
+    from gdpo_nemo.api import TrainResult as TrainResult, train as train
     from gdpo_nemo.config.load import load_config as load_config
-    from gdpo_nemo.errors import ConfigError as ConfigError
-    from gdpo_nemo.errors import GdpoError as GdpoError
-    from gdpo_nemo.errors import RunError as RunError
+    from gdpo_nemo.errors import ConfigError as ConfigError, GdpoError as GdpoError, RunError as RunError
 
     __version__: str
 

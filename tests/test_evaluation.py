@@ -7,8 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from gdpo_nemo.checkpoints import Checkpoints, RunState
 from gdpo_nemo.commands.evaluate import evaluate, find_subject, scored, without_policy

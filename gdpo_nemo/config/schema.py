@@ -14,6 +14,17 @@ from omegaconf import MISSING
 
 from gdpo_nemo.algorithms.loss_settings import LossSettings
 
+# Imported under their own names, so that every section is found here.
+from gdpo_nemo.config.policy_section import (
+    GenerationConfig as GenerationConfig,
+    LoraConfig as LoraConfig,
+    MegatronConfig as MegatronConfig,
+    OptimizerConfig as OptimizerConfig,
+    PolicyConfig as PolicyConfig,
+    SchedulerConfig as SchedulerConfig,
+    VllmConfig as VllmConfig,
+)
+
 
 @dataclass
 class RunConfig:
@@ -111,190 +122,6 @@ class GdpoConfig:
     """Sampling temperature of validation; 0 is greedy."""
     max_skipped_steps: int = 3
     """Consecutive steps with a non-finite loss or gradient after which the run stops."""
-
-
-@dataclass
-class OptimizerConfig:
-    """AdamW, as Megatron-core runs it."""
-
-    lr: float = 1.0e-6
-    """Peak learning rate."""
-    min_lr: float = 0.0
-    """Learning rate at the end of a decaying schedule."""
-    weight_decay: float = 0.0
-    """Decoupled weight decay of matrices (norms and biases have none)."""
-    adam_beta1: float = 0.9
-    """Decay of the first moment."""
-    adam_beta2: float = 0.99
-    """Decay of the second moment."""
-    adam_eps: float = 1.0e-8
-    """Added to the root of the second moment."""
-    clip_grad: float = 1.0
-    """Largest global gradient norm; 0 switches clipping off."""
-    offload: bool = False
-    """Between updates keep main weights and moments in host memory (bfloat16 on GPUs; on a CPU they are there
-    anyway)."""
-
-
-@dataclass
-class SchedulerConfig:
-    """Learning-rate schedule, in optimizer updates."""
-
-    lr_decay_style: str = "constant"
-    """constant, linear or cosine."""
-    lr_warmup_steps: int = 0
-    """Updates over which the learning rate rises linearly to lr."""
-    lr_warmup_init: Optional[float] = None
-    """Learning rate of the first update of the warm-up, which reaches lr after lr_warmup_steps further ones. Null: lr /
-    lr_warmup_steps, and the last update of the warm-up has lr."""
-    lr_decay_steps: Optional[int] = None
-    """Updates at which the decay ends; null: the updates of the whole run."""
-
-
-@dataclass
-class MegatronConfig:
-    """Parallel layout, memory and optimizer of the policy."""
-
-    tensor_model_parallel_size: int = 1
-    """Ranks that share each matrix."""
-    pipeline_model_parallel_size: int = 1
-    """Ranks that share the layers, in stages."""
-    virtual_pipeline_model_parallel_size: Optional[int] = None
-    """Model chunks per pipeline stage (interleaved schedule); null: one."""
-    num_layers_in_first_pipeline_stage: Optional[int] = None
-    """Layers of the first pipeline stage, which also has the embedding; the stages between share evenly what is
-    left."""
-    num_layers_in_last_pipeline_stage: Optional[int] = None
-    """Layers of the last pipeline stage, which also has the output layer; the stages between share evenly what is
-    left."""
-    context_parallel_size: int = 1
-    """Ranks that share each sequence."""
-    expert_model_parallel_size: int = 1
-    """Ranks that share the experts of a mixture model."""
-    expert_tensor_parallel_size: Optional[int] = None
-    """Ranks that share each expert's matrices; null: tensor_model_parallel_size."""
-    data_parallel_size: Optional[int] = None
-    """Replicas of the model. Null: what the GPUs of the cluster leave, or 1 on CPU."""
-    sequence_parallel: bool = False
-    """Shard activations between tensor-parallel regions along the sequence."""
-    use_distributed_optimizer: bool = False
-    """Shard optimizer state over the data-parallel ranks."""
-    overlap_grad_reduce: bool = False
-    """Overlap the gradient reduction with the backward pass."""
-    overlap_param_gather: bool = False
-    """Overlap the parameter gather of the distributed optimizer with the forward pass."""
-    recompute: str = "none"
-    """Activation recomputation: none, selective (attention) or full (whole layers)."""
-    recompute_layers: Optional[int] = None
-    """With `recompute: full`, only this many layers of each pipeline stage (or virtual stage), the first ones; null:
-    all."""
-    attention_backend: str = "auto"
-    """auto, sdpa (torch's, in layers without TransformerEngine), or TransformerEngine's flash, fused, unfused."""
-    transformer_engine: Optional[bool] = None
-    """Layers of TransformerEngine. Null: when it imports and CUDA is there."""
-    moe_router_dtype: Optional[str] = None
-    """Precision in which a mixture's router scores its experts: float32 or float64 (or fp32, fp64); null:
-    policy.precision."""
-    freeze_moe_router: bool = False
-    """Leave the routers of a mixture model as they are: they choose experts and pass gradients on, but are not
-    trained."""
-    fp8: Optional[str] = None
-    """Matrix products of TransformerEngine in 8 bits: e4m3 or hybrid (e5m2 for gradients); null: off."""
-    fp8_recipe: str = "delayed"
-    """How fp8 tensors are scaled: delayed, tensorwise, blockwise or mxfp8 (the last on Blackwell)."""
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
-
-
-@dataclass
-class VllmConfig:
-    """One vLLM engine."""
-
-    tensor_parallel_size: int = 1
-    """Ranks of one engine."""
-    kv_cache_memory_bytes: int = 268435456
-    """KV cache of one engine on CPU, in bytes."""
-    gpu_memory_utilization: float = 0.85
-    """Share of GPU memory one engine may take (GPU only)."""
-    max_num_seqs: int = 256
-    """Sequences decoded at once by one engine."""
-    enforce_eager: bool = False
-    """Do not capture CUDA graphs (on CPU execution is always eager)."""
-
-
-@dataclass
-class GenerationConfig:
-    """How the policy is sampled."""
-
-    backend: str = "vllm"
-    """Sampling engine; vllm."""
-    engines: int = 1
-    """vLLM engines (data-parallel replicas)."""
-    max_new_tokens: int = 64
-    """Longest completion in tokens; shorter where the context ends."""
-    temperature: float = 1.0
-    """Sampling temperature; the trainer divides its logits by the same number."""
-    top_p: float = 1.0
-    """Nucleus of sampling. Below 1 the sampler's log-probs are of another distribution than the trainer's."""
-    top_k: int = -1
-    """Number of tokens sampled from; -1: all."""
-    stop_strings: List[str] = field(default_factory=list)
-    """Texts that end a completion; they stay part of it."""
-    verify_weights: bool = True
-    """After each weight update compare the log-probs of a few sequences between trainer and engines."""
-    parity_limit: Optional[float] = None
-    """Largest mean difference that verify_weights allows, in nats a token; the run stops above it. null: four times
-    what trainer and engines differ by at the start, on the model that both have loaded, and at least 1e-4 in float32,
-    0.01 in bfloat16."""
-    vllm_cfg: VllmConfig = field(default_factory=VllmConfig)
-
-
-@dataclass
-class LoraConfig:
-    """Low-rank adapters: the model stays as it is, small matrices beside its linear layers are trained."""
-
-    rank: int = 0
-    """Rank of the adapters; 0 trains the whole model."""
-    alpha: float = 32.0
-    """Adapters count alpha / rank times."""
-    dropout: float = 0.0
-    """Dropout before the adapters while training."""
-    init: str = "uniform"
-    """How A is drawn (B starts at 0): uniform, as PEFT does, or xavier (normal), as NeMo's adapters do."""
-    target_modules: List[str] = field(
-        default_factory=lambda: ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-    )
-    """Hugging Face names of the linear layers that get an adapter: those of the default (other names for some
-    families, docs/models.md), and lm_head where it is not the embedding."""
-    share_a: bool = False
-    """Whether the layers that Megatron fuses (q, k, v; gate, up) share one A, as in NeMo's adapters; false: an A each,
-    as in PEFT."""
-
-
-@dataclass
-class PolicyConfig:
-    """The model: where it comes from, how it is trained and sampled."""
-
-    model_name: str = MISSING
-    """Folder with a Hugging Face checkpoint, or a name on the hub."""
-    model_factory: Optional[str] = None
-    """`file.py:function` called as function(folder, seed) when the folder model_name does not exist. A dictionary
-    MODEL_CONFIGS in that file, {function: fields of config.json}, tells --dry-run and `plan` what it will make."""
-    tokenizer_name: Optional[str] = None
-    """Tokenizer folder or name; null: that of the model."""
-    precision: str = "bfloat16"
-    """float32 or bfloat16 (with float32 main weights)."""
-    max_total_sequence_length: int = 1024
-    """Longest prompt plus completion in tokens."""
-    train_global_batch_size: Optional[int] = None
-    """Sequences per optimizer update; null: all of a step, one update."""
-    micro_batch_tokens: int = 8192
-    """Token budget of one packed micro-batch on one data-parallel rank; never below the longest sequence."""
-    num_threads: Optional[int] = None
-    """CPU threads per policy rank; null: the cores divided by the ranks."""
-    lora: LoraConfig = field(default_factory=LoraConfig)
-    megatron_cfg: MegatronConfig = field(default_factory=MegatronConfig)
-    generation: GenerationConfig = field(default_factory=GenerationConfig)
 
 
 @dataclass

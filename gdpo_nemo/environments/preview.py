@@ -22,8 +22,7 @@ from gdpo_nemo.environments.registry import (
     own_workers,
     plugin_of,
 )
-from gdpo_nemo.environments.tasks.reward_functions import BUILT_IN as FUNCTIONS
-from gdpo_nemo.environments.tasks.reward_functions import is_url
+from gdpo_nemo.environments.tasks.reward_functions import BUILT_IN as FUNCTIONS, is_url
 from gdpo_nemo.errors import ConfigError
 
 

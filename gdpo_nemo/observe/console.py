@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any, Mapping, Protocol, Sequence
 
 from rich import box
-from rich.console import Console as RichConsole
-from rich.console import Group as Stack
+from rich.console import Console as RichConsole, Group as Stack
 from rich.live import Live
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar

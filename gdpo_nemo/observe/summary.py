@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from rich import box
-from rich.console import Group as Stack
-from rich.console import RenderableType
+from rich.console import Group as Stack, RenderableType
 from rich.table import Table
 from rich.text import Text
 

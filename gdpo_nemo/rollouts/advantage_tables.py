@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any, Sequence
 
 import numpy as np
-from rich.console import Group as Lines
-from rich.console import RenderableType
+from rich.console import Group as Lines, RenderableType
 from rich.table import Table
 from rich.text import Text
 

@@ -15,8 +15,7 @@ import numpy as np
 import psutil
 import pytest
 
-from gdpo_nemo.cluster import fleet as fleets
-from gdpo_nemo.cluster import reservation as placement
+from gdpo_nemo.cluster import fleet as fleets, reservation as placement
 from gdpo_nemo.cluster.fleet import EngineFleet
 from gdpo_nemo.cluster.policy_group import PolicyGroup
 from gdpo_nemo.cluster.probe import Probe

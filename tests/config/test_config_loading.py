@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 from omegaconf import OmegaConf
 
 from gdpo_nemo.config.load import all_keys, config_to_dict, load_config, save_config

@@ -6,8 +6,7 @@ from itertools import chain
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from gdpo_nemo.data.packing import (
     TrainSequence,

@@ -7,8 +7,7 @@ from collections import Counter
 import numpy as np
 import pytest
 from character_tokenizer import character_tokenizer
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from gdpo_nemo.config.schema import DatasetConfig
 from gdpo_nemo.data.conversation import Conversation

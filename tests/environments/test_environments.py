@@ -4,8 +4,7 @@ from importlib.metadata import EntryPoint
 
 import pytest
 from environment_samples import HOSTILE, trajectory
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from gdpo_nemo import cli
 from gdpo_nemo.environments import registry

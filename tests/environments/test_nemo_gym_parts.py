@@ -7,8 +7,7 @@ import time
 
 import pytest
 from environment_samples import trajectory
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from gdpo_nemo.config.load import load_config
 from gdpo_nemo.config.schema import DatasetConfig

@@ -14,8 +14,7 @@ import unicodedata
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from gdpo_nemo.config.files import REPOSITORY

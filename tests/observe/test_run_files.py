@@ -9,8 +9,7 @@ import math
 import numpy as np
 import pytest
 from demo_run import NASTY, demo_groups
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 
 from gdpo_nemo.errors import RunError
 from gdpo_nemo.observe.metrics import MetricsLog, read_metrics

@@ -13,8 +13,7 @@ from rich.console import Console
 from gdpo_nemo import cli
 from gdpo_nemo.config.load import save_config
 from gdpo_nemo.errors import RunError
-from gdpo_nemo.observe import console, log
-from gdpo_nemo.observe import html_report as report
+from gdpo_nemo.observe import console, html_report as report, log
 from gdpo_nemo.observe.alerts import read_alerts
 from gdpo_nemo.observe.history import History
 from gdpo_nemo.observe.log import RunLog

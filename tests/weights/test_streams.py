@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from gdpo_nemo.errors import RunError
 from gdpo_nemo.weights.buckets import PeerLost, divide, filled

@@ -14,8 +14,7 @@ from typing import Any, Sequence
 
 from gdpo_nemo.data import failures
 from gdpo_nemo.environments.base import Failure
-from gdpo_nemo.environments.http_client import HttpClient, api_key, with_retries
-from gdpo_nemo.environments.http_client import base_url as checked_url
+from gdpo_nemo.environments.http_client import HttpClient, api_key, base_url as checked_url, with_retries
 from gdpo_nemo.environments.tasks.formats import completion_text
 from gdpo_nemo.errors import ConfigError
 
