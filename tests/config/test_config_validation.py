@@ -235,7 +235,9 @@ def test_experts_need_a_model_that_has_some(minimal, model):
     assert "has no experts" in refused(minimal, *experts)
     content = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps({**content, **EXPERTS}))
-    validate(load_config(minimal, experts))
+    with pytest.raises(ConfigError, match="vLLM on CPUs does not take new weights of a mixture's experts"):
+        validate(load_config(minimal, experts))
+    validate(load_config(minimal, [*experts, "cluster.gpus_per_node=4"]))
 
 
 def test_a_model_folder_without_weights_or_config_is_refused(minimal, model):

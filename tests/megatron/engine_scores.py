@@ -30,6 +30,7 @@ def main(out: str, folder: str, newer: str) -> None:
 
     engine = Engine(folder, VllmConfig(kv_cache_memory_bytes=64 << 20), "float32", 64, 0, on_cpu=True)
     before = np.concatenate(engine.score(sequences()))
+    np.savez(out, before=before)
     read = open_weights(newer)
     manifest, buffer = pack(((name, read(name)) for name in weight_names(newer)), 1)
     engine.update_weights(manifest, MemoryReceiver(), buffer)

@@ -84,7 +84,8 @@ def verify(name: str, trajectories: Sequence[Trajectory], time_limit_s: float, s
     except GdpoError as error:
         return Fault(f"environment {name!r}: {error}")
     except BaseException as error:  # a reward function that calls sys.exit() is as wrong as one that raises
-        return Fault(f"environment {name!r}: {type(environment).__name__}.verify raised {first_line(error)}")
+        # __class__ and not type(): it is the author's class where an adapter stands around the object
+        return Fault(f"environment {name!r}: {environment.__class__.__name__}.verify raised {first_line(error)}")
     finally:
         faulthandler.cancel_dump_traceback_later()
         _restore(handlers)
