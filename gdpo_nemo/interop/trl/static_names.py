@@ -140,7 +140,7 @@ class Resolver:
         try:
             return ast.literal_eval(node)
         except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
-            pass
+            pass  # no literal: names and calls are resolved below
         try:
             return self._value(node)
         except (ArithmeticError, TypeError, ValueError, RecursionError):
