@@ -1,54 +1,27 @@
 """An OpenAI-compatible endpoint that does what the answer it is to grade says; for the tests of the judge."""
 
 import json
-import threading
 import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+from local_server import JsonHandler, LocalServer
 
 
-class JudgeServer(ThreadingHTTPServer):
-    """Listens on a loopback port of its own; ``url`` is its base URL, ``requests`` what was asked (headers, body)."""
-
-    daemon_threads = True
+class JudgeServer(LocalServer):
+    """An endpoint of chat completions; ``requests`` holds (path, headers, body)."""
 
     def __init__(self):
-        super().__init__(("127.0.0.1", 0), _Handler)
-        self.requests = []
-        self.seen = {}
-        self.stopped = threading.Event()
-        self.url = f"http://127.0.0.1:{self.server_port}/v1"
-        threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
-
-    def handle_error(self, request, client_address):
-        """Clients that give up on a slow reply are part of the tests."""
-
-    def stop(self):
-        self.stopped.set()
-        self.shutdown()
-        self.server_close()
+        super().__init__(_Handler, "/v1")
 
 
-class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-
-    def log_message(self, *arguments):
-        pass
-
+class _Handler(JsonHandler):
     def do_POST(self):
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        body = self._body()
         self.server.requests.append((self.path, dict(self.headers), body))
         [line] = [line for line in body["messages"][1]["content"].split("\n") if line.startswith("answer: ")]
         answer = json.loads(line.removeprefix("answer: "))
         times = self.server.seen[answer] = self.server.seen.get(answer, 0) + 1
         kind, _, rest = answer.partition(" ")
         getattr(self, f"_{kind}", self._say)(rest, times)
-
-    def _send(self, status, payload, **headers):
-        self.send_response(status)
-        for name, value in {"Content-Length": len(payload), **headers}.items():
-            self.send_header(name, str(value))
-        self.end_headers()
-        self.wfile.write(payload)
 
     def _say(self, text, times):
         self._send(200, json.dumps({"choices": [{"message": {"role": "assistant", "content": text}}]}).encode())

@@ -1,52 +1,25 @@
 """A server that rewards completions by URL and does what the first of them says; for the tests of ``HttpReward``."""
 
 import json
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+from local_server import JsonHandler, LocalServer
 
 
-class RewardServer(ThreadingHTTPServer):
-    """Listens on a loopback port of its own; ``url`` is its address, ``requests`` what was asked (headers, body)."""
-
-    daemon_threads = True
+class RewardServer(LocalServer):
+    """Rewards by URL; ``requests`` holds (headers, body)."""
 
     def __init__(self):
-        super().__init__(("127.0.0.1", 0), _Handler)
-        self.requests = []
-        self.seen = {}
-        self.stopped = threading.Event()
-        self.url = f"http://127.0.0.1:{self.server_port}/score"
-        threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
-
-    def handle_error(self, request, client_address):
-        """Clients that give up on a slow reply are part of the tests."""
-
-    def stop(self):
-        self.stopped.set()
-        self.shutdown()
-        self.server_close()
+        super().__init__(_Handler, "/score")
 
 
-class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-
-    def log_message(self, *arguments):
-        pass
-
+class _Handler(JsonHandler):
     def do_POST(self):
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        body = self._body()
         self.server.requests.append((dict(self.headers), body))
         texts = [c if isinstance(c, str) else c[0]["content"] for c in body["completions"]]
         kind, _, rest = texts[0].partition(" ")
         times = self.server.seen[kind, rest] = self.server.seen.get((kind, rest), 0) + 1
         getattr(self, f"_{kind}", self._score)(rest, times, texts)
-
-    def _send(self, status, payload, **headers):
-        self.send_response(status)
-        for name, value in {"Content-Length": len(payload), **headers}.items():
-            self.send_header(name.replace("_", "-"), str(value))
-        self.end_headers()
-        self.wfile.write(payload)
 
     def _score(self, rest, times, completions):
         self._send(200, json.dumps([None if text == "none" else len(text) / 10 for text in completions]).encode())
