@@ -151,7 +151,26 @@ class RolloutConfig:
     """How rollouts are scheduled, and when a failing environment ends the run."""
 
     max_staleness: int = 0
-    """Largest number of updates between the weights that sample and the weights that train. 0: exactly on-policy."""
+    """Largest number of steps between the weights that sample a token and the weights that it trains (S), a hard bound.
+    0: exactly on-policy."""
+    kv: str = "recompute"
+    """What new weights do to samples under way, with max_staleness above 0. recompute: the rest is sampled by the new
+    weights, and their cached keys and values are computed again; keep: those stay as they are, which is faster and
+    cannot be replayed; drain: an engine finishes its samples first."""
+    window: Optional[int] = None
+    """Reorder window in groups (W): a group may be overtaken by at most W - 1 later ones. Null: 1 with max_staleness 0,
+    else 0.3 of gdpo.num_prompts_per_step."""
+    depth: Any = "auto"
+    """Groups under way at most, between gdpo.num_prompts_per_step (P) and the bound B = (S + 1) * P - (W - 1); auto: as
+    many of them as keep the trainer from waiting."""
+    sync_every: int = 1
+    """Steps between two publications of weights; more than 1 needs max_staleness of at least sync_every - 1."""
+    group_timeout_s: Optional[float] = None
+    """Seconds after which the samples of a group that are still under way are given up: they are `aborted`, and masked.
+    Null: none are."""
+    min_valid: float = 0.5
+    """Share of a group's samples that must have a verdict for it to be trained after group_timeout_s; else the group is
+    dropped."""
     max_env_failure_share: float = 0.2
     """Share of a step's samples that may fail in the environment before the run stops."""
     env_timeout_s: float = 30.0
@@ -159,7 +178,7 @@ class RolloutConfig:
     env_workers: int = 1
     """Worker processes that verify."""
     generation_timeout_s: float = 3600.0
-    """Seconds one step's generation may take."""
+    """Seconds that an engine with work may go without a finished sample."""
     train_timeout_s: float = 3600.0
     """Seconds one step's training may take."""
     save_samples: bool = True

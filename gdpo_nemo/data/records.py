@@ -87,6 +87,8 @@ class Trajectory:
     """What the verifier wants written beside the sample, by column."""
     metrics: dict[str, float] = field(default_factory=dict)
     """Metrics that the verifier logged for the call in which it judged the sample, by name."""
+    spans: tuple[tuple[int, int], ...] = ()
+    """((version, tokens), ...): which weights wrote the policy's tokens, in order; empty: ``policy_version`` all."""
 
     @property
     def num_policy_tokens(self) -> int:
@@ -105,6 +107,8 @@ class Group:
 
     prompt: Prompt
     trajectories: list[Trajectory]
+    position: int = -1
+    """Prompts dealt before this one since the start of the run; -1: not one of the training's."""
 
 
 @dataclass(frozen=True)

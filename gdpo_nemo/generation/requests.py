@@ -40,6 +40,13 @@ class Completion:
     """float32 [tokens], of the distribution that was sampled"""
     finish_reason: str
     """stop or length"""
+    spans: tuple[tuple[int, int], ...] = ()
+    """((version, tokens), ...): which weights drew the tokens, in order."""
+
+    @property
+    def version(self) -> int:
+        """Of the oldest weights that drew in it."""
+        return self.spans[0][0]
 
 
 @dataclass

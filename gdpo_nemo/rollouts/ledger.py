@@ -1,0 +1,165 @@
+"""Where every prompt of a run is: the one account of what is drawn, trained and dropped.
+
+A position is the number of prompts dealt before one. It is ``WAITING`` once admitted, ``DRAWING`` while engines sample
+its group, ``JUDGED`` when all verdicts are there, ``READY`` when it may be trained, and at last trained or dropped with
+a reason, which happens to every position exactly once.
+
+With P groups a step, a window W and a bound S on staleness, a group is admitted only while fewer than
+B = (S + 1) * P - (W - 1) are outstanding, and trained only while it is less than W behind the oldest outstanding one.
+So group i, admitted after u updates, has i <= u * P + B - 1 and is trained at rank r <= i + W - 1, in update v with
+v * P <= r; hence v - u <= (B + W - 2) / P, which is at most S. Dropped groups only lower the rank. S = 0 makes W = 1 and
+B = P: a step's groups, in order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, Iterable, Mapping
+
+
+class Stage(StrEnum):
+    """How far an outstanding position is."""
+
+    WAITING = "waiting"
+    DRAWING = "drawing"
+    JUDGED = "judged"
+    READY = "ready"
+
+
+def admission_bound(groups: int, staleness: int, window: int) -> int:
+    """B: groups that may be outstanding, for ``groups`` a step (P), a bound S and a reorder window W."""
+    return (staleness + 1) * groups - (window - 1)
+
+
+@dataclass
+class LedgerState:
+    """What a checkpoint holds of a ledger."""
+
+    position: int = 0
+    """Every position before this one is trained or dropped."""
+    retired: list[int] = field(default_factory=list)
+    """Later ones that are, too, in order."""
+
+    @classmethod
+    def of(cls, saved: Mapping[str, Any]) -> LedgerState:
+        """What ``dataclasses.asdict`` made of a state."""
+        return cls(int(saved["position"]), [int(p) for p in saved["retired"]])
+
+
+@dataclass
+class Entry:
+    """An outstanding position."""
+
+    position: int
+    version: int
+    """Of the newest published weights when it was admitted; none older may draw it."""
+    stage: Stage = Stage.WAITING
+
+
+class Ledger:
+    """The account of one run; not thread-safe.
+
+    Args:
+        groups: P, those that a step trains.
+        bound: B, those that may be outstanding; see ``admission_bound``.
+        window: W.
+        limit: positions of the whole run; None: no end.
+    """
+
+    def __init__(
+        self, groups: int, bound: int, window: int, start: LedgerState | None = None, limit: int | None = None
+    ):
+        start = start or LedgerState()
+        if not groups <= bound or window < 1:
+            raise ValueError(f"bound {bound} must be at least {groups} groups, and window {window} at least 1")
+        self.groups = groups
+        self.bound = bound
+        self.window = window
+        self.limit = limit
+        self.dropped: list[tuple[int, str]] = []
+        """(position, reason) of those dropped since the last ``trained``."""
+        self._outstanding: dict[int, Entry] = {}
+        self._next = start.position
+        """The first position that was never admitted."""
+        self._retired = set(start.retired)
+        """Trained or dropped, and behind one that is not."""
+
+    def __len__(self) -> int:
+        """Outstanding positions."""
+        return len(self._outstanding)
+
+    def __getitem__(self, position: int) -> Entry:
+        return self._outstanding[position]
+
+    def __contains__(self, position: int) -> bool:
+        return position in self._outstanding
+
+    def count(self, *stages: Stage) -> int:
+        """Outstanding positions in these stages."""
+        return sum(entry.stage in stages for entry in self._outstanding.values())
+
+    def admit(self, version: int, most: int | None = None) -> list[int]:
+        """Admit the next positions under published weights of ``version``: while fewer than ``most`` (at most B; None:
+        B) are outstanding and the limit is not reached. Returns them, in order."""
+        room = self.bound if most is None else min(most, self.bound)
+        admitted = []
+        while len(self._outstanding) < room:
+            while self._next in self._retired:  # before a resume
+                self._retired.discard(self._next)
+                self._next += 1
+            if self.limit is not None and self._next >= self.limit:
+                break
+            self._outstanding[self._next] = Entry(self._next, version)
+            admitted.append(self._next)
+            self._next += 1
+        return admitted
+
+    def move(self, position: int, stage: Stage) -> None:
+        """Note how far a position is; stages only go forward."""
+        entry = self._outstanding[position]
+        order = list(Stage)
+        if order.index(stage) < order.index(entry.stage):
+            raise ValueError(f"position {position} cannot go from {entry.stage} to {stage}")
+        entry.stage = stage
+
+    def drop(self, position: int, reason: str) -> None:
+        """Give a position up: it is never trained."""
+        del self._outstanding[position]
+        self._retired.add(position)
+        self.dropped.append((position, reason))
+
+    def get_batch(self) -> list[int] | None:
+        """The positions that the next update trains, in order; None while there are not enough.
+
+        They are the first P that are ready among those less than W behind the oldest outstanding one, each time one has
+        been taken.
+        """
+        taken: list[int] = []
+        left = sorted(self._outstanding)
+        while len(taken) < self.groups:
+            near = (p for p in left if p < left[0] + self.window and self._outstanding[p].stage is Stage.READY)
+            position = next(near, None)
+            if position is None:
+                return None
+            taken.append(position)
+            left.remove(position)
+        return sorted(taken)
+
+    def trained(self, positions: Iterable[int]) -> list[tuple[int, str]]:
+        """Account for an update of these positions. Returns (position, reason) of what was dropped since the last."""
+        for position in positions:
+            del self._outstanding[position]
+            self._retired.add(position)
+        first = min(self._outstanding, default=self._next)
+        self._retired = {p for p in self._retired if p > first}
+        dropped = self.dropped
+        self.dropped = []
+        return dropped
+
+    def state(self) -> LedgerState:
+        """What a resumed run goes on from: outstanding positions are drawn again."""
+        first = min(self._outstanding, default=self._next)
+        while first in self._retired:
+            first += 1
+        return LedgerState(first, sorted(p for p in self._retired if p >= first))
