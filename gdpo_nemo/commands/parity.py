@@ -172,7 +172,7 @@ def _standing(one, many, folder: str, engine: bool):
 
 
 def _scored(fleet, sequences: list[TrainSequence]) -> list[np.ndarray]:
-    (scores,) = fleet.score([np.concatenate([s.prompt_ids, s.completion_ids]) for s in sequences])
+    scores = fleet.score([np.concatenate([s.prompt_ids, s.completion_ids]) for s in sequences])[0]
     return [values[len(s.prompt_ids) - 1 :] for s, values in zip(sequences, scores)]
 
 

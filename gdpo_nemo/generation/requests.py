@@ -64,5 +64,21 @@ class FinishedRequest(NamedTuple):
     name: str
     """Of the request."""
     completion: Completion
+
+
+@dataclass
+class EngineReport:
+    """What an engine has to say: requests that finished since its last report, and how busy it is."""
+
+    finished: list[FinishedRequest]
     version: int
-    """Of the weights that drew it."""
+    """Of the weights that it holds."""
+    running: int
+    waiting: int
+    """Requests that it samples, and those that have no slot yet."""
+    kv_used: float
+    """Share of the KV cache in use."""
+    busy_s: float
+    decoded_tokens: int
+    recomputed_tokens: int
+    """Since its start: seconds in decode steps, tokens sampled, and those computed again under new weights."""
