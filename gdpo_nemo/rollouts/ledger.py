@@ -7,8 +7,8 @@ a reason, which happens to every position exactly once.
 With P groups a step, a window W and a bound S on staleness, a group is admitted only while fewer than
 B = (S + 1) * P - (W - 1) are outstanding, and trained only while it is less than W behind the oldest outstanding one.
 So group i, admitted after u updates, has i <= u * P + B - 1 and is trained at rank r <= i + W - 1, in update v with
-v * P <= r; hence v - u <= (B + W - 2) / P, which is at most S. Dropped groups only lower the rank. S = 0 makes W = 1 and
-B = P: a step's groups, in order.
+v * P <= r; hence v - u <= (B + W - 2) / P, which is at most S. Dropped groups only lower the rank. S = 0 makes W = 1
+and B = P: a step's groups, in order.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Iterable, Mapping
+
+from gdpo_nemo.config.rollout_bounds import admission_bound as admission_bound
 
 
 class Stage(StrEnum):
@@ -25,11 +27,6 @@ class Stage(StrEnum):
     DRAWING = "drawing"
     JUDGED = "judged"
     READY = "ready"
-
-
-def admission_bound(groups: int, staleness: int, window: int) -> int:
-    """B: groups that may be outstanding, for ``groups`` a step (P), a bound S and a reorder window W."""
-    return (staleness + 1) * groups - (window - 1)
 
 
 @dataclass
