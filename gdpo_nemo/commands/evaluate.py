@@ -13,7 +13,7 @@ import json
 import os
 import sys
 import tempfile
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Sequence
 
@@ -158,7 +158,7 @@ def without_policy(config: Config) -> None:
     config.policy.megatron_cfg = MegatronConfig(data_parallel_size=engines)
     config.cluster.placement = "colocated"
     config.cluster.env_nodes = 0
-    config.rollout.max_staleness = 0
+    config.rollout = replace(config.rollout, max_staleness=0, kv="recompute", window=None, depth="auto", sync_every=1)
     config.weights.transport = "auto"
 
 

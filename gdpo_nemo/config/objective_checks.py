@@ -134,8 +134,19 @@ def _check_dynamic_sampling(config: Config) -> None:
             "gdpo.dynamic_sampling.leave_one_out: leaves parts of groups, which loss_fn.type "
             f"{config.loss_fn.type} cannot train"
         )
-    if config.gdpo.dynamic_sampling.enabled and config.rollout.max_staleness:
-        raise ConfigError(
-            f"gdpo.dynamic_sampling.enabled: needs rollout.max_staleness 0, not {config.rollout.max_staleness}; "
-            "prompts that replace dead groups would come between batches already in flight"
-        )
+    _check_replacement(config)
+
+
+def _check_replacement(config: Config) -> None:
+    """Groups that run ahead are whole and are replaced one by one: no round is drawn in excess, no group trained in
+    part."""
+    dynamic = config.gdpo.dynamic_sampling
+    if not dynamic.enabled or not config.rollout.max_staleness:
+        return
+    why = {"batch_multiplier": dynamic.batch_multiplier is not None, "leave_one_out": dynamic.leave_one_out}
+    for key, given in why.items():
+        if given:
+            raise ConfigError(
+                f"gdpo.dynamic_sampling.{key}: needs rollout.max_staleness 0, not {config.rollout.max_staleness}; "
+                "groups that are sampled ahead are replaced whole, one by one"
+            )

@@ -55,19 +55,21 @@ class DynamicSamplingConfig:
     """Replace groups that carry no signal before the update (DAPO), decided per component."""
 
     enabled: bool = False
-    """Drop groups in which every weighted component, as shaped, is constant and sample further prompts instead. Needs
-    rollout.max_staleness 0."""
+    """Drop groups in which every weighted component, as shaped, is constant and sample further prompts instead; with
+    rollout.max_staleness above 0, one by one as they come."""
     batch_multiplier: Optional[float] = None
     """Prompts of every round, as a multiple of num_prompts_per_step; groups beyond those needed are discarded (DAPO,
-    NeMo-RL). Null: a first round of num_prompts_per_step, then as many as are missing."""
+    NeMo-RL). Null: a first round of num_prompts_per_step, then as many as are missing. Needs rollout.max_staleness
+    0."""
     max_rounds: int = 4
-    """Generation rounds after which the step goes on with the groups it has."""
+    """Generation rounds after which the step goes on with the groups it has. With rollout.max_staleness above 0: of one
+    step, (max_rounds - 1) * num_prompts_per_step groups are replaced at most; further ones are trained as they are."""
     before_shaping: bool = False
     """Judge the components as the environments give them, so that a group whose lengths alone differ is replaced."""
     leave_one_out: bool = False
     """Judge each sample by the others of its group: one that differs from all others, which are alike, is dropped, and
     the step is filled to its number of samples, if need be with a part of a group (NeMo-RL, with its leave-one-out
-    baseline)."""
+    baseline). Needs rollout.max_staleness 0."""
 
 
 @dataclass

@@ -17,6 +17,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Iterable, Mapping
 
+from gdpo_nemo.config.rollout_bounds import admission_bound as admission_bound
+
 
 class Stage(StrEnum):
     """How far an outstanding position is."""
@@ -25,11 +27,6 @@ class Stage(StrEnum):
     DRAWING = "drawing"
     JUDGED = "judged"
     READY = "ready"
-
-
-def admission_bound(groups: int, staleness: int, window: int) -> int:
-    """B: groups that may be outstanding, for ``groups`` a step (P), a bound S and a reorder window W."""
-    return (staleness + 1) * groups - (window - 1)
 
 
 @dataclass
