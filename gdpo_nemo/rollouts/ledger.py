@@ -10,8 +10,9 @@ So group i, admitted after u updates, has i <= u * P + B - 1 and is trained at r
 v * P <= r; hence v - u <= (B + W - 2) / P, which is at most S. Dropped groups only lower the rank. S = 0 makes W = 1
 and B = P: a step's groups, in order.
 
-Where the trainer is ahead of the published weights by n updates, u is that much smaller than the updates done, and only
-B - n * P may be outstanding. A batch of P can be had while S * P >= n * P + W - 1.
+That holds for groups admitted under the trainer's own weights. Where published weights are up to L updates behind these
+(``rollout.sync_every`` - 1), B is that of S - L; where they are n more behind, as while they are under way, only
+B - n * P may be outstanding.
 """
 
 from __future__ import annotations
@@ -75,6 +76,7 @@ class Ledger:
         window: W.
         limit: positions of the whole run; None: no end.
         updates: those done before ``start``.
+        late: L, updates that published weights may be behind; ``bound`` is of that.
     """
 
     def __init__(
@@ -85,6 +87,7 @@ class Ledger:
         start: LedgerState | None = None,
         limit: int | None = None,
         updates: int = 0,
+        late: int = 0,
     ):
         start = start or LedgerState()
         if not groups <= bound or window < 1:
@@ -93,6 +96,7 @@ class Ledger:
         self.bound = bound
         self.window = window
         self.limit = limit
+        self.late = late
         self.updates = updates
         """Calls of ``trained``, those of before a resume included: the version of the trainer's weights."""
         self.dropped: list[tuple[int, str]] = list(start.dropped)
@@ -120,7 +124,7 @@ class Ledger:
     def admit(self, version: int, most: int | None = None) -> list[int]:
         """Admit the next positions under published weights of ``version``: while fewer than ``most`` (at most B; None:
         B) are outstanding and the limit is not reached. Returns them, in order."""
-        room = self.bound - max(0, self.updates - version) * self.groups
+        room = self.bound - max(0, self.updates - version - self.late) * self.groups
         room = room if most is None else min(most, room)
         admitted = []
         while len(self._outstanding) < room:
