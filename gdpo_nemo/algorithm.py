@@ -38,7 +38,7 @@ from gdpo_nemo.rollouts.learning import (
 if TYPE_CHECKING:
     from gdpo_nemo.cluster.policy_group import PolicyGroup
     from gdpo_nemo.observe.log import RunLog
-    from gdpo_nemo.rollouts.stream import Rollout
+    from gdpo_nemo.rollouts.groups import Rollout
 
 METRICS = {
     "reward/total/mean": ("reward", "Weighted sum of the components' means: what GRPO would call the reward"),
@@ -231,6 +231,7 @@ class GDPO(Algorithm):
             "reward/total/mean": _weighted_mean(diagnostics, self.config.gdpo.rewards),
             **rollout_metrics(rollout.trajectories, version),
             "rollout/dropped_groups": float(rollout.dropped_groups),
+            **rollout.measured,
             "time/rollout": rollout.generation_s,
             "time/verify": rollout.verify_s,
             **prepared.measured,

@@ -15,7 +15,7 @@ import shutil
 import zlib
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Callable, Iterator
+from typing import Any, Callable, Iterator
 
 from gdpo_nemo.errors import RunError
 
@@ -42,6 +42,8 @@ class RunState:
     """Fingerprint of the training prompts."""
     model: str = ""
     """Fingerprint of the model the run started from."""
+    ledger: dict[str, Any] = field(default_factory=dict)
+    """Which prompts are trained (``rollouts.ledger.LedgerState``); empty: those before ``position``."""
     metrics: dict[str, float] = field(default_factory=dict)
     """The newest value of the metric that ranks checkpoints."""
 

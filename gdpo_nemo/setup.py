@@ -103,7 +103,7 @@ class RunComponents:
         return {
             "step": self.state.step,
             "version": self.sync.version if self.sync else None,
-            "queues": {"batches in flight": self.stream.in_flight if "stream" in there else 0},
+            "queues": {"groups in flight": self.stream.in_flight if "stream" in there else 0},
             "roles": roles,
             "logs": str(logs) if logs else None,
         }
@@ -187,7 +187,7 @@ def _start_processes(
     horizon = total_updates(config, parts.state, len(inputs.prompts))
     reference = inputs.algorithm.needs_reference(config)
     parts.policy = policy = PolicyGroup(config, str(folder), horizon, placement, reference)
-    sampling = _Sampling(parts, policy, inputs, config, placement, lap) if pool else None
+    sampling = _Sampling(parts, stack, policy, inputs, config, placement, lap) if pool else None
     if sampling:
         sampling.engines_that_share()
     policy.ready()
@@ -230,6 +230,7 @@ class _Sampling:
     def __init__(
         self,
         parts: RunComponents,
+        stack: contextlib.ExitStack,
         policy: PolicyGroup,
         inputs: Inputs,
         config: Config,
@@ -247,6 +248,7 @@ class _Sampling:
         self._probe: Probe | None = None
         devices = policy.devices() if self._shared else None
         self._fleet = parts.fleet = EngineFleet(config, str(inputs.folder.absolute()), placement, devices)
+        stack.callback(self._fleet.close)
 
     def engines_that_share(self) -> None:
         """Wait for the engines that sit on the policy's devices, and send them to sleep."""
@@ -270,19 +272,20 @@ class _Sampling:
     def connect(self, stack: contextlib.ExitStack, pool: EnvironmentExecutor) -> None:
         """The stream of rollouts, and the way of the weights to the engines."""
         from gdpo_nemo.cluster.weight_sync import WeightSync
-        from gdpo_nemo.rollouts.stream import RolloutStream
+        from gdpo_nemo.rollouts.ledger import LedgerState
+        from gdpo_nemo.rollouts.scheduler import RolloutScheduler
         from gdpo_nemo.weights.transports.transport import close_transport, make_transport
 
         parts = self._parts
         config = self._config
         inputs = self._inputs
-        parts.stream = RolloutStream(
+        parts.stream = RolloutScheduler(
             config,
             inputs.prompts,
             self._fleet,
             pool,
             inputs.tokenizer,
-            parts.state.position,
+            LedgerState.of(parts.state.ledger, parts.state.position),
             parts.state.step,
             parts.prompt_limit,
             (parts.state.updates, total_updates(config, parts.state, len(inputs.prompts))),
@@ -293,7 +296,8 @@ class _Sampling:
         keep = config.rollout.max_staleness > 0 or config.rollout.endpoint.enabled
         transport = make_transport(chosen_transport(config), self._policy, parts.run_dir / "weights", bucket, keep)
         stack.callback(close_transport, transport)
-        parts.sync = WeightSync(self._policy, self._fleet, self._probe, transport, self._shared)
+        kv = config.rollout.kv if config.rollout.max_staleness else "drain"
+        parts.sync = WeightSync(self._policy, self._fleet, self._probe, transport, self._shared, kv)
 
 
 def _learning_rates(run_dir: Path, step: int, upcoming: float) -> str:

@@ -18,8 +18,14 @@ from dataclasses import replace
 from typing import Any, Coroutine, Sequence
 
 from gdpo_nemo.cluster.fleet import EngineFleet
-from gdpo_nemo.config.async_bounds import admission_limit, resolved_depth, resolved_window
 from gdpo_nemo.config.layout import prompts_per_round, updates_per_step
+from gdpo_nemo.config.rollout_bounds import (
+    replaceable_groups,
+    resolved_bound,
+    resolved_depth,
+    resolved_window,
+    valid_needed,
+)
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.data.prompts import PromptSource, told_apart
 from gdpo_nemo.data.records import Group, Prompt, TrainerState
@@ -48,6 +54,7 @@ SURPLUS = "surplus"
 fewer than rollout.min_valid of its samples were done in time."""
 _SPANS = 32
 """Most groups of a step that get a line in the trace."""
+_MOST_ROUNDS = 2**20
 _LATE_ROUNDS = 4
 """Rounds in which a synchronous step replaces late groups before it takes them as they are."""
 
@@ -88,7 +95,16 @@ class RolloutScheduler:
             tuple(generation.stop_strings),
         )
         self._groups = config.gdpo.num_prompts_per_step
-        self._ledger = Ledger(self._groups, admission_limit(config), resolved_window(config), start, limit)
+        self._ledger = Ledger(
+            self._groups,
+            # A synchronous step replaces groups before it is trained; nothing is stale then, however many they are.
+            resolved_bound(config) if not self._exact else _MOST_ROUNDS * prompts_per_round(config),
+            resolved_window(config),
+            start,
+            limit,
+            step,
+            config.rollout.sync_every - 1,
+        )
         self._limit = limit
         self._first = (step, start.position + len(start.retired))
         self._step = step
@@ -97,8 +113,8 @@ class RolloutScheduler:
         self._made: dict[int, MadeGroup] = {}
         self._training: list[int] = []
         """Positions of the batch that the trainer has."""
-        self._drawn = 0
-        """Groups judged since the last batch."""
+        self._unwanted = 0
+        """Groups without signal since the last batch."""
         self._seen: set[int] = set()
         self._reasons: dict[int, str] = {}
         """Of a synchronous step: positions that its batch has looked at, and why some are not wanted."""
@@ -152,8 +168,9 @@ class RolloutScheduler:
     # -- admission -------------------------------------------------------------------------------------------------
 
     async def _schedule(self, step: int) -> None:
-        self._ledger.trained(self._training)
-        self._training = []
+        if self._training:
+            self._ledger.trained(self._training)
+            self._training = []
         self._step = step
         self._admit()
 
@@ -276,7 +293,6 @@ class RolloutScheduler:
     def _settled(self, made: MadeGroup) -> None:
         """Note a judged group: ready, or dropped and replaced by another prompt."""
         position = made.group.position
-        self._drawn += 1
         reason = None if self._exact else self._reason_to_drop(made)
         if reason is None:
             self._made[position] = made
@@ -291,14 +307,13 @@ class RolloutScheduler:
         if self._late(made):
             return LATE
         dynamic = self._config.gdpo.dynamic_sampling
-        # After so many the step goes on with the groups it has.
-        exhausted = self._drawn > dynamic.max_rounds * self._groups
-        if dynamic.enabled and not exhausted and part_with_signal(made.group, self._config) is None:
-            return NO_SIGNAL
+        if dynamic.enabled and part_with_signal(made.group, self._config) is None:
+            self._unwanted += 1
+            return NO_SIGNAL if self._unwanted <= replaceable_groups(self._config) else None
         return None
 
     def _late(self, made: MadeGroup) -> bool:
-        return made.valid < self._config.rollout.min_valid * len(made.group.trajectories)
+        return made.valid < valid_needed(self._config)
 
     # -- batches ---------------------------------------------------------------------------------------------------
 
@@ -306,7 +321,7 @@ class RolloutScheduler:
         rollout = await (self._exact_batch() if self._exact else self._ready_batch())
         if rollout is None:
             return None
-        self._drawn = 0
+        self._unwanted = 0
         dropped = self._ledger.dropped
         self._ledger.dropped = []
         self._consumed += len(self._training)
@@ -371,7 +386,7 @@ class RolloutScheduler:
 
     async def _round(self) -> list[MadeGroup]:
         """The groups under way, in order, once all of them are judged."""
-        while len(self._made) < self._ledger.count(*Stage) - len(self._seen):
+        while len(self._made) < len(self._ledger) - len(self._seen):
             await self._until_changed()
         made = [self._made[position] for position in sorted(self._made)]
         self._seen |= self._made.keys()
