@@ -40,3 +40,13 @@ def masks_everything(prompts, context):
 
 def raises(prompts, context):
     return 1 / 0
+
+
+def claims_other_spans(prompts, context):
+    made = best_of_hints(prompts, context)
+    made[0][1].spans = ((0, 1),)
+    return made
+
+
+def asks_for_nothing(prompts, context):
+    return context.sample([])
