@@ -83,7 +83,7 @@ class Service:
 
     Args:
         shared: let several phases be open at once if they sample alike: calls of agents, one for each group. Which of
-            them a request belongs to is unknown, as agents pass nothing of ours on, so their seeds depend on the order
+            them a request belongs to is unknown, as few agents pass on what would say so; their seeds depend on the order
             in which requests come. Without it a phase waits for the end of the one before.
     """
 

@@ -151,6 +151,18 @@ def test_what_fits_is_accepted(minimal, overrides):
         (
             [
                 "rollout.endpoint.enabled=true",
+                "rollout.turns.max_turns=33",
+                "gdpo.num_prompts_per_step=128",
+                "rollout.max_staleness=1",
+            ],
+            [
+                "what is under way with rollout.max_staleness 1, 256 prompts x 8 samples x 33 turns has up to 67,584",
+                "keeps 65,536",
+            ],
+        ),
+        (
+            [
+                "rollout.endpoint.enabled=true",
                 "rollout.turns.max_turns=8",
                 "data.validation={split: test}",
                 "gdpo.val_period=1",
