@@ -22,7 +22,7 @@ from gdpo_nemo.data.splits import room_for_prompts
 from gdpo_nemo.data.tokenizer import load_tokenizer
 from gdpo_nemo.environments.registry import check_rewards, load_environments
 from gdpo_nemo.errors import ConfigError, GdpoError, RunError
-from gdpo_nemo.rollouts.functions import check_one_kind, rollout_functions
+from gdpo_nemo.rollouts.functions import rollout_methods
 from gdpo_nemo.rollouts.own_objective import check_own_functions
 from gdpo_nemo.weights.transports.transport import load_transport
 
@@ -70,7 +70,7 @@ def read_inputs(config: Config, splits: Sequence[str]) -> Inputs:
     algorithm = load_algorithm(config)
     if algorithm.samples:
         _check_own_transport(config)
-    functions = rollout_functions(config) if algorithm.samples else {}
+        rollout_methods(config)
     room = room_for_prompts(config)
     sources = {
         split: PromptSource(
@@ -83,8 +83,6 @@ def read_inputs(config: Config, splits: Sequence[str]) -> Inputs:
         )
         for split in splits
     }
-    for split, source in sources.items():
-        check_one_kind(functions, {prompt.environment for prompt in source.head()}, split)
     if algorithm.samples:
         _preflight(environments, sources)
         check_rewards(config, environments)

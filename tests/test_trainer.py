@@ -19,7 +19,7 @@ from gdpo_nemo.data.results import UpdateResult
 from gdpo_nemo.errors import RunError
 from gdpo_nemo.observe.metric_registry import unknown_metrics
 from gdpo_nemo.rollouts.prompt_stream import PromptBatch
-from gdpo_nemo.rollouts.stream import Rollout
+from gdpo_nemo.rollouts.groups import Rollout
 from gdpo_nemo.trainer import METRICS, Trainer
 
 DEMO = Path(__file__).resolve().parents[1] / "configs" / "gdpo_tiny_cpu.yaml"

@@ -30,7 +30,6 @@ class Turn:
     prompt_ids: np.ndarray
     """int32 [tokens]: everything before it"""
     completion: Completion
-    version: int
     engine: int
     turns: int
     """Turns of this conversation, this one included."""
@@ -50,37 +49,73 @@ class EditedHistory(Exception):
 
 
 class UnknownTurn(Exception):
-    """Token ids that were not sampled in this batch of rollouts: of an abandoned episode, or invented."""
+    """Token ids that were not sampled for the episodes under way: of an abandoned one, or invented."""
 
 
 class History:
-    """The turns of one batch of rollouts; beyond ``limit`` the oldest are dropped. Thread-safe."""
+    """The turns of the episodes under way; beyond ``limit`` the oldest are dropped. Thread-safe.
+
+    Turns are numbered as they come, so that those of episodes that are over can be forgotten.
+    """
 
     def __init__(self, limit: int = TURNS_KEPT):
         self._limit = limit
         self._lock = threading.Lock()
-        self.forgotten = False
-        """Whether turns of this batch were dropped."""
-        self._by_ids: OrderedDict[bytes, Turn] = OrderedDict()
-        self._by_text: OrderedDict[tuple[str, str], Turn | None] = OrderedDict()
+        self._count = 0
+        self._by_ids: OrderedDict[bytes, tuple[int, Turn]] = OrderedDict()
+        self._by_text: OrderedDict[tuple[str, str], tuple[int, Turn | None]] = OrderedDict()
+        self._first = 0
+        """Turns before this one belong to no episode under way."""
+        self._lost = -1
+        """Number of the newest turn that the limit has dropped."""
 
     def keep(self, session: str, turn: Turn) -> None:
         """Store a turn. Turns of one session with different tokens but equal text can be found by token ids only."""
         with self._lock:
-            self._by_ids[_digest(turn.token_ids)] = turn
+            ids = _digest(turn.token_ids)
             key = (session, turn.fingerprint)
-            other = self._by_text.get(key)
-            same = key not in self._by_text or (other and np.array_equal(other.token_ids, turn.token_ids))
-            self._by_text[key] = turn if same else None
+            known = self._by_text.get(key)
+            other = known[1] if known else None
+            same = known is None or (other is not None and np.array_equal(other.token_ids, turn.token_ids))
+            # Moved to the end: an entry's place is that of its number.
+            self._by_ids.pop(ids, None)
+            self._by_text.pop(key, None)
+            self._by_ids[ids] = (self._count, turn)
+            self._by_text[key] = (self._count, turn if same else None)
+            self._count += 1
             for table in (self._by_ids, self._by_text):
                 while len(table) > self._limit:
+                    self._lost = max(self._lost, table.popitem(last=False)[1][0])
+
+    @property
+    def count(self) -> int:
+        """The number that the next turn will have."""
+        with self._lock:
+            return self._count
+
+    @property
+    def forgotten(self) -> bool:
+        """Whether the limit has dropped turns of episodes under way."""
+        with self._lock:
+            return self._lost >= self._first
+
+    def forget(self, before: int) -> None:
+        """Forget the turns whose number is less than ``before``: their episodes are over."""
+        with self._lock:
+            self._first = before
+            for table in (self._by_ids, self._by_text):
+                while table and next(iter(table.values()))[0] < before:
                     table.popitem(last=False)
-                    self.forgotten = True
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self.forget(self.count)
 
     def turn(self, token_ids: np.ndarray) -> Turn | None:
         """Return the turn whose prompt and completion are ``token_ids``, or None."""
         with self._lock:
-            return self._by_ids.get(_digest(token_ids))
+            found = self._by_ids.get(_digest(token_ids))
+        return found[1] if found else None
 
     def last_turn(self, messages: Messages, session: str) -> tuple[Turn, int] | None:
         """Return the newest sampled turn in ``messages`` and the index of its message, or None.
@@ -104,16 +139,9 @@ class History:
                 return turn, place
             # Only the newest assistant message counts: from an older one, the turns between would be rendered again.
             with self._lock:
-                turn = self._by_text.get((session, said))
+                _, turn = self._by_text.get((session, said), (0, None))
             return None if turn is None else (turn, place)
         return None
-
-    def clear(self) -> None:
-        """Forget everything."""
-        with self._lock:
-            self._by_ids.clear()
-            self._by_text.clear()
-            self.forgotten = False
 
 
 def fingerprint(messages: Messages) -> str:

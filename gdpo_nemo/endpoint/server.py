@@ -52,7 +52,6 @@ class Endpoint:
         self._server.should_exit = self._server.force_exit = True
         self._thread.join(_STOP_S)
         self._socket.close()
-        self.service.router.close()
 
 
 def _app(service: Service) -> FastAPI:

@@ -6,9 +6,10 @@ import asyncio
 import contextlib
 import hashlib
 import threading
-from collections import Counter
+from collections import Counter, deque
+from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, Iterator, Mapping
+from typing import Any, Coroutine, Iterator, Mapping, Protocol
 
 import numpy as np
 
@@ -25,11 +26,28 @@ from gdpo_nemo.endpoint.conversations import (
 )
 from gdpo_nemo.endpoint.parameters import ChatRequest, NoRoom, Refused, read_chat
 from gdpo_nemo.endpoint.responses import read_responses, response_of, response_without_room
-from gdpo_nemo.endpoint.router import EngineRouter
 from gdpo_nemo.errors import GdpoError, RunError
 from gdpo_nemo.generation.requests import Completion, SampleRequest, Sampling
+from gdpo_nemo.waits import waiting
 
 MODEL = "policy"
+_NO_ROLLOUT = "no rollout is under way"
+"""With status 400 and not 503: agents retry a 503."""
+
+
+class Engines(Protocol):
+    """What the endpoint samples with: ``EngineFleet``."""
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """Where ``sample`` runs, in a thread of its own."""
+        ...
+
+    def sample(
+        self, request: SampleRequest, sampling: Sampling, engine: int | None = None
+    ) -> Coroutine[Any, Any, tuple[Completion, int]]:
+        """Draw a completion, on ``engine`` if it lives; returns it with the engine's number."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -51,37 +69,90 @@ class _Next:
     before: Turn | None
 
 
-class Service:
-    """Serves one batch of rollouts at a time: ``phase`` begins one and drops the history of the one before."""
+@dataclass(eq=False)
+class _User:
+    """Whoever has opened a phase."""
 
-    def __init__(self, router: EngineRouter, conversation: Conversation, budgets: Budgets):
-        self.router = router
+    entropy: int
+    first: int
+    """Number of the first turn that may be its own."""
+
+
+class Service:
+    """Serves the requests of those who have opened a ``phase``.
+
+    Args:
+        shared: let several phases be open at once if they sample alike: calls of agents, one for each group. Which of
+            them a request belongs to is unknown, as few agents pass on what would say so; their seeds depend on the order
+            in which requests come. Without it a phase waits for the end of the one before.
+    """
+
+    def __init__(self, engines: Engines, conversation: Conversation, budgets: Budgets, shared: bool = False):
         self.conversation = conversation
         self.budgets = budgets
         self.history = History()
         self.counts: Counter[str] = Counter()
-        """Events of this phase: turns, spliced (turns that continued from sampled tokens), edited (turns whose history
-        the client had changed, so that the prompt was rendered again), refused."""
+        """Events since nobody used the endpoint: turns, spliced (turns that continued from sampled tokens), edited
+        (turns whose history the client had changed, so that the prompt was rendered again), refused."""
+        self.failure: GdpoError | None = None
+        """Why sampling failed for good, once it did."""
+        self._engines = engines
+        self._shared = shared
         self._sampling: Sampling | None = None
-        self._entropy = 0
         self._drawn: Counter[bytes] = Counter()
-        self._phase = threading.Lock()
-        self._lock = threading.Lock()
+        """Requests by the digest of their prompt, since the oldest of ``_users`` became that."""
+        self._users: list[_User] = []
+        self._queue: deque[object] = deque()
+        """Those who wait to become one; in order, so that a phase with other settings is not passed by for ever."""
+        self._door = threading.Condition()
 
     @contextlib.contextmanager
     def phase(self, sampling: Sampling, entropy: int) -> Iterator[None]:
-        """While the block runs, requests are served with ``sampling`` and with seeds drawn from ``entropy``."""
-        with self._phase:
-            self.history.clear()
-            self.counts.clear()
-            self._drawn.clear()
-            self.router.seconds = 0.0
-            self._sampling = sampling
-            self._entropy = entropy
+        """While the block runs, requests are served with ``sampling``, and with seeds drawn from the ``entropy`` of the
+        oldest phase that is open. Waits for open ones that cannot be shared."""
+        user = self._enter(sampling, entropy)
+        try:
+            yield
+        finally:
+            self._leave(user)
+
+    def _enter(self, sampling: Sampling, entropy: int) -> _User:
+        place = object()
+
+        def admitted() -> bool:
+            alike = self._shared and self._sampling == sampling
+            return self._queue[0] is place and (alike or not self._users)
+
+        with self._door:
+            self._queue.append(place)
             try:
-                yield
+                if not admitted():
+                    with waiting("the endpoint, which other agents use", "rollouts"):
+                        self._door.wait_for(admitted)
             finally:
+                self._queue.remove(place)
+                self._door.notify_all()
+            if not self._users:
+                self.history.clear()
+                self.counts.clear()
+                self._drawn.clear()
+                self._sampling = sampling
+            user = _User(entropy, self.history.count)
+            self._users.append(user)
+        return user
+
+    def _leave(self, user: _User) -> None:
+        with self._door:
+            oldest = self._users[0] is user
+            self._users.remove(user)
+            if not self._users:
                 self._sampling = None
+                self.history.clear()
+            elif oldest:
+                # Seeds come from another entropy now, so the counts begin anew without repeating one.
+                self._drawn.clear()
+                self.history.forget(self._users[0].first)
+            self._door.notify_all()
 
     async def chat(self, body: bytes, session: str = "") -> dict[str, Any]:
         """The answer to /v1/chat/completions. Raises Refused."""
@@ -105,22 +176,29 @@ class Service:
         following = self._next(request)
         allowed = self._allowed(request, following, sampling)
         before = following.before
-        engine = before.engine if before else self.router.least_busy()
         sample = SampleRequest(following.token_ids, self._seed(following.token_ids), allowed)
-        try:
-            completion, version = await asyncio.wrap_future(self.router.sample(engine, sample, sampling))
-        except GdpoError as error:
-            raise Refused(500, str(error)) from None
+        completion, engine = await self._draw(sample, sampling, before.engine if before else None)
         message = self._message(completion, request)
         said = fingerprint([*request.messages, message])
         turns, written = (before.turns, before.num_policy_tokens) if before else (0, 0)
         written += len(completion.token_ids)
-        turn = Turn(following.token_ids, completion, version, engine, turns + 1, written, said)
+        turn = Turn(following.token_ids, completion, engine, turns + 1, written, said)
         for place, call in enumerate(message.get("tool_calls") or ()):
             call["id"] = f"call_{_number(turn)}_{turn.turns}_{place}"
         self.history.keep(request.session, turn)
         self.counts["turns"] += 1
         return turn, message
+
+    async def _draw(self, request: SampleRequest, sampling: Sampling, engine: int | None) -> tuple[Completion, int]:
+        """A completion and the engine that drew it. Raises Refused where sampling failed for good."""
+        drawing: Future[tuple[Completion, int]] = asyncio.run_coroutine_threadsafe(
+            self._engines.sample(request, sampling, engine), self._engines.loop
+        )
+        try:
+            return await asyncio.wrap_future(drawing)
+        except Exception as error:  # of any kind: whoever waits for the agents has to learn of it
+            self.failure = error if isinstance(error, GdpoError) else RunError(f"sampling: {error}")
+            raise Refused(500, str(self.failure)) from None
 
     async def tokenize(self, body: bytes, session: str = "") -> dict[str, Any]:
         """The answer to /tokenize: the prompt that the same messages would get. Raises Refused."""
@@ -133,9 +211,10 @@ class Service:
         return {"object": "list", "data": [{**model, "max_model_len": self.budgets.max_sequence}]}
 
     def _current_sampling(self) -> Sampling:
-        if self._sampling is None:
-            raise Refused(400, "no rollout is under way")  # 400 and not 503: agents retry a 503
-        return self._sampling
+        sampling = self._sampling
+        if sampling is None:
+            raise Refused(400, _NO_ROLLOUT)
+        return sampling
 
     def _next(self, request: ChatRequest, count: bool = True) -> _Next:
         """The tokens of the next prompt: those of the earlier turns, exactly, and the new messages; or all messages
@@ -180,10 +259,13 @@ class Service:
         """Seed from the phase, the prompt and its count so far: samples of one prompt differ, and depend on the number
         of agents that ask, not on their order."""
         digest = hashlib.sha256(token_ids.tobytes()).digest()
-        with self._lock:
+        with self._door:
+            if not self._users:
+                raise Refused(400, _NO_ROLLOUT)
+            phase = self._users[0].entropy
             self._drawn[digest] += 1
             times = self._drawn[digest]
-        entropy = [self._entropy, int.from_bytes(digest[:8], "little"), times]
+        entropy = [phase, int.from_bytes(digest[:8], "little"), times]
         return int(np.random.SeedSequence(entropy).generate_state(1)[0] >> 1)
 
     def _message(self, completion: Completion, request: ChatRequest) -> dict[str, Any]:

@@ -64,12 +64,12 @@ def play_with_agents(
     settings = {"temperature": context.sampling.temperature, "top_p": context.sampling.top_p}
     with service.phase(context.sampling, context.seed(0, 0, 0)):
         played = environment.play([prompt for prompt, _ in wanted], settings)
-        if service.router.failure is not None:
-            raise service.router.failure
+        if service.failure is not None:
+            raise service.failure
         transcripts = [
             _transcript(Transcript(prompt, j), result, service.history) for (prompt, j), result in zip(wanted, played)
         ]
-    version = max((t.version or 0 for t in transcripts), default=0)
+    version = max((t.version for t in transcripts if t.version is not None), default=context.version)
     for t in transcripts:
         if t.turns:
             t.prompt = replace(t.prompt, text=context.conversation.text(t.prompt.token_ids))
@@ -97,7 +97,7 @@ def follow(t: Transcript, response: Mapping[str, Any], history: History) -> None
 
     Raises:
         BrokenEpisode: no turn, a turn that was not sampled here, or one that does not continue those before.
-        RunError: a turn is not known here, and turns of this batch had to be forgotten.
+        RunError: a turn is not known here, and turns of episodes under way had to be forgotten.
     """
     output = response.get("output")
     if not isinstance(output, list):
@@ -110,8 +110,8 @@ def follow(t: Transcript, response: Mapping[str, Any], history: History) -> None
         if turn is None and history.forgotten:
             raise RunError(
                 f"rollout.endpoint: agents took more than the {TURNS_KEPT:,} turns of a batch that are kept (side "
-                "conversations "
-                "count too); lower gdpo.num_prompts_per_step, gdpo.num_generations_per_prompt or the agents' calls"
+                "conversations count too); lower gdpo.num_prompts_per_step, gdpo.num_generations_per_prompt or the "
+                "agents' calls"
             )
         if turn is None or len(turn.prompt_ids) != len(prompt):
             raise BrokenEpisode(f"bad_reply: turn {t.turns + 1} holds tokens that this run did not sample")
@@ -125,7 +125,7 @@ def follow(t: Transcript, response: Mapping[str, Any], history: History) -> None
                     f"{NOT_CONTIGUOUS}: turn {t.turns + 1} departs from the turns before it at token {place}"
                 )
             t.append_env_tokens(prompt[len(seen) :])
-        t.append_policy_tokens(turn.completion, turn.version)
+        t.append_policy_tokens(turn.completion)
     if t.turns == 0:
         raise BrokenEpisode(f"no turn of the policy is in the response{_reason(response)}")
     if response.get("incomplete_details"):

@@ -1,17 +1,19 @@
 """What a rollout function gets, what it owes, and the check that it delivered.
 
 ``rollout.function: file.py:function`` puts a function of yours in place of the built-in loop. It is called as
-``function(prompts, context)`` in the driver's rollout thread, for every batch and for validation, and returns for each
-prompt, in order, a list of ``context.samples`` trajectories. ``Transcript`` builds one: it keeps every token as it was
-sampled, so that ids, mask and log-probs cannot drift apart. Trajectories without rewards are given to the prompt's
-environment to verify. The function may call ``context.sample`` as often as it likes and must not keep prompts or
-completions for a later call: what it returns for equal arguments and weights has to be equal, or a resumed run differs.
+``function(prompts, context)`` in a thread of the driver, and returns for each prompt, in order, a list of
+``context.samples`` trajectories. With ``rollout.max_staleness`` 0 a call has the prompts of a whole batch; above 0 it
+has one, and several calls run at once, in threads of their own.
+
+``Transcript`` builds a trajectory: it keeps every token as it was sampled, so that ids, mask and log-probs cannot drift
+apart. Trajectories without rewards are given to the prompt's environment to verify. The function may call
+``context.sample`` as often as it likes and must not keep prompts or completions for a later call: what it returns for
+equal arguments and weights has to be equal, or a resumed run differs.
 """
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Callable, Mapping, Protocol, Sequence
 
 import numpy as np
@@ -51,6 +53,8 @@ class RolloutContext:
     """Tokens of prompt and completion together."""
     sampling: Sampling
     """The settings of the batch."""
+    version: int = 0
+    """Of the weights that were published when the call began, for trajectories in which the policy writes nothing."""
     endpoint: Endpoint | None = None
     """Where agents find the policy, with ``rollout.endpoint.enabled``. Sample inside ``endpoint.service.phase``."""
 
@@ -63,51 +67,90 @@ class RolloutFunction(Protocol):
         ...
 
 
-@dataclass
 class Transcript:
     """A trajectory while it is being played."""
 
-    prompt: Prompt
-    sample_index: int
-    ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    mask: list[bool] = field(default_factory=list)
-    turns: int = 0
-    version: int | None = None
-    """Of the oldest weights that wrote in it."""
-    finish_reason: str = "stop"
-    rewards: dict[str, float | None] = field(default_factory=dict)
-    outcome: Outcome = Outcome.OK
-    detail: str = ""
+    def __init__(self, prompt: Prompt, sample_index: int):
+        self.prompt = prompt
+        self.sample_index = sample_index
+        self.turns = 0
+        self.finish_reason = "stop"
+        self.rewards: dict[str, float | None] = {}
+        self.outcome = Outcome.OK
+        self.detail = ""
+        self._ids: list[np.ndarray] = []
+        self._logprobs: list[np.ndarray] = []
+        self._written: list[bool] = []
+        """Of each piece of ``_ids`` and ``_logprobs``, whether the policy wrote it."""
+        self._spans: list[tuple[int, int]] = []
+        self._length = 0
+        self._policy_tokens = 0
 
     def __len__(self) -> int:
-        return len(self.prompt.token_ids) + len(self.ids)
+        return len(self.prompt.token_ids) + self._length
 
     @property
     def num_policy_tokens(self) -> int:
         """Tokens that the policy wrote."""
-        return sum(self.mask)
+        return self._policy_tokens
+
+    @property
+    def ids(self) -> np.ndarray:
+        """int32: everything behind the prompt."""
+        return _joined(self._ids, np.int32)
+
+    @property
+    def logprobs(self) -> np.ndarray:
+        """float32: the sampler's log-probs of ``ids``; NaN on tokens of the environment."""
+        return _joined(self._logprobs, np.float32)
+
+    @property
+    def mask(self) -> np.ndarray:
+        """bool: where of ``ids`` the policy wrote."""
+        return np.repeat(np.array(self._written, bool), [len(piece) for piece in self._ids])
 
     @property
     def token_ids(self) -> np.ndarray:
         """int32: everything so far, the prompt of the next turn."""
-        ids: np.ndarray = np.concatenate([self.prompt.token_ids, np.array(self.ids, np.int32)]).astype(np.int32)
-        return ids
+        return _joined([self.prompt.token_ids, *self._ids], np.int32)
 
-    def append_policy_tokens(self, completion: Completion, version: int) -> None:
-        """Append a turn of the policy."""
-        self.ids += completion.token_ids.tolist()
-        self.logprobs += completion.logprobs.tolist()
-        self.mask += [True] * len(completion.token_ids)
-        self.version = version if self.version is None else min(self.version, version)
-        self.turns = self.turns + 1
+    @property
+    def spans(self) -> tuple[tuple[int, int], ...]:
+        """((version, tokens), ...): which weights wrote the policy's tokens, in order."""
+        return tuple(self._spans)
+
+    @property
+    def version(self) -> int | None:
+        """Of the oldest weights that wrote in it; None before the policy's first turn."""
+        return min((version for version, _ in self._spans), default=None)
+
+    def append_policy_tokens(self, completion: Completion, version: int | None = None) -> None:
+        """Append a turn of the policy.
+
+        Args:
+            version: of the weights that drew it, for a completion without spans.
+        """
+        drawn = completion.spans
+        if not drawn and version is not None:
+            drawn = ((version, len(completion.token_ids)),)
+        for by, tokens in drawn:
+            if self._spans and self._spans[-1][0] == by:
+                tokens += self._spans.pop()[1]
+            self._spans.append((by, tokens))
+        self._append(completion.token_ids, completion.logprobs, written=True)
+        self.turns += 1
         self.finish_reason = completion.finish_reason
 
     def append_env_tokens(self, token_ids: Sequence[int] | np.ndarray) -> None:
         """Append tokens of the environment, which are never trained."""
-        self.ids += [int(token) for token in token_ids]
-        self.logprobs += [math.nan] * len(token_ids)
-        self.mask += [False] * len(token_ids)
+        self._append(token_ids, np.full(len(token_ids), np.nan), written=False)
+
+    def _append(self, ids: Sequence[int] | np.ndarray, logprobs: np.ndarray, written: bool) -> None:
+        self._ids.append(np.asarray(ids, np.int32))
+        self._logprobs.append(np.asarray(logprobs, np.float32))
+        self._written.append(written)
+        self._length += len(ids)
+        self._policy_tokens += len(ids) * written
 
     def add_rewards(self, rewards: Mapping[str, float | None]) -> None:
         """Add rewards up; None leaves a component as it is."""
@@ -115,24 +158,31 @@ class Transcript:
             before = self.rewards.get(name)
             self.rewards[name] = before if value is None else value + (before or 0.0)
 
-    def trajectory(self, conversation: Conversation, version: int) -> Trajectory:
+    def trajectory(self, conversation: Conversation, version: int = 0) -> Trajectory:
         """The finished trajectory; ``version`` is that of one in which the policy wrote nothing."""
         if self.outcome is Outcome.OK and self.finish_reason == "length":
             self.outcome = Outcome.TRUNCATED
+        ids = self.ids
+        oldest = self.version
         return Trajectory(
             prompt=self.prompt,
             sample_index=self.sample_index,
-            completion_ids=np.array(self.ids, np.int32),
-            logprobs=np.array(self.logprobs, np.float32),
-            policy_version=version if self.version is None else self.version,
-            text=conversation.text(self.ids),
+            completion_ids=ids,
+            logprobs=self.logprobs,
+            policy_version=version if oldest is None else oldest,
+            text=conversation.text(ids),
             finish_reason=self.finish_reason,
             rewards=self.rewards,
             outcome=self.outcome,
             detail=self.detail,
-            loss_mask=np.array(self.mask, bool),
+            loss_mask=self.mask,
             turns=self.turns,
+            spans=self.spans,
         )
+
+
+def _joined(pieces: Sequence[np.ndarray], kind: type) -> np.ndarray:
+    return np.concatenate(pieces).astype(kind, copy=False) if pieces else np.zeros(0, kind)
 
 
 def checked(made: object, prompts: Sequence[Prompt], context: RolloutContext, name: str) -> list[list[Trajectory]]:
@@ -149,13 +199,18 @@ def checked(made: object, prompts: Sequence[Prompt], context: RolloutContext, na
         if [t.sample_index for t in trajectories] != list(range(context.samples)):
             raise RunError(f"{name}: prompt {prompt.id}: wants samples 0 to {context.samples - 1}, in order")
         for trajectory in trajectories:
-            fault = _fault(trajectory, prompt, context)
-            if fault:
-                raise RunError(f"{name}: prompt {prompt.id}, sample {trajectory.sample_index}: {fault}")
+            check_trajectory(trajectory, prompt, context.max_sequence, name)
     return made
 
 
-def _fault(t: Trajectory, prompt: Prompt, context: RolloutContext) -> str | None:
+def check_trajectory(trajectory: Trajectory, prompt: Prompt, max_sequence: int, name: str) -> None:
+    """Refuses a trajectory of ``prompt`` that cannot be trained. Raises RunError, which begins with ``name``."""
+    fault = _fault(trajectory, prompt, max_sequence)
+    if fault:
+        raise RunError(f"{name}: prompt {prompt.id}, sample {trajectory.sample_index}: {fault}")
+
+
+def _fault(t: Trajectory, prompt: Prompt, max_sequence: int) -> str | None:
     count = len(t.completion_ids)
     if t.prompt.id != prompt.id:
         return f"belongs to prompt {t.prompt.id}"
@@ -165,7 +220,9 @@ def _fault(t: Trajectory, prompt: Prompt, context: RolloutContext) -> str | None
         return None
     if not t.num_policy_tokens:
         return f"the policy wrote nothing, but the outcome is {t.outcome}"
-    if len(t.prompt.token_ids) + count > context.max_sequence:
+    if t.spans and sum(tokens for _, tokens in t.spans) != t.num_policy_tokens:
+        return "the spans of versions do not add up to the tokens that the policy wrote"
+    if len(t.prompt.token_ids) + count > max_sequence:
         return f"{len(t.prompt.token_ids) + count} tokens are more than policy.max_total_sequence_length"
     chosen = t.logprobs if t.loss_mask is None else t.logprobs[t.loss_mask]
     # Written so that NaN fails, too.

@@ -1,10 +1,11 @@
-"""Which rollout function serves which environment, and the context it is given."""
+"""How the trajectories of each environment are made, and what the scheduler calls for it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 from functools import partial
-from typing import TYPE_CHECKING, Any, Callable, Collection, Mapping, Sequence, cast
+from typing import TYPE_CHECKING, Any, Callable, Sequence, cast
 
 from gdpo_nemo.cluster.fleet import EngineFleet
 from gdpo_nemo.config.messages import first_line
@@ -19,10 +20,33 @@ from gdpo_nemo.generation.requests import CompletionBatch, SampleRequest, Sampli
 from gdpo_nemo.rollouts.agents import AgentEnvironment, play_with_agents
 from gdpo_nemo.rollouts.context import RolloutContext, RolloutFunction, checked
 from gdpo_nemo.rollouts.learning import longest_completion
-from gdpo_nemo.rollouts.turns import play
+from gdpo_nemo.rollouts.turns import EpisodeJob, Limits, play_episode
 
 if TYPE_CHECKING:
     from gdpo_nemo.endpoint.server import Endpoint
+
+SampleAll = Callable[[Sequence[SampleRequest]], CompletionBatch]
+"""Draws completions and waits for them, from any thread but the fleet's."""
+
+
+class RolloutKind(StrEnum):
+    """Who makes a trajectory."""
+
+    SAMPLE = "sample"
+    """One completion of an engine."""
+    EPISODE = "episode"
+    """The built-in turns of an environment in Python, a coroutine a trajectory."""
+    CALL = "call"
+    """A function that makes whole groups and blocks until it has: the config's own, or agents."""
+
+
+@dataclass(frozen=True)
+class RolloutMethod:
+    """How the trajectories of one environment are made."""
+
+    kind: RolloutKind
+    function: RolloutFunction | None = None
+    """Of a ``CALL``."""
 
 
 @dataclass(frozen=True)
@@ -32,63 +56,103 @@ class SamplingJob:
     sampling: Sampling
     samples: int
     seed: Callable[[int, int, int], int]
+    """(prompt's place in the call, sample, turn) -> seed of that completion."""
+    version: int = 0
+    """As in ``RolloutContext``."""
 
 
 class RolloutRunner:
-    """Runs rollout functions, and the endpoint where the config wants one.
+    """Makes the trajectories that are no single completion, and runs the endpoint where the config wants one.
 
     Raises:
-        ConfigError: see ``rollout_functions``. RunError: the endpoint cannot listen.
+        ConfigError: see ``rollout_methods``. RunError: the endpoint cannot listen.
     """
 
     def __init__(self, config: Config, fleet: EngineFleet, pool: EnvironmentExecutor, tokenizer: Any):
         self._config = config
         self._fleet = fleet
         self._pool = pool
-        self._functions = rollout_functions(config)
+        self._methods = rollout_methods(config)
         chat = config.data.train.chat
         has_template = bool(getattr(tokenizer, "chat_template", None))
         template_kwargs = config.data.train.chat_template_kwargs
         self._conversation = Conversation(tokenizer, has_template if chat is None else chat, template_kwargs)
-        self.endpoint = self._listening() if config.rollout.endpoint.enabled else None
-
-    def _listening(self) -> Endpoint:
-        # Imported here: runs without agents need no FastAPI.
-        from gdpo_nemo.endpoint.router import EngineRouter
-        from gdpo_nemo.endpoint.server import Endpoint
-        from gdpo_nemo.endpoint.service import Budgets, Service
-
-        config = self._config
-        router = EngineRouter(self._fleet, config.policy.generation.engines)
-        turns = config.rollout.turns.max_turns
-        sequence = config.policy.max_total_sequence_length
-        service = Service(router, self._conversation, Budgets(turns, longest_completion(config), sequence))
-        return Endpoint(service, config.rollout.endpoint.host, config.rollout.endpoint.port)
-
-    def plays(self, prompt: Prompt) -> bool:
-        """Whether a rollout function makes the trajectories of this prompt."""
-        return prompt.environment in self._functions
-
-    def play(self, prompts: Sequence[Prompt], asked: SamplingJob) -> tuple[list[list[Trajectory]], float]:
-        """Trajectories of each prompt, checked, and the seconds that the engines took. Raises RunError."""
-        engines = _Engines(self._fleet, asked.sampling)
-        config = self._config
-        context = RolloutContext(
-            samples=asked.samples,
-            seed=asked.seed,
-            sample=engines.sample,
-            conversation=self._conversation,
-            pool=self._pool,
+        self._limits = Limits(
             max_turns=config.rollout.turns.max_turns,
             max_tokens=longest_completion(config),
             max_new_tokens=config.policy.generation.max_new_tokens,
             max_sequence=config.policy.max_total_sequence_length,
+        )
+        self.endpoint = self._listening() if config.rollout.endpoint.enabled else None
+
+    def _listening(self) -> Endpoint:
+        # Imported here: runs without agents need no FastAPI.
+        from gdpo_nemo.endpoint.server import Endpoint
+        from gdpo_nemo.endpoint.service import Budgets, Service
+
+        limits = self._limits
+        budgets = Budgets(limits.max_turns, limits.max_tokens, limits.max_sequence)
+        shared = self._config.rollout.max_staleness > 0
+        service = Service(self._fleet, self._conversation, budgets, shared=shared)
+        return Endpoint(service, self._config.rollout.endpoint.host, self._config.rollout.endpoint.port)
+
+    def kind(self, environment: str) -> RolloutKind:
+        """How the trajectories of an environment's prompts are made."""
+        return self._methods[environment].kind
+
+    async def episode(self, prompt: Prompt, sample_index: int, asked: EpisodeJob) -> Trajectory:
+        """One trajectory of an ``EPISODE``, turn by turn. Raises as ``play_episode``."""
+        return await play_episode(prompt, sample_index, asked, self._limits, self._conversation)
+
+    def call(self, prompts: Sequence[Prompt], asked: SamplingJob, sample: SampleAll) -> list[list[Trajectory]]:
+        """The trajectories of each prompt of a ``CALL``, checked; blocks. Several threads may call at once.
+
+        Prompts of several functions are given to one after the other.
+
+        Args:
+            sample: what functions draw completions with.
+
+        Raises:
+            RunError: a function broke its contract; engines failed for good.
+        """
+        parts: dict[int, tuple[RolloutFunction, list[int]]] = {}
+        for place, prompt in enumerate(prompts):
+            function = self._function(prompt)
+            parts.setdefault(id(function), (function, []))[1].append(place)
+        made: dict[int, list[Trajectory]] = {}
+        for function, own in parts.values():
+            context = self._context(asked, own, sample)
+            made.update(zip(own, _run(function, [prompts[place] for place in own], context)))
+        return [made[place] for place in range(len(prompts))]
+
+    def _function(self, prompt: Prompt) -> RolloutFunction:
+        method = self._methods[prompt.environment]
+        if method.function is None:
+            raise ValueError(f"environment {prompt.environment} is a {method.kind}, not a call")
+        return method.function
+
+    def _context(self, asked: SamplingJob, places: Sequence[int], sample: SampleAll) -> RolloutContext:
+        """The context of one function, whose prompts have these places in the call."""
+
+        def draw(requests: Sequence[SampleRequest]) -> CompletionBatch:
+            if not requests:
+                raise RunError("a rollout function asked for no completion at all")
+            return sample(requests)
+
+        return RolloutContext(
+            samples=asked.samples,
+            seed=lambda i, j, turn: asked.seed(places[i], j, turn),
+            sample=draw,
+            conversation=self._conversation,
+            pool=self._pool,
+            max_turns=self._limits.max_turns,
+            max_tokens=self._limits.max_tokens,
+            max_new_tokens=self._limits.max_new_tokens,
+            max_sequence=self._limits.max_sequence,
             sampling=asked.sampling,
+            version=asked.version,
             endpoint=self.endpoint,
         )
-        made = _run(self._functions[prompts[0].environment], prompts, context)
-        through_endpoint = self.endpoint.service.router.seconds if self.endpoint else 0.0
-        return made, engines.seconds + through_endpoint
 
     def close(self) -> None:
         """Stop the endpoint."""
@@ -96,25 +160,8 @@ class RolloutRunner:
             self.endpoint.close()
 
 
-class _Engines:
-    """The fleet as one batch of a rollout function sees it; counts the seconds that sampling takes."""
-
-    def __init__(self, fleet: EngineFleet, sampling: Sampling):
-        self._fleet = fleet
-        self._sampling = sampling
-        self.seconds = 0.0
-
-    def sample(self, requests: Sequence[SampleRequest]) -> CompletionBatch:
-        """Draw and wait."""
-        if not requests:
-            raise RunError("a rollout function asked for no completion at all")
-        batch = self._fleet.collect(self._fleet.submit(requests, self._sampling))
-        self.seconds += batch.seconds
-        return batch
-
-
-def rollout_functions(config: Config) -> dict[str, RolloutFunction]:
-    """The rollout function of each environment that needs one: the config's own for all, or the built-in ones.
+def rollout_methods(config: Config) -> dict[str, RolloutMethod]:
+    """How the trajectories of each environment are made: by the config's own function for all, or the built-in way.
 
     Raises:
         ConfigError: the function cannot be found; agents without an endpoint; budgets of turns where nothing has turns.
@@ -124,41 +171,24 @@ def rollout_functions(config: Config) -> dict[str, RolloutFunction]:
     if with_agents and not config.rollout.endpoint.enabled:
         raise ConfigError(f"rollout.endpoint.enabled: must be true, the agents of env.{min(with_agents)} play with it")
     if config.rollout.function is not None:
-        return dict.fromkeys(config.env, _own_function(config.rollout.function))
-    found: dict[str, RolloutFunction] = {
-        name: partial(play_with_agents, cast(AgentEnvironment, environment)) if name in with_agents else play
-        for name, environment in environments.items()
-        if name in with_agents or environment.has_turns
-    }
+        own = RolloutMethod(RolloutKind.CALL, _own_function(config.rollout.function))
+        return dict.fromkeys(config.env, own)
+    methods = {name: _built_in(environment) for name, environment in environments.items()}
     turns = config.rollout.turns
-    if not found and (turns.max_turns != 1 or turns.max_tokens is not None):
+    one_turn = all(method.kind is RolloutKind.SAMPLE for method in methods.values())
+    if one_turn and (turns.max_turns != 1 or turns.max_tokens is not None):
         raise ConfigError("rollout.turns: has no effect, no environment of env has turns; remove it")
     if config.rollout.endpoint.enabled and not with_agents:
         raise ConfigError(
             "rollout.endpoint: has no effect without an environment of agents or a rollout.function; remove it"
         )
-    return found
+    return methods
 
 
-def check_one_kind(functions: Mapping[str, RolloutFunction], names: Collection[str], split: str) -> None:
-    """Refuses a split whose rows go to environments that are played in unlike ways: one way makes a whole batch.
-
-    Args:
-        functions: as ``rollout_functions`` gives them.
-        names: the environments of the split's rows.
-
-    Raises:
-        ConfigError: names two of them.
-    """
-    kinds: dict[int, str] = {}
-    for name in sorted(names):
-        kinds.setdefault(id(functions.get(name)), name)
-    if len(kinds) > 1:
-        one, other = list(kinds.values())[:2]
-        raise ConfigError(
-            f"data.{split}.environment_key: rows of {one} and of {other} cannot share a batch; environments with "
-            "turns and without, or of different agents, need runs of their own"
-        )
+def _built_in(environment: Any) -> RolloutMethod:
+    if environment.plays_with_endpoint:
+        return RolloutMethod(RolloutKind.CALL, partial(play_with_agents, cast(AgentEnvironment, environment)))
+    return RolloutMethod(RolloutKind.EPISODE if environment.has_turns else RolloutKind.SAMPLE)
 
 
 def _own_function(reference: str) -> RolloutFunction:

@@ -1,132 +1,149 @@
-"""Episodes of Python environments: all trajectories of a batch take their turns together.
+"""An episode of a Python environment: one trajectory that takes its turns, as a coroutine.
 
-Every turn is one call to the engines and one to the environment workers. A trajectory ends when its environment says
-so, after ``rollout.turns.max_turns``, or when no further token fits; the last two are ``truncated``.
+Reset, then turn by turn: the engines write, the environment answers. A trajectory ends when its environment says so,
+after ``rollout.turns.max_turns``, or when no further token fits; the last two are ``truncated``. Whoever awaits it
+decides which engine samples and whether trajectories wait for each other between turns.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Sequence
+from typing import Awaitable, Callable, Sequence
 
-from gdpo_nemo.data.conversation import Message
+from gdpo_nemo.data.conversation import Conversation, Message
 from gdpo_nemo.data.records import Outcome, Prompt, Trajectory
 from gdpo_nemo.environments.episodes import EpisodeReply, EpisodeStep
 from gdpo_nemo.errors import RunError
-from gdpo_nemo.generation.requests import SampleRequest
-from gdpo_nemo.rollouts.context import RolloutContext, Transcript
+from gdpo_nemo.generation.requests import Completion, SampleRequest, Sampling
+from gdpo_nemo.rollouts.context import Transcript, check_trajectory
 
 
-@dataclass
-class _Play:
-    """One trajectory and its episode."""
+@dataclass(frozen=True)
+class EpisodeJob:
+    """The means of one episode."""
 
-    transcript: Transcript
-    place: int
-    messages: list[Message] | None
-    """The conversation so far, for the chat template; None if the prompt is plain text."""
-    state: bytes = b""
-    done: bool = False
+    sampling: Sampling
+    """The settings that ``sample`` draws with."""
+    seed: Callable[[int], int]
+    """turn -> seed of its completion."""
+    sample: Callable[[SampleRequest], Awaitable[Completion]]
+    """Draws one turn."""
+    step: Callable[[EpisodeStep], Awaitable[EpisodeReply]]
+    """Runs one step of the environment, in a worker process."""
+    version: int = 0
+    """Of the weights that were published when the episode began, for one in which the policy writes nothing."""
 
-    def step(self, message: Message | None, reset: bool = False) -> EpisodeStep:
-        """The next request to the environment."""
-        t = self.transcript
-        return EpisodeStep(t.prompt, t.sample_index, t.turns, None if reset else self.state, message)
+
+@dataclass(frozen=True)
+class Limits:
+    """Budgets of one trajectory."""
+
+    max_turns: int
+    max_tokens: int
+    """Tokens that the policy may write in all turns."""
+    max_new_tokens: int
+    """Tokens that it may write in one."""
+    max_sequence: int
+    """Tokens of prompt and completion together."""
 
 
-def play(prompts: Sequence[Prompt], context: RolloutContext) -> list[list[Trajectory]]:
-    """The built-in rollout function of environments with turns.
+async def play_episode(
+    prompt: Prompt, sample_index: int, asked: EpisodeJob, limits: Limits, conversation: Conversation
+) -> Trajectory:
+    """One trajectory of an environment with turns.
 
     Raises:
-        RunError: a mistake in an environment's code; engines or workers failed for good.
+        RunError: a mistake in the environment's code; whatever ``asked.sample`` and ``asked.step`` raise.
     """
-    plays = [
-        _Play(Transcript(prompt, j), place, list(prompt.messages) if prompt.messages else None)
-        for place, prompt in enumerate(prompts)
-        for j in range(context.samples)
-    ]
-    _reset(plays, context)
-    for turn in range(context.max_turns):
-        playing = [p for p in plays if not p.done]
-        if not playing:
+    episode = _Episode(Transcript(prompt, sample_index), asked, limits, conversation)
+    await episode.reset()
+    for turn in range(limits.max_turns):
+        if episode.done or episode.room < 1:
             break
-        _turn(playing, turn, context)
-    _truncate([p for p in plays if not p.done], context)
-    version = max((p.transcript.version or 0 for p in plays), default=0)
-    finished = [p.transcript.trajectory(context.conversation, version) for p in plays]
-    return [finished[i : i + context.samples] for i in range(0, len(finished), context.samples)]
+        await episode.take_turn(turn)
+    if not episode.done:
+        await episode.truncate()
+    made = episode.transcript.trajectory(conversation, asked.version)
+    check_trajectory(made, prompt, limits.max_sequence, f"environment {prompt.environment!r}")
+    return made
 
 
-def _reset(plays: Sequence[_Play], context: RolloutContext) -> None:
-    for p, reply in zip(plays, context.pool.step([p.step(None, reset=True) for p in plays])):
-        _apply_reply(p, reply)
-        if not p.done and reply.observation is not None:
-            text, ids = context.conversation.prompt(reply.observation)
-            p.messages = context.conversation.messages(reply.observation) if context.conversation.chat else None
-            p.transcript.prompt = replace(p.transcript.prompt, token_ids=ids, text=text, messages=p.messages)
+class _Episode:
+    """The state of an episode between two turns."""
 
+    def __init__(self, transcript: Transcript, asked: EpisodeJob, limits: Limits, conversation: Conversation):
+        self.transcript = transcript
+        self.done = False
+        self._asked = asked
+        self._limits = limits
+        self._conversation = conversation
+        self._state: bytes | None = None
+        self._messages: list[Message] | None = list(transcript.prompt.messages) if transcript.prompt.messages else None
+        """The conversation so far, for the chat template; None if the prompt is plain text."""
+        self._full = False
+        """Whether an observation had no room."""
 
-def _room(p: _Play, context: RolloutContext) -> int:
-    """Tokens that the policy may write in its next turn."""
-    t = p.transcript
-    return min(context.max_new_tokens, context.max_tokens - t.num_policy_tokens, context.max_sequence - len(t))
+    @property
+    def room(self) -> int:
+        """Tokens that the policy may write in its next turn."""
+        if self._full:
+            return 0
+        t = self.transcript
+        limits = self._limits
+        return min(limits.max_new_tokens, limits.max_tokens - t.num_policy_tokens, limits.max_sequence - len(t))
 
+    async def reset(self) -> None:
+        """Begin; the environment may put a prompt of its own in the row's place."""
+        reply = await self._step(None)
+        if self.done or reply.observation is None:
+            return
+        talk = self._conversation
+        t = self.transcript
+        text, ids = talk.prompt(reply.observation)
+        self._messages = talk.messages(reply.observation) if talk.chat else None
+        t.prompt = replace(t.prompt, token_ids=ids, text=text, messages=self._messages)
 
-def _turn(playing: Sequence[_Play], turn: int, context: RolloutContext) -> None:
-    """Run one turn of every unfinished trajectory."""
-    _truncate([p for p in playing if _room(p, context) < 1], context)
-    playing = [p for p in playing if not p.done]
-    if not playing:
-        return
-    requests = [
-        SampleRequest(p.transcript.token_ids, context.seed(p.place, p.transcript.sample_index, turn), _room(p, context))
-        for p in playing
-    ]
-    batch = context.sample(requests)
-    answers = []
-    for p, completion in zip(playing, batch.completions):
-        p.transcript.append_policy_tokens(completion, batch.version)
-        text = context.conversation.text(completion.token_ids)
-        answers.append({"role": "assistant", "content": text, "finish_reason": completion.finish_reason})
-    replies = context.pool.step([p.step(answer) for p, answer in zip(playing, answers)])
-    for p, answer, reply in zip(playing, answers, replies):
-        _apply_reply(p, reply)
-        if not p.done and reply.observation is not None and turn + 1 < context.max_turns:
-            _append_observation(p, answer, reply.observation, context)
+    async def take_turn(self, turn: int) -> None:
+        """The policy writes, the environment answers."""
+        t = self.transcript
+        completion = await self._asked.sample(SampleRequest(t.token_ids, self._asked.seed(turn), self.room))
+        t.append_policy_tokens(completion)
+        text = self._conversation.text(completion.token_ids)
+        reply = await self._step({"role": "assistant", "content": text, "finish_reason": completion.finish_reason})
+        if not self.done and reply.observation is not None and turn + 1 < self._limits.max_turns:
+            self._append_observation(text, reply.observation)
 
+    async def truncate(self) -> None:
+        """End the episode: its budget of turns or tokens is used up."""
+        await self._step(None)
+        self.done = True
+        self.transcript.finish_reason = "length"
 
-def _append_observation(
-    p: _Play, answer: Message, observation: str | Sequence[Message], context: RolloutContext
-) -> None:
-    """Append the observation; a trajectory without room for it is left to ``_truncate``."""
-    t = p.transcript
-    talk = context.conversation
-    tools = t.prompt.fields.get("tools")
-    ids = talk.continuation(p.messages, observation, t.ids[-1], tools if isinstance(tools, list) else None)
-    if not len(ids):
-        raise RunError(f"environment {t.prompt.environment!r}: an observation has no tokens: {str(observation)[:40]!r}")
-    if len(t) + len(ids) >= context.max_sequence or t.num_policy_tokens >= context.max_tokens:
-        # Not appended: a trajectory must end with tokens of the policy, and there is no room for one after these.
-        t.finish_reason = "length"
-        return
-    t.append_env_tokens(ids)
-    if p.messages is not None:
-        p.messages += [{"role": "assistant", "content": answer["content"]}, *talk.messages(observation)]
+    async def _step(self, message: Message | None) -> EpisodeReply:
+        t = self.transcript
+        reply = await self._asked.step(EpisodeStep(t.prompt, t.sample_index, t.turns, self._state, message))
+        self._state = reply.state
+        self.done = reply.done
+        t.add_rewards(reply.rewards)
+        if reply.outcome is not Outcome.OK:
+            t.outcome = reply.outcome
+            t.detail = reply.detail
+            self.done = True
+        return reply
 
-
-def _apply_reply(p: _Play, reply: EpisodeReply) -> None:
-    p.state = reply.state
-    p.done = reply.done
-    p.transcript.add_rewards(reply.rewards)
-    if reply.outcome is not Outcome.OK:
-        p.transcript.outcome = reply.outcome
-        p.transcript.detail = reply.detail
-        p.done = True
-
-
-def _truncate(plays: Sequence[_Play], context: RolloutContext) -> None:
-    """End episodes whose budget of turns or tokens is used up."""
-    for p, reply in zip(plays, context.pool.step([p.step(None) for p in plays]) if plays else []):
-        _apply_reply(p, reply)
-        p.done = True
-        p.transcript.finish_reason = "length"
+    def _append_observation(self, answer: str, observation: str | Sequence[Message]) -> None:
+        t = self.transcript
+        talk = self._conversation
+        offered = t.prompt.fields.get("tools")
+        tools = offered if isinstance(offered, list) else None
+        ids = talk.continuation(self._messages, observation, int(t.token_ids[-1]), tools)
+        if not len(ids):
+            start = str(observation)[:40]
+            raise RunError(f"environment {t.prompt.environment!r}: an observation has no tokens: {start!r}")
+        if len(t) + len(ids) >= self._limits.max_sequence or t.num_policy_tokens >= self._limits.max_tokens:
+            # Not appended: a trajectory must end with tokens of the policy, and there is no room for one after these.
+            self._full = True
+            return
+        t.append_env_tokens(ids)
+        if self._messages is not None:
+            self._messages += [{"role": "assistant", "content": answer}, *talk.messages(observation)]

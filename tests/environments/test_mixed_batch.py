@@ -13,10 +13,8 @@ from gdpo_nemo.data.prompts import PromptSource
 from gdpo_nemo.data.records import Group, Trajectory
 from gdpo_nemo.environments.execution.dispatch import EnvironmentPools
 from gdpo_nemo.environments.registry import load_environments
-from gdpo_nemo.errors import ConfigError
-from gdpo_nemo.rollouts.functions import check_one_kind, rollout_functions
 from gdpo_nemo.rollouts.learning import advantages_of
-from gdpo_nemo.rollouts.stream import apply_verdicts
+from gdpo_nemo.rollouts.groups import apply_verdicts
 from gdpo_nemo.validation import validate
 
 DEMO = Path(__file__).resolve().parents[2] / "configs" / "gdpo_tiny_cpu.yaml"
@@ -114,13 +112,3 @@ def test_a_failing_environment_leaves_the_advantages_of_the_others_unchanged(bat
     beside = advantages_of(groups, config).values.numpy()
     assert {trajectory.outcome.value for trajectory in failed} == {"env_failed"}
     assert list(beside[:4]) == [0.0] * 4 and beside[4:] == pytest.approx(alone, abs=1e-12)
-
-
-def test_environments_that_are_played_in_unlike_ways_cannot_share_a_batch():
-    functions = rollout_functions(load_config(DEMO, ["env.digit_turns={}", "env.math={}"]))
-    check_one_kind(functions, {"digit_sort", "math"}, "train")
-    check_one_kind(functions, {"digit_turns"}, "train")
-    with pytest.raises(
-        ConfigError, match="data.train.environment_key: rows of digit_sort and of digit_turns cannot share"
-    ):
-        check_one_kind(functions, {"digit_sort", "digit_turns", "math"}, "train")

@@ -14,7 +14,7 @@ import pytest
 from gdpo_nemo.config.load import load_config
 from gdpo_nemo.data.records import Prompt, TrainerState, Verdict
 from gdpo_nemo.generation.requests import Completion, CompletionBatch
-from gdpo_nemo.rollouts.stream import RolloutStream, sample_seed
+from gdpo_nemo.rollouts.groups import RolloutStream, sample_seed
 
 DEMO = Path(__file__).resolve().parents[2] / "configs" / "gdpo_tiny_cpu.yaml"
 SMALL = [

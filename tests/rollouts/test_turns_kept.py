@@ -14,8 +14,8 @@ from gdpo_nemo.rollouts.context import Transcript
 
 
 def turn(number: int) -> Turn:
-    completion = Completion(np.array([number], np.int32), np.array([-1.0], np.float32), "stop")
-    return Turn(np.array([7, 8], np.int32), completion, 0, 0, 1, 1, f"said {number}")
+    completion = Completion(np.array([number], np.int32), np.array([-1.0], np.float32), "stop", ((0, 1),))
+    return Turn(np.array([7, 8], np.int32), completion, 0, 1, 1, f"said {number}")
 
 
 def reply(number: int) -> dict:

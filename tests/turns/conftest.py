@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,12 +19,13 @@ from gdpo_nemo.cluster.session import session
 from gdpo_nemo.cluster.weight_sync import WeightSync
 from gdpo_nemo.config.load import load_config
 from gdpo_nemo.data.conversation import Conversation
-from gdpo_nemo.endpoint.router import EngineRouter
+from gdpo_nemo.data.records import Trajectory
 from gdpo_nemo.endpoint.server import Endpoint
 from gdpo_nemo.endpoint.service import Budgets, Service
 from gdpo_nemo.generation.requests import Sampling
 from gdpo_nemo.rollouts.context import RolloutContext
-from gdpo_nemo.rollouts.stream import sample_seed
+from gdpo_nemo.rollouts.groups import sample_seed
+from gdpo_nemo.rollouts.turns import EpisodeJob, Limits, play_episode
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 LONGEST = 5120
@@ -51,7 +54,7 @@ class Stage:
         return RolloutContext(
             samples=samples,
             seed=lambda i, j, turn: sample_seed(7, i, j, turn),
-            sample=lambda requests: self.fleet.collect(self.fleet.submit(requests, self.sampling)),
+            sample=lambda requests: self.fleet.generate(requests, self.sampling),
             conversation=self.conversation,
             pool=pool,
             max_turns=max_turns,
@@ -61,6 +64,27 @@ class Stage:
             sampling=sampling or self.sampling,
             endpoint=endpoint,
         )
+
+    def play(self, prompt, pool, samples=2, max_turns=4, max_tokens=None) -> list[Trajectory]:
+        """The trajectories of one prompt of an environment with turns, on real engines and workers."""
+        limits = Limits(max_turns, max_tokens or 10 * max_turns, 10, LONGEST)
+
+        async def sample(request):
+            return (await self.fleet.sample(request, self.sampling))[0]
+
+        async def step(asked):
+            return (await asyncio.to_thread(pool.step, [asked]))[0]
+
+        async def all_of_them():
+            jobs = [
+                EpisodeJob(self.sampling, partial(sample_seed, 7, 0, j), sample, step, version=0)
+                for j in range(samples)
+            ]
+            return await asyncio.gather(
+                *(play_episode(prompt, j, job, limits, self.conversation) for j, job in enumerate(jobs))
+            )
+
+        return asyncio.run_coroutine_threadsafe(all_of_them(), self.fleet.loop).result()
 
 
 @pytest.fixture(scope="session")
@@ -105,20 +129,12 @@ def pytest_runtest_teardown(item, nextitem):
         _standing.close()
 
 
-@pytest.fixture(scope="session")
-def router(stage):
-    made = EngineRouter(stage.fleet, 2)
+@pytest.fixture
+def resting_endpoint(stage):
+    """An endpoint between two batches, whose conversations have four turns and 80 tokens in a context of 400."""
+    made = Endpoint(Service(stage.fleet, stage.conversation, Budgets(4, 80, 400)), "127.0.0.1", 0)
     yield made
     made.close()
-
-
-@pytest.fixture
-def resting_endpoint(stage, router):
-    """An endpoint between two batches, whose conversations have four turns and 80 tokens in a context of 400."""
-    made = Endpoint(Service(router, stage.conversation, Budgets(4, 80, 400)), "127.0.0.1", 0)
-    yield made
-    made._server.should_exit = made._server.force_exit = True
-    made._thread.join(10)
 
 
 @pytest.fixture

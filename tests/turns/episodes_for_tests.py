@@ -91,3 +91,10 @@ class Trouble:
         import threading
 
         self.lock = threading.Lock()
+
+
+class Shut(Awkward):
+    """Fails at its reset."""
+
+    def episode(self):
+        raise EpisodeFailed("nobody is there")

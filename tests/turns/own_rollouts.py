@@ -15,7 +15,7 @@ def best_of_hints(prompts, context):
             seeds = [context.seed(place, talk.sample_index, turn) for talk in talks]
             batch = context.sample([SampleRequest(talk.token_ids, seed) for talk, seed in zip(talks, seeds)])
             for talk, completion in zip(talks, batch.completions):
-                talk.append_policy_tokens(completion, batch.version)
+                talk.append_policy_tokens(completion)
                 if turn == 0:
                     talk.append_env_tokens(context.conversation.continuation(prompt.messages, "again", talk.ids[-1]))
         made.append([talk.trajectory(context.conversation, batch.version) for talk in talks])
@@ -40,3 +40,13 @@ def masks_everything(prompts, context):
 
 def raises(prompts, context):
     return 1 / 0
+
+
+def claims_other_spans(prompts, context):
+    made = best_of_hints(prompts, context)
+    made[0][1].spans = ((0, 1),)
+    return made
+
+
+def asks_for_nothing(prompts, context):
+    return context.sample([])

@@ -100,11 +100,11 @@ def test_a_client_that_drops_the_token_fields_goes_on_from_them_all_the_same(end
     )
 
 
-def test_a_template_that_rewrites_history_would_drift_and_does_not(stage, router):
+def test_a_template_that_rewrites_history_would_drift_and_does_not(stage):
     tokenizer = copy.deepcopy(stage.tokenizer)
     tokenizer.chat_template = FORGETFUL
     conversation = Conversation(tokenizer, chat=True)
-    service = Service(router, conversation, Budgets(4, 80, 400))
+    service = Service(stage.fleet, conversation, Budgets(4, 80, 400))
 
     class Direct:
         """The service without HTTP."""
@@ -208,19 +208,16 @@ def test_neutral_settings_are_taken_and_completions_stay_within_every_budget(end
     assert httpx.get(endpoint.url + "/v1/models").json()["data"][0]["id"] == "policy"
 
 
-def test_requests_that_are_too_large_or_no_json_or_come_between_batches_are_refused(
-    endpoint, stage, router, monkeypatch
-):
+def test_requests_that_are_too_large_or_no_json_or_come_between_batches_are_refused(endpoint, stage, monkeypatch):
     url = endpoint.url + "/v1/chat/completions"
     assert httpx.post(url, content=b"{").status_code == 400
     assert httpx.post(url, content=b"[" * 500 + b"]" * 500).status_code == 400
     monkeypatch.setattr(server, "MAX_BODY_BYTES", 1000)
     assert httpx.post(url, content=b" " * 2000).status_code == 413
     monkeypatch.undo()
-    idle = Endpoint(Service(router, stage.conversation, Budgets(4, 80, 400)), "127.0.0.1", 0)
+    idle = Endpoint(Service(stage.fleet, stage.conversation, Budgets(4, 80, 400)), "127.0.0.1", 0)
     assert post(idle, [{"role": "user", "content": "x"}]).status_code == 400
-    idle._server.should_exit = True
-    idle._thread.join(10)
+    idle.close()
 
 
 def test_a_conversation_stays_on_its_engine_and_many_use_all(endpoint):

@@ -13,7 +13,6 @@ from gdpo_nemo.data.records import Outcome, Prompt
 from gdpo_nemo.environments.episodes import EpisodeStep
 from gdpo_nemo.environments.execution.pool import EnvironmentPool
 from gdpo_nemo.errors import RunError
-from gdpo_nemo.rollouts.turns import play
 
 PLUGINS = Path(__file__).with_name("episodes_for_tests.py")
 
@@ -29,10 +28,6 @@ def pool():
         yield made
 
 
-def context(stage, pool, samples=2, max_turns=4, max_tokens=None):
-    return stage.context(pool, samples, max_turns, max_tokens or 10 * max_turns)
-
-
 def chat_prompt(stage, environment, text="hello") -> Prompt:
     messages = [{"role": "user", "content": text}]
     rendered = stage.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
@@ -42,7 +37,7 @@ def chat_prompt(stage, environment, text="hello") -> Prompt:
 
 @pytest.fixture(scope="module")
 def four_turns(stage, pool):
-    return play([chat_prompt(stage, "guessing")], context(stage, pool, samples=4))[0]
+    return stage.play(chat_prompt(stage, "guessing"), pool, samples=4)
 
 
 def test_only_policy_tokens_are_unmasked_and_the_rest_is_the_templates_text(four_turns, stage):
@@ -133,8 +128,8 @@ def test_packing_trains_exactly_the_unmasked_tokens_on_every_context_rank():
 
 
 def test_budgets_end_an_episode_as_truncated_and_the_environment_has_the_last_word(stage, pool):
-    (two_turns,) = play([chat_prompt(stage, "guessing")], context(stage, pool, max_turns=2))
-    (few_tokens,) = play([chat_prompt(stage, "guessing")], context(stage, pool, max_tokens=13))
+    two_turns = stage.play(chat_prompt(stage, "guessing"), pool, max_turns=2)
+    few_tokens = stage.play(chat_prompt(stage, "guessing"), pool, max_tokens=13)
     for trajectory in (*two_turns, *few_tokens):
         assert trajectory.outcome is Outcome.TRUNCATED and trajectory.loss_mask[-1]
         parts = np.split(trajectory.completion_ids, np.flatnonzero(np.diff(trajectory.loss_mask.astype(int))) + 1)
@@ -145,9 +140,7 @@ def test_budgets_end_an_episode_as_truncated_and_the_environment_has_the_last_wo
 
 
 def test_the_first_prompt_may_come_from_reset_and_equal_seeds_replay_a_batch(stage, pool):
-    first, again = (
-        play([chat_prompt(stage, "opened")], context(stage, pool, samples=6, max_turns=2))[0] for _ in range(2)
-    )
+    first, again = (stage.play(chat_prompt(stage, "opened"), pool, samples=6, max_turns=2) for _ in range(2))
     assert first[0].prompt.text == "<|start|>user\nbegin<|end|>\n<|start|>assistant\n"
     for one, other in zip(first, again):
         assert np.array_equal(one.completion_ids, other.completion_ids)

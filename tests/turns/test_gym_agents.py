@@ -14,7 +14,6 @@ from real_nemo_gym import installed
 from gdpo_nemo.data.failures import FailureKind
 from gdpo_nemo.data.packing import TrainSequence
 from gdpo_nemo.data.records import Outcome, Prompt
-from gdpo_nemo.endpoint.router import EngineRouter
 from gdpo_nemo.endpoint.server import Endpoint
 from gdpo_nemo.endpoint.service import Budgets, Service
 from gdpo_nemo.environments.nemo_gym.agent_environment import NemoGymAgent
@@ -35,9 +34,7 @@ REWARDS = [
 
 @pytest.fixture(scope="module")
 def endpoint(stage):
-    service = Service(
-        EngineRouter(stage.fleet, 2), stage.conversation, Budgets(5, 400, stage.config.policy.max_total_sequence_length)
-    )
+    service = Service(stage.fleet, stage.conversation, Budgets(5, 400, stage.config.policy.max_total_sequence_length))
     made = Endpoint(service, "127.0.0.1", 0)
     yield made
     made.close()

@@ -173,7 +173,7 @@ def test_what_was_said_is_the_same_words_when_its_items_come_back(content, calls
     """With and without the token fields; else an unchanged history would count as edited."""
     made = [{"id": f"call_{n}", "type": "function", "function": {"name": n, "arguments": '{"n": 1}'}} for n in calls]
     message = {"role": "assistant", "content": content, **({"tool_calls": made} if made else {})}
-    turn = Turn(np.arange(3), Completion(np.arange(2), np.zeros(2, np.float32), "stop"), 0, 0, 1, 2, "0" * 64)
+    turn = Turn(np.arange(3), Completion(np.arange(2), np.zeros(2, np.float32), "stop"), 0, 1, 2, "0" * 64)
     output = response_of(turn, message, {}, "1")["output"]
     assert [item["type"] for item in output] == kinds
     assert [all(key in item for key in TOKEN_FIELDS) for item in output] == [False] * (len(kinds) - 1) + [True]

@@ -5,44 +5,71 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from dataclasses import replace
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
+from scripted_engines import TOKENIZER, ScriptedEngines
 
 from gdpo_nemo.config.load import load_config
-from gdpo_nemo.data.records import Prompt
+from gdpo_nemo.data.conversation import Conversation
+from gdpo_nemo.data.records import Prompt, Trajectory
 from gdpo_nemo.errors import ConfigError, RunError
+from gdpo_nemo.generation.requests import Sampling
 from gdpo_nemo.observe.metric_registry import unknown_metrics
 from gdpo_nemo.observe.rollouts import read_rollouts, rollout_path
-from gdpo_nemo.rollouts.functions import RolloutRunner, SamplingJob, needs_verdict, rollout_functions
-from gdpo_nemo.rollouts.stream import sample_seed
+from gdpo_nemo.rollouts.functions import RolloutKind, RolloutRunner, SamplingJob, needs_verdict, rollout_methods
+from gdpo_nemo.rollouts.groups import sample_seed
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 OWN = Path(__file__).with_name("own_rollouts.py")
 
 
-def player(stage, function: str) -> RolloutRunner:
-    rollout = replace(stage.config.rollout, function=f"{OWN}:{function}")
-    return RolloutRunner(replace(stage.config, rollout=rollout), stage.fleet, None, stage.tokenizer)
+TALK = Conversation(TOKENIZER, chat=True)
+SAMPLING = Sampling(1.0, 1.0, -1, 10)
 
 
-def asked(stage, samples=2) -> SamplingJob:
-    return SamplingJob(stage.sampling, samples, lambda i, j, turn: sample_seed(3, i, j, turn))
+@pytest.fixture
+def engines():
+    made = ScriptedEngines()
+    yield made
+    made.close()
 
 
-def prompt(stage) -> Prompt:
-    messages = [{"role": "user", "content": "hello"}]
-    text, ids = stage.conversation.prompt(messages)
-    return Prompt("p", ids, text, "digit_turns", {}, messages)
+def called(engines, function: str, prompts=("hello",), samples=2) -> list[list[Trajectory]]:
+    config = load_config(
+        REPOSITORY / "configs" / "gdpo_turns_cpu.yaml",
+        [f"rollout.function={OWN}:{function}", "policy.max_total_sequence_length=400"],
+    )
+    runner = RolloutRunner(config, engines, None, TOKENIZER)
+    assert runner.kind("digit_turns") is RolloutKind.CALL
+    asked = SamplingJob(SAMPLING, samples, lambda i, j, turn: sample_seed(3, i, j, turn))
+    return runner.call([prompt(text) for text in prompts], asked, lambda r: engines.generate(r, SAMPLING))
 
 
-def test_a_custom_function_makes_trajectories_and_the_environment_verdicts(stage):
-    one, other = player(stage, "best_of_hints").play([prompt(stage)], asked(stage))[0][0]
+def prompt(say: str) -> Prompt:
+    messages = [{"role": "user", "content": say}]
+    text, ids = TALK.prompt(messages)
+    return Prompt(say, ids, text, "digit_turns", {}, messages)
+
+
+def test_a_custom_function_makes_trajectories_and_the_environment_verdicts(engines):
+    engines.version = 6
+    one, other = called(engines, "best_of_hints")[0]
     assert one.turns == other.turns == 2 and one.trains and needs_verdict(one)
     (heard,) = (part for part in np.split(one.completion_ids, np.flatnonzero(np.diff(one.loss_mask)) + 1)[1:2])
-    assert "<|start|>user\nagain<|end|>\n<|start|>assistant\n" in stage.tokenizer.decode(heard)
+    assert "<|start|>user\nagain<|end|>\n<|start|>assistant\n" in TOKENIZER.decode(heard)
+    assert one.spans == ((6, one.num_policy_tokens),) and one.policy_version == 6
+
+
+def test_calls_of_several_threads_have_a_context_each_and_give_the_same(engines):
+    """Seeds are of the prompt's place in its call, so each call below is the first prompt of another."""
+    (alone,) = called(engines, "best_of_hints", ["a"])
+    with ThreadPoolExecutor(4) as threads:
+        found = list(threads.map(lambda _: called(engines, "best_of_hints", ["a"])[0], range(4)))
+    for group in found:
+        assert [t.completion_ids.tolist() for t in group] == [t.completion_ids.tolist() for t in alone]
 
 
 @pytest.mark.parametrize(
@@ -51,12 +78,14 @@ def test_a_custom_function_makes_trajectories_and_the_environment_verdicts(stage
         ("forgets_a_sample", "wants samples 0 to 1"),
         ("drops_logprobs", "no finite number of at most 0"),
         ("masks_everything", "the policy wrote nothing"),
+        ("claims_other_spans", "the spans of versions do not add up"),
+        ("asks_for_nothing", "asked for no completion at all"),
         ("raises", "raises raised ZeroDivisionError"),
     ],
 )
-def test_what_breaks_the_contract_stops_the_run_with_a_sentence(stage, function, fault):
+def test_what_breaks_the_contract_stops_the_run_with_a_sentence(engines, function, fault):
     with pytest.raises(RunError, match=fault):
-        player(stage, function).play([prompt(stage)], asked(stage))
+        called(engines, function)
 
 
 @pytest.mark.parametrize(
@@ -73,10 +102,10 @@ def test_what_breaks_the_contract_stops_the_run_with_a_sentence(stage, function,
 )
 def test_settings_of_turns_that_cannot_work_are_refused_before_anything_starts(override, message):
     with pytest.raises(ConfigError) as refused:
-        rollout_functions(load_config(REPOSITORY / "configs" / "gdpo_turns_cpu.yaml", [override]))
+        rollout_methods(load_config(REPOSITORY / "configs" / "gdpo_turns_cpu.yaml", [override]))
     assert message in str(refused.value)
     with pytest.raises(ConfigError, match="rollout.turns: has no effect"):
-        rollout_functions(load_config(REPOSITORY / "configs" / "gdpo_tiny_cpu.yaml", ["rollout.turns.max_turns=2"]))
+        rollout_methods(load_config(REPOSITORY / "configs" / "gdpo_tiny_cpu.yaml", ["rollout.turns.max_turns=2"]))
 
 
 def test_two_turns_train_three_steps_and_sampler_and_trainer_agree(digit_model, tmp_path):
