@@ -30,6 +30,7 @@ from gdpo_nemo.commands import (
     plan,
     reference,
     report,
+    simulate,
     train,
 )
 from gdpo_nemo.commands.arguments import Parser
@@ -39,6 +40,7 @@ from gdpo_nemo.errors import ConfigError, GdpoError
 COMMANDS = (
     train,
     plan,
+    simulate,
     doctor,
     explain,
     config,
