@@ -9,6 +9,10 @@ B = (S + 1) * P - (W - 1) are outstanding, and trained only while it is less tha
 So group i, admitted after u updates, has i <= u * P + B - 1 and is trained at rank r <= i + W - 1, in update v with
 v * P <= r; hence v - u <= (B + W - 2) / P, which is at most S. Dropped groups only lower the rank. S = 0 makes W = 1
 and B = P: a step's groups, in order.
+
+That holds for groups admitted under the trainer's own weights. Where published weights are up to L updates behind these
+(``rollout.sync_every`` - 1), B is that of S - L; where they are n more behind, as while they are under way, only
+B - n * P may be outstanding.
 """
 
 from __future__ import annotations
