@@ -15,9 +15,10 @@ from gdpo_nemo.environments.episodes import EpisodeReply, EpisodeStep
 from gdpo_nemo.environments.execution.executor import EnvironmentExecutor
 from gdpo_nemo.environments.registry import judges_by_sample
 from gdpo_nemo.generation.requests import Completion, CompletionBatch, SampleRequest, Sampling
-from gdpo_nemo.rollouts.functions import EpisodeJob, RolloutKind, RolloutRunner, SamplingJob, needs_verdict
+from gdpo_nemo.rollouts.functions import RolloutKind, RolloutRunner, SamplingJob, needs_verdict
 from gdpo_nemo.rollouts.groups import aborted, apply_verdicts, decode, sample_seed, sampled
 from gdpo_nemo.rollouts.rendezvous import Rendezvous
+from gdpo_nemo.rollouts.turns import EpisodeJob
 
 
 @dataclass
@@ -94,7 +95,8 @@ class GroupMaker:
         """Groups by the rollout function of their environment, which gets all prompts in one call, in a thread."""
         started = time.time()
         first = jobs[0]
-        asked = SamplingJob(first.sampling, first.samples, lambda i, j, turn: self._seed(jobs[i], j, turn))
+        version = self._fleet.version
+        asked = SamplingJob(first.sampling, first.samples, lambda i, j, turn: self._seed(jobs[i], j, turn), version)
         if first.promised:
             for _ in range(first.samples):
                 self._keep_promise(first)

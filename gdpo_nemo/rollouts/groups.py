@@ -30,6 +30,8 @@ class Rollout:
     measured: dict[str, float] = field(default_factory=dict)
     """Metrics of engines and queue."""
     spans: list[Span] = field(default_factory=list)
+    version: int | None = None
+    """Of the weights that its step starts from."""
 
     @property
     def trajectories(self) -> list[Trajectory]:

@@ -326,6 +326,7 @@ class RolloutScheduler:
         self._ledger.dropped = []
         self._consumed += len(self._training)
         rollout.dropped = dropped
+        rollout.version = self._step
         rollout.dropped_groups = rollout.dropped_groups or sum(reason == NO_SIGNAL for _, reason in dropped)
         rollout.next_position = self._consumed
         rollout.measured |= self._measure()
