@@ -77,6 +77,8 @@ class RunComponents:
     state: RunState
     prompt_limit: int | None = None
     """Prompts of the whole run (``config.layout.prompt_limit``)."""
+    total_updates: int = 0
+    """Optimizer updates of the whole run (``resume.total_updates``)."""
     validation_prompts: list[Prompt] = field(default_factory=list)
     policy: PolicyGroup = field(init=False)
     algorithm: Algorithm = field(init=False)
@@ -184,7 +186,7 @@ def _start_processes(
     folder = inputs.folder.absolute()
     placement = reserve(config, [parts.run_dir, folder])
     pool = _start_environments(parts, stack, config, placement) if inputs.algorithm.samples else None
-    horizon = total_updates(config, parts.state, len(inputs.prompts))
+    parts.total_updates = horizon = total_updates(config, parts.state, len(inputs.prompts))
     reference = inputs.algorithm.needs_reference(config)
     parts.policy = policy = PolicyGroup(config, str(folder), horizon, placement, reference)
     sampling = _Sampling(parts, policy, inputs, config, placement, lap) if pool else None

@@ -56,6 +56,7 @@ class Trainer:
         self.stop = parts.stop
         self.validation_prompts = parts.validation_prompts
         self.prompt_limit = parts.prompt_limit
+        self.total_updates = parts.total_updates
         self.skipped_in_a_row = 0
 
     def fit(self) -> None:
@@ -97,6 +98,8 @@ class Trainer:
         self.state.step += 1
         self.state.position = batch.next_position
         self.state.updates += updates_per_step(self.config)
+        if self.sync is not None:
+            self.log.trained(self.state.step, batch, self.sync.version, self.total_updates)
         published = self.publish()
         end = time.time()
         row = {
@@ -153,6 +156,7 @@ class Trainer:
             return
         start = time.time()
         self.finalize_checkpoint()
+        self.state.ledger = self.stream.ledger()
         self.checkpoints.begin(self.state, self._write_checkpoint)
         if not section.async_save:
             self.finalize_checkpoint()

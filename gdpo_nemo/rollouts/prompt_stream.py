@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Protocol, Sequence
+from typing import Any, Protocol, Sequence
 
 from gdpo_nemo.config.layout import prompts_per_round
 from gdpo_nemo.config.schema import Config
@@ -38,6 +38,10 @@ class BatchStream(Protocol):
 
     def evaluate(self, prompts: Sequence[Prompt]) -> Sequence[object]:
         """What an algorithm's ``validate`` is given for the held-out prompts."""
+
+    def ledger(self) -> dict[str, Any]:
+        """Which prompts are trained or dropped, for a checkpoint (``LedgerState`` as a dictionary); empty where the
+        number of prompts dealt says it."""
 
     def close(self) -> None:
         """Drop what is in flight."""
@@ -78,6 +82,10 @@ class PromptStream:
     def evaluate(self, prompts: Sequence[Prompt]) -> Sequence[Prompt]:
         """The prompts as they are."""
         return prompts
+
+    def ledger(self) -> dict[str, Any]:
+        """Prompts are dealt in order."""
+        return {}
 
     def close(self) -> None:
         """Nothing is in flight."""

@@ -44,6 +44,8 @@ class Rollout:
     dropped_groups: int = 0
     """Groups that dynamic sampling did not keep."""
     spans: list[Span] = field(default_factory=list)
+    dropped: list[tuple[int, str]] = field(default_factory=list)
+    """(position, reason) of the groups given up since the batch before."""
 
     @property
     def trajectories(self) -> list[Trajectory]:
@@ -132,6 +134,10 @@ class RolloutStream:
     def in_flight(self) -> int:
         """Number of batches under way or finished but not yet consumed."""
         return len(self._pending)
+
+    def ledger(self) -> dict[str, Any]:
+        """Prompts are dealt in order."""
+        return {}
 
     def close(self) -> None:
         """Drop the batches in flight without waiting for them."""
