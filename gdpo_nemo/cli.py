@@ -28,6 +28,7 @@ from gdpo_nemo.commands import (
     parity,
     plan,
     reference,
+    replay,
     report,
     train,
 )
@@ -44,6 +45,7 @@ COMMANDS = (
     explain_advantages,
     health,
     report,
+    replay,
     evaluate,
     parity,
     convert,

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Iterable
+from typing import Any, Iterable, Mapping
 
 from gdpo_nemo.observe.journal import JournalEntry, read_journal
 
 
 def audit(
-    run_dir: str | Path, staleness: int, window: int | None = None, ledger: tuple[int, list[int]] | None = None
+    run_dir: str | Path, staleness: int, window: int | None = None, ledger: Mapping[str, Any] | None = None
 ) -> list[str]:
     """A sentence for everything in the journal of ``run_dir`` that must not be; empty where all is well.
 
@@ -18,7 +18,7 @@ def audit(
     Args:
         staleness: the run's largest ``rollout.max_staleness`` (S).
         window: its largest reorder window (W); None: not judged.
-        ledger: position and retired positions of the newest checkpoint, where that has them.
+        ledger: ``RunState.ledger`` of the newest checkpoint, where that has one.
 
     Raises:
         RunError: the journal cannot be read.
@@ -33,7 +33,7 @@ def audit(
     if window is not None:
         found += _overtaken(entries, window)
     if ledger is not None:
-        found += _forgotten(entries, *ledger)
+        found += _forgotten(entries, ledger)
     return found
 
 
@@ -98,7 +98,8 @@ def _overtaken(entries: list[JournalEntry], window: int) -> list[str]:
     return found
 
 
-def _forgotten(entries: list[JournalEntry], position: int, retired: list[int]) -> list[str]:
-    accounted = set(_positions(entries))
-    missing = sorted({*range(position), *retired} - accounted)
+def _forgotten(entries: list[JournalEntry], ledger: Mapping[str, Any]) -> list[str]:
+    """What was dropped just before the checkpoint is in the journal with the step after it."""
+    accounted = {*_positions(entries), *(position for position, _ in ledger["dropped"])}
+    missing = sorted({*range(ledger["position"]), *ledger["retired"]} - accounted)
     return [f"position {p} is in no step of the journal, but done by the newest checkpoint" for p in missing]

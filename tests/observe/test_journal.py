@@ -32,6 +32,11 @@ def write(run_dir, *steps, first: int = 1) -> Journal:
     return journal
 
 
+def ledger(position: int, retired=(), dropped=()) -> dict:
+    """As a checkpoint holds it."""
+    return {"position": position, "retired": list(retired), "dropped": [list(d) for d in dropped]}
+
+
 def test_a_line_names_groups_in_order_spans_outcomes_drops_and_versions(tmp_path):
     spans = ((3, 4), (4, 1))
     write(tmp_path, ([group(7, 3, spans), group(5, 4, outcome=Outcome.ABORTED, samples=1)], [(6, "timeout")]), first=5)
@@ -91,7 +96,7 @@ def test_a_run_without_a_journal_has_none(tmp_path):
 
 def test_the_audit_finds_nothing_in_a_sound_run(tmp_path):
     write(tmp_path, [group(1), group(0)], ([group(2, 1), group(4, 0)], [(3, "timeout")]), [group(5, 1), group(7, 2)])
-    assert audit(tmp_path, staleness=1, window=2, ledger=(6, [7])) == []
+    assert audit(tmp_path, staleness=1, window=2, ledger=ledger(6, [7])) == []
 
 
 FAULTS = {
@@ -117,7 +122,13 @@ FAULTS = {
 @pytest.mark.parametrize("sentence", FAULTS)
 def test_the_audit_names_what_must_not_be(tmp_path, sentence):
     write(tmp_path, *FAULTS[sentence])
-    assert sentence in audit(tmp_path, staleness=1, window=3, ledger=(3, []))
+    assert sentence in audit(tmp_path, staleness=1, window=3, ledger=ledger(3))
+
+
+def test_what_was_dropped_since_the_last_step_is_not_missing(tmp_path):
+    write(tmp_path, [group(0)])
+    assert audit(tmp_path, 0, ledger=ledger(2, dropped=[(1, "late")])) == []
+    assert len(audit(tmp_path, 0, ledger=ledger(2))) == 1
 
 
 def test_the_audit_finds_a_step_that_is_missing(tmp_path):
@@ -133,4 +144,4 @@ def test_samples_that_are_masked_may_be_of_any_age(tmp_path):
 
 def test_positions_of_runs_that_do_not_count_them_are_not_judged(tmp_path):
     write(tmp_path, [group(-1), group(-1)], [group(-1, 1)])
-    assert audit(tmp_path, staleness=0, window=1, ledger=(3, [])) == []
+    assert audit(tmp_path, staleness=0, window=1, ledger=ledger(3)) == []
