@@ -43,7 +43,8 @@ class RunState:
     model: str = ""
     """Fingerprint of the model the run started from."""
     ledger: dict[str, Any] = field(default_factory=dict)
-    """Which prompts are trained (``rollouts.ledger.LedgerState``); empty: those before ``position``."""
+    """``rollouts.ledger.LedgerState`` as a dictionary; empty where prompts are dealt in order, and in older
+    checkpoints."""
     metrics: dict[str, float] = field(default_factory=dict)
     """The newest value of the metric that ranks checkpoints."""
 

@@ -78,6 +78,8 @@ class RunComponents:
     prompt_limit: int | None = None
     """Prompts of the whole run (``config.layout.prompt_limit``)."""
     validation_prompts: list[Prompt] = field(default_factory=list)
+    total_updates: int = 0
+    """Optimizer updates of the whole run (``resume.total_updates``)."""
     policy: PolicyGroup = field(init=False)
     algorithm: Algorithm = field(init=False)
     stream: BatchStream = field(init=False)
@@ -171,20 +173,16 @@ def _start_processes(
     from gdpo_nemo.cluster.reservation import reserve
     from gdpo_nemo.cluster.session import keep_logs, session
 
-    # The policy needs the number of its ranks; the run's own config keeps what the user wrote, which a resume is
-    # compared with.
-    layout = resolve_layout(parts.config)
-    megatron = replace(parts.config.policy.megatron_cfg, data_parallel_size=layout.data)
-    config = replace(parts.config, policy=replace(parts.config.policy, megatron_cfg=megatron))
+    config = with_ranks(parts.config)
     lap = parts.log.stopwatch("start", psutil.Process().create_time() if begin is None else begin)
     lap("imports, config, data")
     stack.enter_context(session(config.cluster))
     lap("Ray")
-    stack.push(lambda kind, error, trace: _point_to_logs(error, keep_logs, parts.run_dir))
+    stack.push(lambda kind, error, trace: point_to_logs(error, keep_logs, parts.run_dir))
     folder = inputs.folder.absolute()
     placement = reserve(config, [parts.run_dir, folder])
     pool = _start_environments(parts, stack, config, placement) if inputs.algorithm.samples else None
-    horizon = total_updates(config, parts.state, len(inputs.prompts))
+    parts.total_updates = horizon = total_updates(config, parts.state, len(inputs.prompts))
     reference = inputs.algorithm.needs_reference(config)
     parts.policy = policy = PolicyGroup(config, str(folder), horizon, placement, reference)
     sampling = _Sampling(parts, stack, policy, inputs, config, placement, lap) if pool else None
@@ -202,6 +200,14 @@ def _start_processes(
         sampling.connect(stack, pool)
     else:
         parts.stream = PromptStream(config, inputs.prompts, parts.state.position)
+
+
+def with_ranks(config: Config) -> Config:
+    """The config with the number of its ranks, which the policy needs; the run's own keeps what the user wrote, which a
+    resume is compared with. Raises ConfigError."""
+    layout = resolve_layout(config)
+    megatron = replace(config.policy.megatron_cfg, data_parallel_size=layout.data)
+    return replace(config, policy=replace(config.policy, megatron_cfg=megatron))
 
 
 def _start_environments(
@@ -318,7 +324,7 @@ def _probe(config: Config, inputs: Inputs, fleet: EngineFleet) -> Probe | None:
     return Probe.sampled(fleet, prompts, vocabulary, config.policy.max_total_sequence_length)
 
 
-def _point_to_logs(error: BaseException | None, keep_logs: Callable[[Path], Path | None], run_dir: Path) -> bool:
+def point_to_logs(error: BaseException | None, keep_logs: Callable[[Path], Path | None], run_dir: Path) -> bool:
     """After a failure keep the workers' logs in the run folder and say so."""
     if isinstance(error, GdpoError):
         folder = keep_logs(run_dir)

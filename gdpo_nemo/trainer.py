@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import Future
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -60,6 +59,7 @@ class Trainer:
         self.stop = parts.stop
         self.validation_prompts = parts.validation_prompts
         self.prompt_limit = parts.prompt_limit
+        self.total_updates = parts.total_updates
         self.skipped_in_a_row = 0
         self.validation: tuple[int, Future[Any]] | None = None
         """Of which step, and what it will give."""
@@ -115,6 +115,8 @@ class Trainer:
         self.state.step += 1
         self.state.position = batch.next_position
         self.state.updates += updates_per_step(self.config)
+        if self.sync is not None:
+            self.log.trained(self.state.step, batch, self.sync.version, self.total_updates)
         published = self.publish()
         if not self._barrier:
             self.schedule()
@@ -127,7 +129,7 @@ class Trainer:
             "time/idle": batch_end - start,
             "idle/trainer": (batch_end - start) / (end - start),
             "idle/trainer": ("share", "time/idle over time/step"),
-    "time/train": train_end - batch_end,
+            "time/train": train_end - batch_end,
             "skipped_steps": float(any(result.skipped for result in results)),
         }
         row["throughput/tokens_per_second"] = tokens / row["time/step"]
@@ -204,7 +206,7 @@ class Trainer:
         self.finalize_checkpoint()
         if section.metric_name:
             self.finish_validation()
-        self.state.ledger = asdict(self.stream.state())
+        self.state.ledger = self.stream.ledger()
         self.saving = self.state.step
         self.checkpoints.begin(self.state, self._write_checkpoint)
         if not section.async_save:

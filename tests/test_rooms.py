@@ -11,7 +11,7 @@ ORDER = (
     "errors", "waits", "endings", "algorithms", "config", "weights", "data", "observe", "environments",
     "generation", "megatron", "checkpoints",
     "cluster", "endpoint", "rollouts", "planning", "algorithm", "validation", "inputs", "resume", "setup",
-    "trainer", "inline", "api", "interop", "commands", "cli", "__main__",
+    "trainer", "rerun", "inline", "api", "interop", "commands", "cli", "__main__",
 )  # fmt: skip
 """Packages and top-level modules; each imports from those before it only. docs/design.md has them with what they
 are."""

@@ -18,8 +18,8 @@ from gdpo_nemo.data.records import Group, Outcome, Prompt, Trajectory
 from gdpo_nemo.data.results import UpdateResult
 from gdpo_nemo.errors import RunError
 from gdpo_nemo.observe.metric_registry import unknown_metrics
-from gdpo_nemo.rollouts.prompt_stream import PromptBatch
 from gdpo_nemo.rollouts.groups import Rollout
+from gdpo_nemo.rollouts.prompt_stream import PromptBatch
 from gdpo_nemo.trainer import METRICS, Trainer
 
 DEMO = Path(__file__).resolve().parents[1] / "configs" / "gdpo_tiny_cpu.yaml"
@@ -45,16 +45,18 @@ class Recorder:
         self.skipped = skipped
         self.version = 0
         self.spans = []
+        self.trained = []
         checkpoints = SimpleNamespace(pending=False, begin=self.begin, finish=self.finish)
         log = SimpleNamespace(step=self.row, validation=lambda row: self.calls.append(f"validate {row['step']}"),
                               span=lambda *span: self.spans.append(span), alert=self.alerts.append,
+                              trained=lambda *trained: self.trained.append(trained),
                               flush=lambda step: self.calls.append(f"samples {step}"))  # fmt: skip
         policy = SimpleNamespace(train=self.train, logprobs=self.logprobs, begin_save=None,
                                  finish_save=lambda: self.calls.append("files"),
                                  save_is_written=lambda: True)  # fmt: skip
         stream = SimpleNamespace(schedule=lambda step: self.calls.append(f"schedule {step}"), get_batch=self.get_batch,
-                                 evaluate=lambda p: self.groups(0))  # fmt: skip
-        sync = SimpleNamespace(publish=self.publish, sleep_engines=lambda: self.calls.append("sleep"))
+                                 evaluate=lambda p: self.groups(0), ledger=self.ledger)  # fmt: skip
+        sync = SimpleNamespace(version=None, publish=self.publish, sleep_engines=lambda: self.calls.append("sleep"))
         self.checkpoints = checkpoints
         self.parts = SimpleNamespace(
             algorithm=GDPO(self.config, policy, None, log),
@@ -67,6 +69,7 @@ class Recorder:
             stop=SimpleNamespace(requested=False),
             validation_prompts=[],
             prompt_limit=prompt_limit,
+            total_updates=4,
         )
         self.trainer = Trainer(self.config, self.parts, RunState())
 
@@ -101,7 +104,11 @@ class Recorder:
 
     def publish(self, version: int) -> dict:
         self.calls.append(f"publish {version}")
+        self.parts.sync.version = version
         return {"time/sync": 0.25}
+
+    def ledger(self) -> dict:
+        return {"position": 2 * self.version, "retired": [], "dropped": []}
 
     def begin(self, state, write) -> None:
         self.calls.append(f"save {state.step} at {state.position}")
@@ -128,6 +135,24 @@ def test_every_step_takes_its_batch_trains_and_publishes_the_next_version():
     assert recorder.calls == ["publish 0", *(call for step in steps for call in step)]
     assert [row["step"] for row, *_ in recorder.rows] == [1, 2, 3, 4]
     assert (recorder.trainer.state.step, recorder.trainer.state.position) == (4, 8)
+
+
+def test_what_a_step_trained_is_noted_before_its_weights_are_published():
+    recorder = Recorder("gdpo.val_period=0", "gdpo.val_at_start=false", "checkpointing.enabled=false")
+    recorder.trainer.publish()
+    noted = []
+    recorder.parts.sync.publish = lambda version: noted.extend(recorder.trained) or {}
+    recorder.trainer.step()
+    ((step, batch, published, total),) = noted
+    assert (step, batch.next_position, published, total) == (1, 2, 0, 4)
+
+
+def test_a_checkpoint_holds_the_ledger_of_its_moment():
+    recorder = Recorder("gdpo.val_period=0", "gdpo.val_at_start=false", "checkpointing.save_period=2")
+    saved = []
+    recorder.checkpoints.begin = lambda state, write: saved.append((state.step, state.ledger["position"]))
+    recorder.trainer.fit()
+    assert saved == [(2, 4), (4, 8)]
 
 
 def test_validation_and_checkpoints_come_at_their_periods_and_at_the_end():
@@ -290,6 +315,7 @@ def without_engines(recorder: Recorder, kind: type[Algorithm]) -> Recorder:
     parts.sync = None
     parts.validation_prompts = ["one", "two"]
     parts.stream = SimpleNamespace(
+        ledger=dict,
         schedule=lambda step: None,
         get_batch=lambda step: PromptBatch([np.arange(2, dtype=np.int32)] * 2, 2 * step + 2),
         evaluate=lambda prompts: prompts,

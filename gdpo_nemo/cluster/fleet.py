@@ -125,7 +125,9 @@ class EngineFleet:
 
     def ready(self) -> None:
         """Wait until every engine can sample. Raises RunError where one dies or is late before that."""
-        gather([lane.actor.__ray_ready__.remote() for lane in self.lanes], "starting the vLLM engines", START_S, "engine")
+        gather(
+            [lane.actor.__ray_ready__.remote() for lane in self.lanes], "starting the vLLM engines", START_S, "engine"
+        )
         self.spawn(self.until(lambda: all(lane.samples for lane in self.lanes))).result()
 
     def generate(

@@ -160,9 +160,7 @@ class Lane:
 
     def submit(self, request: SampleRequest, sampling: Sampling) -> PendingRequest:
         """Give the engine a request. Those of one turn of the event loop reach it together, in order."""
-        pending = PendingRequest(
-            next(_names), request, sampling, asyncio.get_running_loop().create_future(), self
-        )
+        pending = PendingRequest(next(_names), request, sampling, asyncio.get_running_loop().create_future(), self)
         self.adopt(pending)
         return pending
 

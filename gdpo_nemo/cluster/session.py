@@ -312,7 +312,11 @@ def _failure(error: RayError, what: str) -> GdpoError:
         return WorkerDied(f"{what}: a worker process died ({message_line(error)})")
     if isinstance(error, RayTaskError):
         cause = error.cause if isinstance(error.cause, BaseException) else error
-        return cause if isinstance(cause, GdpoError) else RunError(f"{what}: {type(cause).__name__}: {message_line(cause)}")
+        return (
+            cause
+            if isinstance(cause, GdpoError)
+            else RunError(f"{what}: {type(cause).__name__}: {message_line(cause)}")
+        )
     return RunError(f"{what}: {message_line(error)}")
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from gdpo_nemo.config.schema import VllmConfig
 from gdpo_nemo.errors import RunError
 from gdpo_nemo.generation.pump import Pump, PumpedRequest
-from gdpo_nemo.generation.requests import CompletionBatch, EngineReport, FinishedRequest, SampleRequest, Sampling
+from gdpo_nemo.generation.requests import CompletionBatch, EngineReport, SampleRequest, Sampling
 from gdpo_nemo.generation.vllm_core import (
     EngineOptions,
     completion_of,
@@ -41,8 +41,6 @@ ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false",
 }
 
-SLICE_S = 0.05
-"""Longest that one ``advance`` waits, in seconds."""
 KV_AT_UPDATE = ("drain", "recompute", "keep")
 """What becomes of requests under way when weights arrive."""
 
@@ -210,15 +208,3 @@ class Engine:
     def close(self) -> None:
         """End vLLM; whoever waits for an answer gets an error."""
         self._pump.close()
-
-    # What the fleet calls as long as it does one thing after the other.
-
-    def advance(self, new: Mapping[str, tuple[SampleRequest, Sampling]]) -> list[FinishedRequest]:
-        """``submit``, and ``poll`` for ``SLICE_S``."""
-        if new:
-            self.submit(new)
-        return self.poll(SLICE_S).finished
-
-    def expect(self, manifest: Manifest) -> None:
-        """``prepare_update`` with ``drain``."""
-        self.prepare_update(manifest)

@@ -19,6 +19,7 @@ from gdpo_nemo.data.records import Group
 from gdpo_nemo.observe.alerts import write_alert
 from gdpo_nemo.observe.console import make_console
 from gdpo_nemo.observe.history import History
+from gdpo_nemo.observe.journal import Journal, TrainedBatch
 from gdpo_nemo.observe.metrics import MetricsLog, clean, read_metrics
 from gdpo_nemo.observe.rollouts import remove_rollouts_after
 from gdpo_nemo.observe.sample_writer import SampleWriter
@@ -32,7 +33,7 @@ class RunLog:
     max_num_steps.
 
     Raises:
-        RunError: the metrics cannot be written, here or in ``step`` and ``validation``.
+        RunError: metrics or journal cannot be written, here or in ``trained``, ``step`` and ``validation``.
     """
 
     def __init__(self, config: Config, run_dir: str | Path, start_step: int = 0, last_step: int | None = None) -> None:
@@ -42,6 +43,8 @@ class RunLog:
         self._failed: set[str] = set()
         self._metrics = MetricsLog(run_dir)
         self._metrics.truncate_after(start_step)
+        self._journal = Journal(run_dir)
+        self._journal.truncate_after(start_step)
         self._history = History.of(read_metrics(run_dir))
         self._console = None
         self._console = self._try(
@@ -60,6 +63,22 @@ class RunLog:
             self._trackers["TensorBoard"] = self._try("TensorBoard", _tensorboard, run_dir, start_step)
         for name, tracker in wanted(config).items():
             self._trackers[name] = self._try(name, tracker, config, run_dir, start_step, config_to_dict(config))
+
+    def trained(self, step: int, batch: TrainedBatch, published: int | None, total_updates: int) -> None:
+        """Note in the journal what ``step`` trained, at once: ``step`` follows when the weights are published.
+
+        Args:
+            published: version of the weights that the engines had meanwhile.
+            total_updates: optimizer updates of the whole run.
+        """
+        self._journal.append(
+            step,
+            batch.groups,
+            batch.dropped,
+            position=batch.next_position,
+            published=published,
+            total_updates=total_updates,
+        )
 
     def step(
         self,

@@ -148,7 +148,9 @@ class GroupMaker:
 
         try:
             if self.kind(job.prompt) is RolloutKind.EPISODE:
-                asked = EpisodeJob(job.sampling, lambda turn: self._seed(job, sample, turn), draw, self._step)
+                asked = EpisodeJob(
+                    job.sampling, lambda turn: self._seed(job, sample, turn), draw, self._step, self._fleet.version
+                )
                 return await self._runner.episode(job.prompt, sample, asked)
             completion = await draw(SampleRequest(job.prompt.token_ids, self._seed(job, sample)))
         finally:

@@ -10,7 +10,6 @@ from gdpo_nemo.config.layout import prompts_per_round
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.data.prompts import PromptSource
 from gdpo_nemo.data.records import Prompt
-from gdpo_nemo.rollouts.ledger import LedgerState
 
 Span = tuple[str, str, float, float]
 """(lane, name, start, end) in seconds since the epoch, for the trace."""
@@ -41,11 +40,12 @@ class BatchStream(Protocol):
     def evaluate(self, prompts: Sequence[Prompt]) -> Future[Any]:
         """Start to make what an algorithm's ``validate`` is given for the held-out prompts."""
 
-    def state(self) -> LedgerState:
-        """Which prompts are trained, for a checkpoint."""
-
     def take_events(self) -> list[str]:
         """What somebody should know of the time since the last call, a sentence each."""
+
+    def ledger(self) -> dict[str, Any]:
+        """Which prompts are trained or dropped, for a checkpoint (``LedgerState`` as a dictionary); empty where the
+        number of prompts dealt says it."""
 
     def close(self) -> None:
         """Drop what is in flight."""
@@ -89,13 +89,13 @@ class PromptStream:
         done.set_result(prompts)
         return done
 
-    def state(self) -> LedgerState:
-        """Prompts are trained in order."""
-        return LedgerState(self._position)
-
     def take_events(self) -> list[str]:
         """Nothing happens here."""
         return []
+
+    def ledger(self) -> dict[str, Any]:
+        """Prompts are dealt in order."""
+        return {}
 
     def close(self) -> None:
         """Nothing is in flight."""

@@ -24,7 +24,9 @@ class Rendezvous:
     def __init__(self, fleet: EngineFleet, members: int):
         self._fleet = fleet
         self._members = members
-        self._waiting: list[tuple[tuple[int, int], SampleRequest, Sampling, int | None, asyncio.Future[PendingRequest]]] = []
+        self._waiting: list[
+            tuple[tuple[int, int], SampleRequest, Sampling, int | None, asyncio.Future[PendingRequest]]
+        ] = []
 
     async def sample(
         self, key: tuple[int, int], request: SampleRequest, sampling: Sampling, engine: int | None

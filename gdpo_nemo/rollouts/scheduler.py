@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import time
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any, Coroutine, Sequence
 
 from gdpo_nemo.cluster.fleet import EngineFleet
@@ -147,9 +147,9 @@ class RolloutScheduler:
         """
         return self._fleet.spawn(self._evaluate(prompts))
 
-    def state(self) -> LedgerState:
-        """What a checkpoint holds of the prompts, the batches accounted for by ``schedule``."""
-        return self._ledger.state()
+    def ledger(self) -> dict[str, Any]:
+        """What a checkpoint holds of the prompts (``LedgerState``), the batches accounted for by ``schedule``."""
+        return asdict(self._ledger.state())
 
     def take_events(self) -> list[str]:
         """What happened to engines since the last call, a sentence each."""
@@ -199,7 +199,9 @@ class RolloutScheduler:
         if not positions:
             return
         jobs = [
-            GroupJob(prompt, position, self._config.gdpo.num_generations_per_prompt, self._sampling, self._told(position))
+            GroupJob(
+                prompt, position, self._config.gdpo.num_generations_per_prompt, self._sampling, self._told(position)
+            )
             for position, prompt in zip(positions, self._prompts_at(positions))
         ]
         if self._exact:
