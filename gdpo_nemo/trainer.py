@@ -128,7 +128,6 @@ class Trainer:
             "time/step": end - start,
             "time/idle": batch_end - start,
             "idle/trainer": (batch_end - start) / (end - start),
-            "idle/trainer": ("share", "time/idle over time/step"),
             "time/train": train_end - batch_end,
             "skipped_steps": float(any(result.skipped for result in results)),
         }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Iterable, Mapping, Sequence
 
@@ -12,7 +13,7 @@ from gdpo_nemo.data.records import Group, Outcome, Prompt, Trajectory
 from gdpo_nemo.errors import RunError
 from gdpo_nemo.observe.journal import JournalEntry
 from gdpo_nemo.observe.rollouts import loss_mask_of, read_rollouts, rollout_files
-from gdpo_nemo.rollouts.stream import Rollout
+from gdpo_nemo.rollouts.groups import Rollout
 
 
 class RecordedStream:
@@ -45,15 +46,19 @@ class RecordedStream:
             raise RunError(f"{file}: cannot be read ({first_line(error)})") from None
         groups = recorded_groups(entry, records, str(file))
         dropped = [(position, reason) for position, reason in entry.dropped]
-        return Rollout(groups, entry.position, dropped=dropped)
+        return Rollout(groups, entry.position, dropped=dropped, version=step)
 
-    def evaluate(self, prompts: Sequence[Prompt]) -> Sequence[Group]:
+    def evaluate(self, prompts: Sequence[Prompt]) -> Future[Any]:
         """Nothing is sampled here."""
         raise RunError("a replay has no engines to validate with")
 
     def ledger(self) -> dict[str, Any]:
         """A replay draws nothing, so nothing is outstanding."""
         return {}
+
+    def take_events(self) -> list[str]:
+        """Nothing happens here."""
+        return []
 
     def close(self) -> None:
         """Nothing is in flight."""

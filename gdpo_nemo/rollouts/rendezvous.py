@@ -13,6 +13,8 @@ from gdpo_nemo.cluster.fleet import EngineFleet
 from gdpo_nemo.cluster.lane import PendingRequest
 from gdpo_nemo.generation.requests import Completion, SampleRequest, Sampling
 
+_Entry = tuple[tuple[int, int], SampleRequest, Sampling, int | None, asyncio.Future[PendingRequest]]
+
 
 class Rendezvous:
     """The trajectories of one step.
