@@ -102,7 +102,7 @@ class Trainer:
         engines. False where the prompts no longer fill a batch."""
         start = time.time()
         version = self.state.step
-        batch = self.stream.get_batch(version)
+        batch: Any = self.stream.get_batch(version)
         if batch is None:
             self.log.note(f"step {version + 1}: fewer prompts are left than a step takes")
             return False

@@ -220,7 +220,7 @@ def _placed(options: EngineOptions) -> dict[str, Any]:
             max_num_batched_tokens=max(_BATCHED_TOKENS, options.max_model_len),
         )
     else:
-        placed = dict(
+        placed = dict[str, Any](
             enforce_eager=config.enforce_eager,
             gpu_memory_utilization=config.gpu_memory_utilization,
             enable_sleep_mode=options.sleeps,
