@@ -29,6 +29,7 @@ from gdpo_nemo.commands import (
     plan,
     reference,
     report,
+    simulate,
     train,
 )
 from gdpo_nemo.commands.arguments import Parser
@@ -38,6 +39,7 @@ from gdpo_nemo.errors import ConfigError, GdpoError
 COMMANDS = (
     train,
     plan,
+    simulate,
     doctor,
     explain,
     config,

@@ -9,6 +9,8 @@ from math import ceil
 
 WAITING = 0.05
 """Share of a step that the trainer may wait for its batch before the depth grows."""
+_MOSTLY = 0.5
+"""Share of waiting from which on one step's word is enough: what proves too much is given back later."""
 
 
 def outstanding_bound(groups: int, max_staleness: int, window: int) -> int:
@@ -40,7 +42,7 @@ class AutoDepth:
     Where the trainer waits, throughput follows the depth (Little's law), so it grows by what was missing, at most
     by half. Where groups that the next batches could take lie ready again and again, half of what is beyond a margin is
     given back. A change shows only when the groups admitted under it have been trained, ``depth / groups`` steps later;
-    until then the next one waits, but for growth after a cut.
+    until then the next one waits, but for growth after a cut or where the trainer waits most of the time.
     """
 
     def __init__(self, groups: int, bound: int):
@@ -87,6 +89,8 @@ class AutoDepth:
             self._floor = min(self.bound, self.depth + 1)
         wanted = self.depth * min(1.5, 1 / max(0.5, 1 - idle))
         self._change(min(self.bound, max(self.depth + 1, ceil(wanted))), grew=True)
+        if idle > _MOSTLY:
+            self._settling = 1
 
     def _shrink(self) -> None:
         if len(self._surplus) < ceil(self.depth / self.groups):
