@@ -15,6 +15,7 @@ from gdpo_nemo import cli
 DRY = "train --dry-run --config {d}/good.yaml"
 TRAIN = "train --config {d}/good.yaml"
 PLAN = "plan --config {d}/good.yaml"
+SIMULATE = "simulate --config {d}/good.yaml"
 EVAL = "eval {d}/run"
 HEALTH = "health {d}/run --thresholds {d}/limits.yaml"
 REPORT = "report {d}/run"
@@ -79,6 +80,30 @@ COMMAND_LINE = [
     (DRY + " run.name='${nothing}'", None, "run.name"),
     (DRY + " cluster.gpus_per_node=1.5", None, "cluster.gpus_per_node"),
     ("plan --sweep x", None, "--sweep"),
+    (SIMULATE + " --staleness 1,x", None, "--staleness: 'x' is not a whole number"),
+    (SIMULATE + " --staleness -1", None, "--staleness"),
+    (SIMULATE + " --gpus 8", None, "--gpus, --split: the config has no GPUs"),
+    (SIMULATE + " --gpus 0 cluster.gpus_per_node=8", None, "--gpus: must be at least 1"),
+    (SIMULATE + " --gpus 2048 cluster.gpus_per_node=8", None, "--gpus: must be between 2 and 1024"),
+    (SIMULATE + " --gpus 12 cluster.gpus_per_node=8", None, "no whole nodes of 8"),
+    (SIMULATE + " --split 1.5 cluster.gpus_per_node=8", None, "--split: must be between 0 and 1"),
+    (SIMULATE + " --scheduler fifo", None, "'fifo' is not one of continuous, barrier"),
+    (SIMULATE + " --depth 2 --staleness 1", None, "depth: must be between 4 (a batch) and 8 groups"),
+    (SIMULATE + " --depth deep", None, "'deep' is not a whole number"),
+    (SIMULATE + " --window 6 --staleness 1", None, "a window of 6 leaves room for 3 of the 4 groups"),
+    (SIMULATE + " --kv throw", None, "--kv"),
+    (SIMULATE + " --steps 0", None, "--steps: must be between 1 and 10000"),
+    (SIMULATE + " --mean 99", None, "--mean: a mean of 99 is not between 0 and the cap of 16"),
+    (SIMULATE + " --median 0", None, "lengths: must be more than 0 tokens"),
+    (SIMULATE + " --decode-ms nan", None, "--decode-ms"),
+    (SIMULATE + " --decode-ms 0", None, "a decoding step takes no time"),
+    (SIMULATE + " --train-s -1", None, "--train-s: must be at least 0"),
+    (SIMULATE + " --group-timeout-s 0", None, "group_timeout_s: must be more than 0"),
+    (SIMULATE + " --calibration {d}/absent.json", None, "absent.json does not exist"),
+    (SIMULATE + " --steps 2 --png {d}/absent/x.png", None, "--png"),
+    (SIMULATE + " policy.model_name=nobody/unknown", None, "shape of nobody/unknown is not known"),
+    ("simulate --run {d}/absent", None, "--run: {d}/absent holds no run"),
+    ("simulate --run {d}/run --calibration {d}/x", None, "--calibration: --run brings its own speeds"),
     ("plan --config {d}/absent.yaml", None, "no such config file"),
     (PLAN + " --gpu h1000 cluster.gpus_per_node=8 policy.precision=bfloat16", None, "h1000"),
     (PLAN + " --sweep 0", None, "--sweep"),
@@ -477,6 +502,7 @@ def test_there_are_enough_cases_and_each_command_has_some():
     commands = (
         "train",
         "plan",
+        "simulate",
         "doctor",
         "explain",
         "config",

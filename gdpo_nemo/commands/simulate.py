@@ -21,7 +21,17 @@ from gdpo_nemo.planning.scenarios import Given, scaled, scenario_of
 from gdpo_nemo.planning.shape import Shape, model_shape
 from gdpo_nemo.planning.simulation import simulate
 from gdpo_nemo.planning.simulation_records import KV, SCHEDULERS, Draw, Scenario
-from gdpo_nemo.planning.simulation_report import Change, Row, account, candidates, mend_lines, mends, scaling, table
+from gdpo_nemo.planning.simulation_report import (
+    Change,
+    Row,
+    account,
+    candidates,
+    limit,
+    mend_lines,
+    mends,
+    scaling,
+    table,
+)
 from gdpo_nemo.validation import validate
 
 _MOST_STEPS = 10_000
@@ -290,17 +300,25 @@ def _layouts(source: _Source, config: Config, shown: Row) -> list[Change]:
         engines = layout.engines // 2
         other = changed(config, generation__engines=engines, generation__vllm_cfg__tensor_parallel_size=tensor)
         found.append((f"engines of tensor_parallel_size {tensor}, {engines} of them", other))
+    found += _splits(config, more=limit(shown.result) in ("engines", "tail"))
+    chosen = {name: getattr(scenario, name) for name in ("scheduler", "max_staleness", "window", "depth")}
+    return [Change(words, source.scenario(other, **chosen)) for words, other in found]
+
+
+def _splits(config: Config, more: bool) -> list[tuple[str, Config]]:
+    """The next two splits of the same GPUs with more engines, or with fewer."""
+    layout = resolve_layout(config)
+    gpus = layout.devices + layout.idle_gpus
+    found: dict[int, tuple[str, Config]] = {}
     for share in (0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875):
-        gpus = layout.devices + layout.idle_gpus
         try:
             other = scaled(config, gpus, share)
         except ConfigError:
             continue  # no room for a replica or an engine
-        if other.policy.generation.engines != layout.engines:
-            words = f"policy.generation.engines={other.policy.generation.engines} ({share:.1%} of the GPUs sample)"
-            found.append((words, other))
-    chosen = {name: getattr(scenario, name) for name in ("scheduler", "max_staleness", "window", "depth")}
-    return [Change(words, source.scenario(other, **chosen)) for words, other in found]
+        engines = other.policy.generation.engines
+        if engines != layout.engines and (engines > layout.engines) == more:
+            found[engines] = f"policy.generation.engines={engines} ({share:.1%} of the GPUs sample)", other
+    return [found[engines] for engines in sorted(found, reverse=not more)[:2]]
 
 
 def _draw(arguments: argparse.Namespace, source: _Source, rows: list[Row], shown: Row) -> None:

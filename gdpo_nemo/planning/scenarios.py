@@ -103,18 +103,21 @@ def schedule_of(config: Config, given: Given) -> dict[str, Any]:
     """Staleness, window, depth, cache and deadline: what the command line says, else the config, else the defaults."""
     rollout = config.rollout
 
-    def choice(name: str, default: Any) -> Any:
+    def choice(name: str) -> Any:
         value = getattr(given, name)
-        return getattr(rollout, name, default) if value is None else value
+        return getattr(rollout, name) if value is None else value
 
     staleness = rollout.max_staleness
-    depth = choice("depth", "auto")
+    depth = choice("depth")
+    window = choice("window")
+    if window is None:  # as rollout.window says of null
+        window = max(1, round(0.3 * config.gdpo.num_prompts_per_step)) if staleness else 1
     return {
         "max_staleness": staleness,
-        "window": choice("window", 1) or 1,
+        "window": window,
         "depth": int(depth) if str(depth).isdecimal() else depth,
-        "kv": choice("kv", "keep"),
-        "group_timeout_s": choice("group_timeout_s", None),
+        "kv": choice("kv"),
+        "group_timeout_s": choice("group_timeout_s"),
     }
 
 

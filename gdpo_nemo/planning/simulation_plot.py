@@ -23,6 +23,8 @@ _BINS = 400
 _LANES = 64
 """Engines that have a lane of their own in the picture; of more, neighbours share one."""
 _STEPS = 3
+_WIDE = 8
+"""Ratio of the slowest to the fastest step from which on the axis is logarithmic."""
 _PHASES = (("waits for its batch", "#dfe3e8"), ("trains", "#2a6fbb"), ("waits to send", "#e8b9ae"),
            ("sends the weights", "#c8553d"))  # fmt: skip
 
@@ -67,7 +69,12 @@ def _steps_over_staleness(axes: Axes, rows: Sequence[Row]) -> None:
         style = "o--" if scheduler == "barrier" else "o-"
         name = f"{gpus} GPUs, {scheduler}" if gpus else scheduler
         axes.plot(x, y, style, color=colours[gpus], linewidth=2, markersize=5, label=name)
-    axes.set_ylim(bottom=0)
+    seconds = [row.result.step_s for row in rows]
+    if max(seconds) > _WIDE * min(seconds):
+        axes.set_yscale("log")
+        axes.yaxis.set_major_formatter("{x:g}")
+    else:
+        axes.set_ylim(bottom=0)
     axes.set_xticks(sorted({row.result.scenario.max_staleness for row in rows}))
     axes.set_xlabel("rollout.max_staleness", fontsize=9, color=_INK)
     axes.grid(axis="y", color="#e6e9ed", linewidth=0.8)

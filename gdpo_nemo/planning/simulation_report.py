@@ -11,6 +11,8 @@ from gdpo_nemo.rollouts.depth import WAITING
 
 _FULL = 0.8
 """Share from which on a server counts as the bottleneck: its queue grows without end near 1."""
+_QUEUE = 0.05
+"""Samples that wait for a slot, as a share of all slots, from which on there are too few; fewer wait in bursts only."""
 _PUBLICATION = 0.25
 _GAIN = 0.02
 """Share of a step's time below which a change is not worth a line."""
@@ -58,7 +60,7 @@ def limit(result: Result) -> str:
         return "driver"
     if scenario.verify_workers and result.verifiers > _FULL:
         return "verifiers"
-    if result.slots_used > _FULL or result.queued > 1:
+    if result.slots_used > _FULL or result.queued > _QUEUE * scenario.engines * scenario.slots:
         return "engines"
     if scenario.publish_s > _PUBLICATION * result.step_s:
         return "publication"
