@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from gdpo_nemo.config.rollout_bounds import resolved_bound, resolved_depth, steps_ahead
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.errors import ConfigError
 
@@ -23,13 +22,9 @@ def check_turns_kept(config: Config, held_out: int | None = None) -> None:
         return
     gdpo = config.gdpo
     turns = config.rollout.turns.max_turns
-    samples = gdpo.num_generations_per_prompt
-    what = "a step"
     prompts = ("gdpo.num_prompts_per_step", gdpo.num_prompts_per_step)
-    if steps_ahead(config) > 0:
-        what = "a depth"
-        prompts = ("rollout.depth", resolved_depth(config) or resolved_bound(config))
-    _check(what, prompts, ("gdpo.num_generations_per_prompt", samples), turns)
+    samples = gdpo.num_generations_per_prompt
+    _check("a step", prompts, ("gdpo.num_generations_per_prompt", samples), turns)
     if config.data.validation is None or not (gdpo.val_period or gdpo.val_at_start):
         return
     known = held_out if held_out is not None else gdpo.val_prompts
