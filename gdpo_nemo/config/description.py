@@ -123,6 +123,12 @@ def _staleness(config: Config) -> str:
     if rollout.group_timeout_s is not None:
         least = f"{valid_needed(config)} of {config.gdpo.num_generations_per_prompt}"
         parts.append(f"after {rollout.group_timeout_s:g} s a group is trained from {least} verdicts on, else dropped")
+    buffer = rollout.replay_buffer
+    if buffer.groups:
+        parts.append(
+            f"{buffer.groups} of the {config.gdpo.num_prompts_per_step} groups of a step are of earlier ones, each "
+            f"{_count(buffer.reuse, 'time')} at most, and at most {_count(buffer.max_age, 'step')} old"
+        )
     return "; ".join(parts)
 
 

@@ -82,6 +82,7 @@ EFFECTS = (
             "gdpo.dynamic_sampling.enabled",
             "rollout.max_staleness",
             "rollout.group_timeout_s",
+            "rollout.replay_buffer.groups",
             "rollout.function",
             "rollout.endpoint.enabled",
         ),
@@ -144,9 +145,20 @@ EFFECTS = (
             "gdpo.dynamic_sampling.max_rounds",
             "gdpo.dynamic_sampling.before_shaping",
             "gdpo.dynamic_sampling.leave_one_out",
+            "gdpo.dynamic_sampling.reroll_after",
         ),
         lambda c: c.gdpo.dynamic_sampling.enabled,
         "while gdpo.dynamic_sampling.enabled is false",
+    ),
+    Effect(
+        ("gdpo.dynamic_sampling.max_rerolls",),
+        lambda c: c.gdpo.dynamic_sampling.reroll_after > 0,
+        "while gdpo.dynamic_sampling.reroll_after is 0",
+    ),
+    Effect(
+        ("rollout.replay_buffer.reuse", "rollout.replay_buffer.max_age"),
+        lambda c: c.rollout.replay_buffer.groups > 0,
+        "while rollout.replay_buffer.groups is 0",
     ),
     Effect(
         ("rollout.kv",),

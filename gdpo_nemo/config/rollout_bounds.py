@@ -1,6 +1,6 @@
 """How far sampling runs ahead of training: window, bound and depth in groups, and what contradicts them.
 
-With P groups a step, a window W and sampling that may be S' steps ahead, B = (S' + 1) * P - (W - 1) groups may be
+With P new groups a step, a window W and sampling that may be S' steps ahead, B = (S' + 1) * P - (W - 1) groups may be
 outstanding (``rollouts/ledger.py`` proves that no token is then trained too late). Weights that are published every
 ``sync_every`` steps are up to sync_every - 1 steps old when a group starts, so S' = max_staleness - (sync_every - 1).
 """
@@ -27,16 +27,27 @@ def steps_ahead(config: Config) -> int:
     return config.rollout.max_staleness - (config.rollout.sync_every - 1)
 
 
+def new_groups(config: Config) -> int:
+    """P: groups of a step that are trained for the first time, at least."""
+    return config.gdpo.num_prompts_per_step - config.rollout.replay_buffer.groups
+
+
 def resolved_window(config: Config) -> int:
-    """W in groups: what the config says, or 1 where nothing runs ahead and 0.3 of a step where something does."""
+    """W in groups: what the config says, or 1 where nothing runs ahead and 0.3 of a step where something does, as far
+    as the bound has room for it."""
     if config.rollout.window is not None:
         return config.rollout.window
-    return max(1, int(_WINDOW_SHARE * config.gdpo.num_prompts_per_step)) if steps_ahead(config) > 0 else 1
+    return max(1, min(int(_WINDOW_SHARE * new_groups(config)), _largest_window(config)))
+
+
+def _largest_window(config: Config) -> int:
+    """W with which B is the groups of a step."""
+    return (steps_ahead(config) + 1) * new_groups(config) - config.gdpo.num_prompts_per_step + 1
 
 
 def resolved_bound(config: Config) -> int:
     """B in groups."""
-    return admission_bound(config.gdpo.num_prompts_per_step, steps_ahead(config), resolved_window(config))
+    return admission_bound(new_groups(config), steps_ahead(config), resolved_window(config))
 
 
 def resolved_depth(config: Config) -> int | None:
@@ -65,7 +76,13 @@ def arithmetic(config: Config) -> str:
     rollout = config.rollout
     ahead = f"{rollout.max_staleness} - {rollout.sync_every - 1}" if rollout.sync_every > 1 else rollout.max_staleness
     window = resolved_window(config)
-    return f"B = ({ahead} + 1) * {config.gdpo.num_prompts_per_step} - ({window} - 1) = {resolved_bound(config)}"
+    return f"B = ({ahead} + 1) * {_new(config)} - ({window} - 1) = {resolved_bound(config)}"
+
+
+def _new(config: Config) -> str:
+    again = config.rollout.replay_buffer.groups
+    groups = config.gdpo.num_prompts_per_step
+    return f"({groups} - {again})" if again else str(groups)
 
 
 def check_rollout_bounds(config: Config) -> None:
@@ -87,12 +104,21 @@ def check_rollout_bounds(config: Config) -> None:
 
 def _check_window(config: Config) -> None:
     groups = config.gdpo.num_prompts_per_step
-    if resolved_bound(config) < groups:
-        most = steps_ahead(config) * groups + 1
-        raise ConfigError(
-            f"rollout.window: {config.rollout.window} leaves {arithmetic(config)} groups under way, below the {groups} "
-            f"of a step (gdpo.num_prompts_per_step); use at most {most}, or a larger rollout.max_staleness"
-        )
+    if resolved_bound(config) >= groups:
+        return
+    key = "rollout.window"
+    value = resolved_window(config)
+    most = _largest_window(config)
+    why = ""
+    if most < 1:
+        key = "rollout.replay_buffer.groups"
+        value = config.rollout.replay_buffer.groups
+        most = groups * steps_ahead(config) // (steps_ahead(config) + 1)
+        why = ", and the first has none to train again"
+    raise ConfigError(
+        f"{key}: {value} leaves {arithmetic(config)} groups under way, below the {groups} of a step "
+        f"(gdpo.num_prompts_per_step){why}; use at most {most}, or a larger rollout.max_staleness"
+    )
 
 
 def _check_depth(config: Config) -> None:

@@ -66,6 +66,11 @@ class DynamicSamplingConfig:
     step, (max_rounds - 1) * num_prompts_per_step groups are replaced at most; further ones are trained as they are."""
     before_shaping: bool = False
     """Judge the components as the environments give them, so that a group whose lengths alone differ is replaced."""
+    reroll_after: int = 0
+    """Steps after which the prompt of a group that was dropped is drawn again, with other seeds; 0: not before the next
+    epoch."""
+    max_rerolls: int = 1
+    """Times that a prompt is drawn again in this way, in an epoch."""
     leave_one_out: bool = False
     """Judge each sample by the others of its group: one that differs from all others, which are alike, is dropped, and
     the step is filled to its number of samples, if need be with a part of a group (NeMo-RL, with its leave-one-out
@@ -149,6 +154,20 @@ class EndpointConfig:
 
 
 @dataclass
+class ReplayBufferConfig:
+    """Groups that are trained again in later steps; they need loss_fn.old_logprobs: trainer."""
+
+    groups: int = 0
+    """Groups of earlier steps in every step, in place of as many new ones; 0: none. The first steps, from which there
+    are too few yet, have more new ones."""
+    reuse: int = 1
+    """Times that a group is trained again at most."""
+    max_age: int = 4
+    """Largest number of steps between the weights that sampled a token of such a group and those that it trains; more
+    than rollout.max_staleness."""
+
+
+@dataclass
 class RolloutConfig:
     """How rollouts are scheduled, and when a failing environment ends the run."""
 
@@ -173,6 +192,7 @@ class RolloutConfig:
     min_valid: float = 0.5
     """Share of a group's samples that must have a verdict for it to be trained after group_timeout_s; else the group is
     dropped."""
+    replay_buffer: ReplayBufferConfig = field(default_factory=ReplayBufferConfig)
     max_env_failure_share: float = 0.2
     """Share of a step's samples that may fail in the environment before the run stops."""
     env_timeout_s: float = 30.0

@@ -155,15 +155,6 @@ def test_what_fits_is_accepted(minimal, overrides):
         (
             [
                 "rollout.endpoint.enabled=true",
-                "rollout.turns.max_turns=20",
-                "gdpo.num_prompts_per_step=256",
-                "rollout.max_staleness=1",
-            ],
-            ["rollout.turns.max_turns: a depth of 437 prompts x 8 samples x 20 turns", "rollout.depth or gdpo"],
-        ),
-        (
-            [
-                "rollout.endpoint.enabled=true",
                 "rollout.turns.max_turns=8",
                 "data.validation={split: test}",
                 "gdpo.val_period=1",

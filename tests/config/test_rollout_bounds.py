@@ -25,7 +25,9 @@ CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 
 def of(minimal, *overrides: str):
     """A config of 16 groups of 8 samples a step; overrides of `rollout` without its name."""
-    return load_config(minimal, [f"rollout.{text}" if not text.startswith("gdpo") else text for text in overrides])
+    return load_config(
+        minimal, [text if text.startswith(("gdpo", "loss_fn")) else f"rollout.{text}" for text in overrides]
+    )
 
 
 def refused(minimal, *overrides: str) -> str:
@@ -113,11 +115,69 @@ def test_what_contradicts_the_bound_is_refused_with_the_arithmetic(minimal, over
     assert expected in refused(minimal, *overrides)
 
 
+AGAIN = ["max_staleness=1", "loss_fn.old_logprobs=trainer"]
+REROLL = "gdpo.dynamic_sampling={enabled: true, reroll_after: 2"
+
+
+@pytest.mark.parametrize(
+    "overrides, expected",
+    [
+        (["replay_buffer.groups=4", "loss_fn.old_logprobs=trainer"], "cannot be trained with rollout.max_staleness 0"),
+        ([*AGAIN, "replay_buffer.groups=9"], "9 of 16 (gdpo.num_prompts_per_step) leave 7 new a step, which with"),
+        ([*AGAIN, "replay_buffer.groups=9"], "reuse 1 are trained 7 times again; use at most 8"),
+        (
+            [*AGAIN, "replay_buffer={groups: 11, reuse: 2}"],
+            "leave 5 new a step, which with reuse 2 are trained 10",
+        ),
+        ([*AGAIN, "replay_buffer.groups=16"], "leave 0 new a step"),
+        (
+            [*AGAIN, "replay_buffer={groups: 4, max_age: 1}"],
+            "max_age: 1 keeps no group that was rollout.max_staleness 1",
+        ),
+        (["max_staleness=1", "replay_buffer.groups=4"], "need loss_fn.old_logprobs: trainer"),
+        ([*AGAIN, "replay_buffer.groups=4", "save_samples=false"], "needs rollout.save_samples"),
+        ([*AGAIN, "replay_buffer.groups=4", "gdpo.group_by=prompt"], "needs gdpo.group_by row"),
+        ([*AGAIN, "replay_buffer.reuse=2"], "rollout.replay_buffer.reuse: has no effect while"),
+        ([*AGAIN, "replay_buffer.groups=-1"], "rollout.replay_buffer.groups: must be 0 or more"),
+        (
+            [*AGAIN, "replay_buffer={groups: 10, reuse: 2}"],
+            "replay_buffer.groups: 10 leaves B = (1 + 1) * (16 - 10) - (1 - 1) = 12 groups under way, below the 16 of "
+            "a "
+            "step (gdpo.num_prompts_per_step), and the first has none to train again; use at most 8",
+        ),
+        ([*AGAIN, "replay_buffer.groups=4", "window=10"], "B = (1 + 1) * (16 - 4) - (10 - 1) = 15 groups under way"),
+        (["gdpo.dynamic_sampling.reroll_after=2"], "gdpo.dynamic_sampling.reroll_after: has no effect while"),
+        ([REROLL.replace("reroll_after: 2", "max_rerolls: 2") + "}"], "max_rerolls: has no effect while"),
+        ([f"{REROLL}, max_rerolls: 0}}"], "gdpo.dynamic_sampling.max_rerolls: must be at least 1"),
+        ([f"{REROLL}, leave_one_out: true}}"], "gdpo.dynamic_sampling.reroll_after: cannot go with leave_one_out"),
+    ],
+)
+def test_what_cannot_be_used_again_is_refused_with_the_arithmetic(minimal, overrides, expected):
+    assert expected in refused(minimal, *overrides)
+
+
+@pytest.mark.parametrize(
+    "overrides, window, bound",
+    [
+        (["max_staleness=1", "replay_buffer.groups=4"], 3, 22),
+        (["max_staleness=1", "replay_buffer.groups=8"], 1, 16),
+        (["max_staleness=3", "replay_buffer={groups: 10, reuse: 2}"], 1, 24),
+    ],
+)
+def test_groups_that_are_trained_again_leave_fewer_to_be_under_way(minimal, overrides, window, bound):
+    config = of(minimal, *overrides, "loss_fn.old_logprobs=trainer")
+    assert validate(config) == []
+    assert (resolved_window(config), resolved_bound(config)) == (window, bound)
+    assert f"{config.rollout.replay_buffer.groups} of the 16 groups of a step are of earlier ones" in describe(config)
+
+
 @pytest.mark.parametrize(
     "overrides",
     [
         ["max_staleness=1", "kv=keep"],
         ["max_staleness=1", "kv=drain", "depth=16"],
+        [*AGAIN, "replay_buffer={groups: 8, max_age: 2}", "loss_fn.off_policy.mode=truncate"],
+        [f"{REROLL}, max_rerolls: 3}}", "max_staleness=2"],
         ["max_staleness=1", "depth=29"],
         ["window=1", "depth=16"],
         ["group_timeout_s=9"],
