@@ -84,10 +84,10 @@ class EngineRouter:
                     asked.answer.set_exception(self.failure)
                 continue
             # An engine may also return requests of an earlier router; they are dropped.
-            done = [(waiting.pop(name), completion, version) for name, completion, version in drawn if name in waiting]
+            done = [(waiting.pop(name), completion) for name, completion in drawn if name in waiting]
             self._count(engine, len(done), time.monotonic() - start)
-            for asked, completion, version in done:
-                asked.answer.set_result((completion, version))
+            for asked, completion in done:
+                asked.answer.set_result((completion, completion.version))
 
     def _arrived(self, engine: int, wait: bool) -> list[_QueuedRequest] | None:
         """Requests queued for an engine, at least one with ``wait``; None when the router is closed."""
