@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _MEASURED_EVERY_S = 0.1
-"""Counting what is in flight costs about a microsecond a request; a decode step of a small model takes one millisecond."""
+"""Counting what is in flight costs a microsecond a request; a decode step of a small model takes a millisecond."""
 
 
 @dataclass
@@ -41,7 +41,8 @@ class PumpedRequest:
 class Pump:
     """One thread that constructs vLLM, steps it while there is work, and does everything else between two steps.
 
-    Operations run in the order of their arrival. From the moment a hold is asked for until it ends, requests are parked.
+    Operations run in the order of their arrival. From the moment that a hold is asked for until it ends, requests are
+    parked.
 
     Raises:
         Exception: what constructing vLLM raised.
@@ -204,10 +205,10 @@ class Pump:
             return False
         for operation in operations:
             operation()
-        if self._holds:
-            self._reach_hold()
+        self._reach_hold()
         if self._can_step():
             self._step()
+            self._reach_hold()
         elif operations:
             self._measure()
         return True
@@ -281,9 +282,9 @@ class Pump:
 
     def _reach_hold(self) -> None:
         """Stop vLLM where whoever asked for a hold wants it stopped, and tell them."""
+        if not self._holds or (self._kv == "drain" and self.core.busy and not self.core.torn):
+            return
         if not self._held:
-            if self._kv == "drain" and self.core.busy:
-                return
             self._deliver(self.core.hold())
             self._held = True
         for answer in self._holds:

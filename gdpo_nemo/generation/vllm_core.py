@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Collection, NamedTuple, Sequence
 import numpy as np
 
 from gdpo_nemo.config.schema import VllmConfig
-from gdpo_nemo.errors import RunError
 from gdpo_nemo.generation.requests import Completion, SampleRequest, Sampling
 from gdpo_nemo.weights.adapters import modules_of, peft_name
 from gdpo_nemo.weights.manifest import Manifest
