@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import pickle
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Collection, NamedTuple, Sequence
@@ -205,6 +206,9 @@ class VllmCore:
     def close(self) -> None:
         """End vLLM and its processes."""
         self._engine.engine_core.shutdown()
+        # What is left for the interpreter's end frees oneDNN's handles when torch's operators are gone already.
+        del self._llm, self._engine
+        gc.collect()
 
 
 def _placed(options: EngineOptions) -> dict[str, Any]:
