@@ -8,6 +8,8 @@ import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
+from types import MappingProxyType
+from typing import Mapping
 
 import numpy as np
 import pytest
@@ -65,10 +67,10 @@ def requests(count: int, length: int = 6, seed: int = 3) -> dict[str, tuple[Samp
     return {f"r{i}": (SampleRequest(prompt, 100 + i), SAMPLING) for i, prompt in enumerate(prompts)}
 
 
-def collect(engine, count: int, found: dict[str, Completion] = {}, limit_s: float = 60.0) -> dict[str, Completion]:
-    """Poll until ``count`` requests are done, those of ``found`` included; each must come once."""
-    found = dict(found)
-    end = time.monotonic() + limit_s
+def collect(engine, count: int, done: Mapping[str, Completion] = MappingProxyType({})) -> dict[str, Completion]:
+    """Poll until ``count`` requests are done, those of ``done`` included; each must come once."""
+    found = dict(done)
+    end = time.monotonic() + 60
     while len(found) < count:
         assert time.monotonic() < end, f"{len(found)} of {count}"
         for name, completion in engine.poll(0.5).finished:
