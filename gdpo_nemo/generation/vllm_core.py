@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import pickle
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Collection, NamedTuple, Sequence
@@ -205,11 +206,15 @@ class VllmCore:
     def close(self) -> None:
         """End vLLM and its processes."""
         self._engine.engine_core.shutdown()
+        # What is left for the interpreter's end frees oneDNN's handles when torch's operators are gone already.
+        del self._llm, self._engine
+        gc.collect()
 
 
 def _placed(options: EngineOptions) -> dict[str, Any]:
     """Arguments of vLLM that the kind of device decides."""
     config = options.config
+    placed: dict[str, Any]
     if options.on_cpu:
         placed = dict(
             enforce_eager=True,
@@ -220,7 +225,7 @@ def _placed(options: EngineOptions) -> dict[str, Any]:
             max_num_batched_tokens=max(_BATCHED_TOKENS, options.max_model_len),
         )
     else:
-        placed = dict[str, Any](
+        placed = dict(
             enforce_eager=config.enforce_eager,
             gpu_memory_utilization=config.gpu_memory_utilization,
             enable_sleep_mode=options.sleeps,

@@ -8,12 +8,14 @@ import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
+from types import MappingProxyType
+from typing import Mapping
 
 import numpy as np
 import pytest
 
 from gdpo_nemo.errors import RunError
-from gdpo_nemo.generation.requests import Completion, SampleRequest, Sampling
+from gdpo_nemo.generation.requests import Completion, EngineReport, SampleRequest, Sampling
 from gdpo_nemo.weights.buckets import PeerLost
 from gdpo_nemo.weights.manifest import pack, unpack
 from gdpo_nemo.weights.model_folder import open_weights, weight_names
@@ -65,16 +67,26 @@ def requests(count: int, length: int = 6, seed: int = 3) -> dict[str, tuple[Samp
     return {f"r{i}": (SampleRequest(prompt, 100 + i), SAMPLING) for i, prompt in enumerate(prompts)}
 
 
-def collect(engine, count: int, limit_s: float = 60.0) -> dict[str, Completion]:
-    """Poll until ``count`` requests are done; each must come once."""
-    found: dict[str, Completion] = {}
-    end = time.monotonic() + limit_s
+def collect(engine, count: int, done: Mapping[str, Completion] = MappingProxyType({})) -> dict[str, Completion]:
+    """Poll until ``count`` requests are done, those of ``done`` included; each must come once."""
+    found = dict(done)
+    end = time.monotonic() + 60
     while len(found) < count:
         assert time.monotonic() < end, f"{len(found)} of {count}"
         for name, completion in engine.poll(0.5).finished:
             assert name not in found
             found[name] = completion
     return found
+
+
+def finished_before(engine, fits) -> tuple[dict[str, Completion], EngineReport]:
+    """Poll until a report fits; returns what finished until then, and that report."""
+    found: dict[str, Completion] = {}
+    while True:
+        report = engine.poll(0.01)
+        found |= dict(report.finished)
+        if fits(report):
+            return found, report
 
 
 @contextlib.contextmanager
@@ -192,12 +204,14 @@ def test_a_drained_engine_never_mixes_versions(engine, weights, load):
 def test_requests_that_come_during_a_hold_are_drawn_by_the_new_weights_alone(engine, weights, load, kv):
     manifest, buffer = weights.packed(True)
     early, late = requests(4), {f"late {name}": asked for name, asked in requests(4, seed=8).items()}
-    engine.submit(early)
-    engine.prepare_update(manifest, kv)
+    with held_at(engine, SWITCH, kv) as reached:
+        engine.submit(early)
+        reached.result(60)
     engine.submit(late)
-    assert engine.poll(0).waiting >= 4
+    done, report = finished_before(engine, lambda report: report.waiting == 4)
+    assert (report.running == 0) is (kv == "drain")
     engine.update_weights(manifest, MemoryReceiver(), buffer)
-    drawn = collect(engine, 8)
+    drawn = collect(engine, 8, done)
     by_new = scored(engine, late, drawn)
     for name in late:
         assert drawn[name].spans == ((manifest.version, len(drawn[name].token_ids)),)
@@ -228,8 +242,9 @@ def test_scores_join_the_requests_under_way(engine, load):
     undisturbed = collect(engine, 6)
     engine.submit(wanted)
     (beside,) = engine.score([ids])
-    assert engine.poll(0).running > 0
-    drawn = collect(engine, 6)
+    done, report = finished_before(engine, lambda report: True)
+    assert report.running > 0
+    drawn = collect(engine, 6, done)
     assert alone.shape == (56,) and np.abs(alone - beside).max() < 1e-5
     assert all(np.array_equal(drawn[name].token_ids, undisturbed[name].token_ids) for name in wanted)
 
@@ -242,12 +257,11 @@ def test_a_hold_without_an_update_ends_and_nothing_is_lost(engine, weights, load
     with held_at(engine, SWITCH, "keep") as reached:
         engine.submit(wanted)
         reached.result(60)
-    done = dict(engine.poll(0).finished)
-    assert engine.poll(0.2).finished == [] and engine.poll(0).running > 0
+    done, _ = finished_before(engine, lambda report: report.running > 0 and not report.finished)
     engine.submit({"held": requests(1)["r0"]})
     assert engine.poll(0.2).finished == []
     engine.resume()
-    drawn = done | collect(engine, 7 - len(done))
+    drawn = collect(engine, 7, done)
     drawn.pop("held")
     assert all(np.array_equal(drawn[name].token_ids, undisturbed[name].token_ids) for name in wanted)
     engine.resume()  # nothing to end
@@ -293,7 +307,7 @@ def test_half_an_update_stops_the_engine_and_a_whole_one_heals_it(engine, weight
     assert engine.poll(0.2).finished == []
     engine.prepare_update(manifest, kv)
     engine.update_weights(manifest, MemoryReceiver(), buffer)
-    drawn = done | collect(engine, 6 - len(done))
+    drawn = collect(engine, 6, done)
     by_new = scored(engine, wanted, drawn)
     if kv == "recompute":
         for name, cut in old_part(drawn, manifest.version).items():
