@@ -239,7 +239,9 @@ class GDPO(Algorithm):
     def record(self, row: Mapping[str, Any], prepared: PreparedRollout) -> None:
         """The row, its samples, and which components train nothing."""
         rollout = prepared.rollout
-        self.log.step(row, rollout.groups, prepared.advantages.values.numpy())
+        found = prepared.advantages
+        terms = dict(zip(found.names, found.components.numpy().T))
+        self.log.step(row, rollout.groups, found.values.numpy(), terms=terms)
         self.component_alerts.update(prepared.advantages.diagnostics.alerts, [t.rewards for t in rollout.trajectories])
 
     def _kl(self, rollout: Rollout) -> np.ndarray | None:

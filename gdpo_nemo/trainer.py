@@ -57,6 +57,8 @@ class Trainer:
         self.validation_prompts = parts.validation_prompts
         self.prompt_limit = parts.prompt_limit
         self.skipped_in_a_row = 0
+        self.saving = 0
+        """Steps behind the checkpoint that was begun last."""
 
     def fit(self) -> None:
         """Train until the last step, or until somebody asks to stop; the last state is always saved."""
@@ -153,6 +155,7 @@ class Trainer:
             return
         start = time.time()
         self.finalize_checkpoint()
+        self.saving = self.state.step
         self.checkpoints.begin(self.state, self._write_checkpoint)
         if not section.async_save:
             self.finalize_checkpoint()
@@ -166,7 +169,12 @@ class Trainer:
         """Complete the checkpoint that is being written, if there is one; without ``wait`` only when its files are
         there."""
         if self.checkpoints.pending and (wait or self.policy.save_is_written()):
-            self.checkpoints.finish(self.policy.finish_save)
+            self.checkpoints.finish(self._finish_files)
+
+    def _finish_files(self) -> None:
+        # A run that resumes here writes the samples of later steps only.
+        self.log.flush(self.saving)
+        self.policy.finish_save()
 
     def _due(self, period: int) -> bool:
         return period > 0 and (self.state.step % period == 0 or self.complete)

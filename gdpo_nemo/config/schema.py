@@ -182,7 +182,7 @@ class RolloutConfig:
     train_timeout_s: float = 3600.0
     """Seconds one step's training may take."""
     save_samples: bool = True
-    """Write rollouts/step_*.jsonl."""
+    """Write rollouts/step_*.parquet."""
     function: Optional[str] = None
     """`file.py:function` or `package.module.function` that makes trajectories of prompts in place of the built-in
     loop."""

@@ -20,7 +20,8 @@ from gdpo_nemo.observe.alerts import write_alert
 from gdpo_nemo.observe.console import make_console
 from gdpo_nemo.observe.history import History
 from gdpo_nemo.observe.metrics import MetricsLog, clean, read_metrics
-from gdpo_nemo.observe.rollouts import remove_rollouts_after, write_rollouts
+from gdpo_nemo.observe.rollouts import remove_rollouts_after
+from gdpo_nemo.observe.sample_writer import SampleWriter
 from gdpo_nemo.observe.trace import TraceLog
 from gdpo_nemo.observe.trackers import wanted
 
@@ -52,6 +53,7 @@ class RunLog:
             self._history,
         )
         self._try("rollouts", remove_rollouts_after, run_dir, start_step)
+        self._samples = SampleWriter(run_dir, self.alert) if config.rollout.save_samples else None
         self._trace = self._try("the trace", TraceLog, run_dir)
         self._trackers = {}
         if config.logger.tensorboard.enabled:
@@ -65,11 +67,13 @@ class RunLog:
         groups: Sequence[Group] | None = None,
         advantages: np.ndarray | None = None,
         trainer_logprobs: Sequence[np.ndarray] | None = None,
+        terms: Mapping[str, np.ndarray] | None = None,
     ) -> None:
-        """Record a finished step; ``row["step"]`` counts from 1. ``advantages`` [trajectories], in group order."""
+        """Record a finished step; ``row["step"]`` counts from 1. ``advantages`` [trajectories], in group order, and
+        ``terms`` alike by component. The groups are written meanwhile: nobody may change them from here on."""
         self._record(row)
-        if groups is not None and self._config.rollout.save_samples:
-            self._try("rollouts", write_rollouts, self._run_dir, row["step"], groups, advantages, trainer_logprobs)
+        if groups is not None and self._samples:
+            self._try("rollouts", self._samples.write, row["step"], groups, advantages, trainer_logprobs, terms)
         if self._console:
             self._try("the console", self._console.step, clean(row))
 
@@ -78,6 +82,11 @@ class RunLog:
         self._record(row)
         if self._console:
             self._try("the console", self._console.validation, clean(row))
+
+    def flush(self, step: int) -> None:
+        """Return when the samples of the steps up to ``step`` are on the disk."""
+        if self._samples:
+            self._try("rollouts", self._samples.flush, step)
 
     def alert(self, text: str) -> None:
         """Tells the person who watches, and the report, what is wrong."""
@@ -121,6 +130,8 @@ class RunLog:
     def close(self, status: str) -> None:
         """Finishes every file and shows the summary; ``status`` is its title: complete, stopped, failed."""
         self._metrics.close()
+        if self._samples:
+            self._try("rollouts", self._samples.close)
         for what, log in (("the trace", self._trace), *self._trackers.items()):
             if log:
                 self._try(what, log.close)

@@ -18,7 +18,7 @@ from gdpo_nemo.config.load import load_config
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.errors import ConfigError
 from gdpo_nemo.observe.metrics import read_metrics
-from gdpo_nemo.observe.rollouts import read_rollouts
+from gdpo_nemo.observe.rollouts import read_columns, rollout_path
 from gdpo_nemo.planning.hardware import Device, Phase, Rates
 from gdpo_nemo.planning.shape import Shape, model_shape
 from gdpo_nemo.planning.speed import Lengths, Work, generation_work, sync_work, training_work
@@ -69,15 +69,17 @@ def read_run(folder: str | Path) -> Run:
 
 
 def _lengths(folder: Path, row: dict[str, Any]) -> Lengths:
-    path = folder / "rollouts" / f"step_{row['step']:04d}.jsonl"
+    import pyarrow.compute as pc
+
+    path = rollout_path(folder, row["step"])
     try:
-        samples = read_rollouts(path)
-        prompts, completions = ([len(sample[key]) for sample in samples] for key in ("prompt_ids", "completion_ids"))
+        table = read_columns(path, ["prompt_ids", "completion_ids"])
+        prompts, completions = (pc.list_value_length(column).to_numpy() for column in table.columns)
     except OSError as error:
         raise ConfigError(f"--calibrate: {path} cannot be read ({error.strerror})") from None
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"--calibrate: {path} is not a file of rollouts ({type(error).__name__}: {error})") from None
-    if not samples:
+    if not len(completions):
         raise ConfigError(f"--calibrate: {path} is empty")
     return Lengths(float(np.mean(prompts)), float(np.mean(completions)), float(max(completions)))
 
