@@ -47,8 +47,10 @@ class Recorder:
         self.spans = []
         checkpoints = SimpleNamespace(pending=False, begin=self.begin, finish=self.finish)
         log = SimpleNamespace(step=self.row, validation=lambda row: self.calls.append(f"validate {row['step']}"),
-                              span=lambda *span: self.spans.append(span), alert=self.alerts.append)  # fmt: skip
-        policy = SimpleNamespace(train=self.train, logprobs=self.logprobs, begin_save=None, finish_save=None,
+                              span=lambda *span: self.spans.append(span), alert=self.alerts.append,
+                              flush=lambda step: self.calls.append(f"samples {step}"))  # fmt: skip
+        policy = SimpleNamespace(train=self.train, logprobs=self.logprobs, begin_save=None,
+                                 finish_save=lambda: self.calls.append("files"),
                                  save_is_written=lambda: True)  # fmt: skip
         stream = SimpleNamespace(schedule=lambda step: self.calls.append(f"schedule {step}"), get_batch=self.get_batch,
                                  evaluate=lambda p: self.groups(0))  # fmt: skip
@@ -105,10 +107,13 @@ class Recorder:
         self.calls.append(f"save {state.step} at {state.position}")
         self.checkpoints.pending = True
 
-    def finish(self, write) -> None:
+    def finish(self, wait) -> None:
+        wait()
+        self.calls.append("checkpoint is whole")
         self.checkpoints.pending = False
 
-    def row(self, row, groups, advantages) -> None:
+    def row(self, row, groups, advantages, terms) -> None:
+        assert {name: len(column) for name, column in terms.items()} == dict.fromkeys("ab", len(advantages))
         self.rows.append((row, groups, advantages))
 
 
@@ -132,6 +137,14 @@ def test_validation_and_checkpoints_come_at_their_periods_and_at_the_end():
     recorder.trainer.fit()
     assert of(recorder, "validate", "save") == ["validate 0", "save 2 at 4", "validate 3", "validate 4", "save 4 at 8"]
     assert recorder.trainer.state.metrics["validation/b"] == 0.5 and not recorder.checkpoints.pending
+
+
+@pytest.mark.parametrize("later, steps", [("false", [2, 4]), ("true", [2, 4])])
+def test_a_checkpoint_is_whole_when_the_samples_up_to_it_are_on_the_disk(later, steps):
+    recorder = Recorder("checkpointing.save_period=2", f"checkpointing.async_save={later}")
+    recorder.trainer.fit()
+    calls = of(recorder, "samples", "files", "checkpoint")
+    assert calls == [call for step in steps for call in (f"samples {step}", "files", "checkpoint is whole")]
 
 
 @pytest.mark.parametrize("limit, steps", [(6, 3), (7, 3), (8, 4), (100, 4)])
