@@ -19,7 +19,10 @@ EVAL = "eval {d}/run"
 HEALTH = "health {d}/run --thresholds {d}/limits.yaml"
 REPORT = "report {d}/run"
 ROLLOUTS = "run/rollouts/step_0001.jsonl"
+PARQUET = "run/rollouts/step_0002.parquet"
 EXPLAIN = "explain-advantages {d}/" + ROLLOUTS
+EXPLAIN_PARQUET = "explain-advantages {d}/" + PARQUET
+EXPORT = "rollouts {d}/run"
 RECIPE = "config from-nemo-rl {d}/recipe.yaml"
 SCRIPT = "config from-trl {d}/trl.py"
 PARITY = "parity --model {d}/model"
@@ -304,7 +307,22 @@ RUNS = [
     (REPORT, text(ROLLOUTS, "[1]\n"), "step_0001.jsonl"),
     (REPORT, text(ROLLOUTS, '{"a": 1}\n'), "step_0001.jsonl"),
     (REPORT, binary(ROLLOUTS), "step_0001.jsonl"),
+    (REPORT, binary(PARQUET), "step_0002.parquet: is not a file of rollouts"),
     (REPORT, text("run/report.html/mine", "x"), "report.html"),
+    ("rollouts", None, "RUN_DIR"),
+    ("rollouts {d}/absent", None, "absent is no folder of a run"),
+    ("rollouts {d}/rows.jsonl", None, "rows.jsonl is no folder of a run"),
+    ("rollouts {d}/model", None, "model holds no samples"),
+    (EXPORT + " --step 7", None, "no samples of step 7, but of 1 to 2"),
+    (EXPORT + " --step one", None, "--step"),
+    (EXPORT + " --out {d}/empty", None, "--out: "),
+    (EXPORT + " --out {d}/absent/x", None, "--out: "),
+    (EXPORT + " --step 1 --out {d}/x", text(ROLLOUTS, "{\n"), "step_0001.jsonl: is not a file of rollouts"),
+    (EXPORT + " --step 1 --out {d}/x", text(ROLLOUTS, "[1]\n"), "step_0001.jsonl: is not a file of rollouts"),
+    (EXPORT + " --step 2 --out {d}/x", binary(PARQUET), "step_0002.parquet: is not a file of rollouts"),
+    (EXPORT + " --step 2 --out {d}/x", empty(PARQUET), "step_0002.parquet: is not a file of rollouts"),
+    (EXPORT + " --step 2 --out {d}/x", folder(PARQUET), "step_0002.parquet: cannot be read"),
+    (EXPORT + " --step 2 --out {d}/x", loop(PARQUET), "step_0002.parquet: cannot be read"),
     ("doctor {d}/absent", None, "absent"),
     ("doctor {d}/run", None, "status.json"),
     ("doctor {d}/run", text("run/status.json", "{"), "status.json"),
@@ -319,6 +337,10 @@ RUNS = [
     (EXPLAIN, text(ROLLOUTS, "{}\n"), "is not a file of rollouts"),
     (EXPLAIN, text(ROLLOUTS, "[1]\n"), "is not a file of rollouts"),
     (EXPLAIN, text(ROLLOUTS, '{"a": {"b": \n'), "is not a file of rollouts"),
+    (EXPLAIN_PARQUET, binary(PARQUET), "is not a file of rollouts"),
+    (EXPLAIN_PARQUET, empty(PARQUET), "is not a file of rollouts"),
+    (EXPLAIN_PARQUET, folder(PARQUET), "cannot be read"),
+    (EXPLAIN_PARQUET, loop(PARQUET), "cannot be read"),
     (EXPLAIN, gone("run/config.yaml"), "config.yaml"),
     (EXPLAIN, binary("run/config.yaml"), "config.yaml"),
     (EXPLAIN + " --groups -1", None, "--groups"),
