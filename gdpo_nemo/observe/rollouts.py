@@ -127,13 +127,13 @@ def _write_table(path: Path, tables: Iterator[pa.Table]) -> None:
     texts = [field.name for field in SCHEMA if pa.types.is_string(field.type) and field.name != "completion"]
     split = {f"{name}.list.element": "BYTE_STREAM_SPLIT" for name in ("logprobs", "trainer_logprobs")}
     names = [*texts, "rewards.key_value.key", "terms.key_value.key"]
-    with open(path, "wb") as file:
-        with pq.ParquetWriter(
-            file, SCHEMA, compression="zstd", compression_level=1, use_dictionary=names, column_encoding=split
-        ) as writer:
-            for table in tables:
-                writer.write_table(table)
-        file.flush()
+    # A path and no file of Python's, which would need Python's lock for every page.
+    with pq.ParquetWriter(
+        path, SCHEMA, compression="zstd", compression_level=1, use_dictionary=names, column_encoding=split
+    ) as writer:
+        for table in tables:
+            writer.write_table(table)
+    with open(path, "rb") as file:
         os.fsync(file.fileno())
 
 

@@ -20,7 +20,7 @@ from gdpo_nemo.waits import waiting
 
 _IN_HAND = 2
 """Steps: one that is being written and one that waits."""
-_SLOW_S = 1.0
+_SLOW_S = 10.0
 """A wait for the disk that is worth a word."""
 
 
