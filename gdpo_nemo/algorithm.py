@@ -20,7 +20,7 @@ from gdpo_nemo.config.messages import first_line
 from gdpo_nemo.config.objective_checks import kl_in_reward
 from gdpo_nemo.config.objects import absolute_place, load_object
 from gdpo_nemo.config.schema import Config
-from gdpo_nemo.data.packing import TrainSequence
+from gdpo_nemo.data.packing import TrainSequence, with_gradient
 from gdpo_nemo.data.results import UpdateResult
 from gdpo_nemo.errors import ConfigError, GdpoError, RunError
 from gdpo_nemo.observe.component_alerts import ComponentAlerts
@@ -201,12 +201,15 @@ class GDPO(Algorithm):
         measured = {"time/advantages": time.time() - start}
         if divergence is not None and not np.isnan(divergence).all():
             measured["rollout/reference_kl"] = float(np.nanmean(divergence))
-        updates = updates_of(batch.trajectories, advantages.values.numpy(), self.config)
+        updates = updates_of(batch.trajectories, advantages.values.numpy(), self.config, batch.version)
         several = len(updates) > 1 and old_logprobs_source(self.config) == "trainer"
+        # TargetPO's coefficients, which are yet to come, need the whole group.
+        skips = self.config.policy.skip_zero_advantage and not loss_entry(self.loss.type).by_group
         for update in updates:
             # Later updates of a step start from other weights; their ratios refer to the weights that sampled.
             if several:
-                for sequence, values in zip(update, self.policy.logprobs(update)):
+                scored = with_gradient(update) if skips else update
+                for sequence, values in zip(scored, self.policy.logprobs(scored)):
                     sequence.old_logprobs = values
             if self.loss.reference_policy_kl_penalty:
                 for sequence, values in zip(update, self.policy.logprobs(update, reference=True)):

@@ -14,7 +14,7 @@ from gdpo_nemo.algorithm import GDPO, Algorithm
 from gdpo_nemo.checkpoints import RunState
 from gdpo_nemo.config.load import load_config
 from gdpo_nemo.data.packing import TrainSequence
-from gdpo_nemo.data.records import Group, Prompt, Trajectory
+from gdpo_nemo.data.records import Group, Outcome, Prompt, Trajectory
 from gdpo_nemo.data.results import UpdateResult
 from gdpo_nemo.errors import RunError
 from gdpo_nemo.observe.metric_registry import unknown_metrics
@@ -192,6 +192,18 @@ def test_several_updates_of_a_step_share_the_log_probs_from_before_the_first():
     for update, loss in recorder.updates:
         assert len(update) == 2 and loss is recorder.config.loss_fn
         assert all((s.old_logprobs == -1).all() and (s.reference_logprobs == -9).all() for s in update)
+
+
+def test_sequences_that_are_left_out_are_not_scored_before_the_first_update():
+    recorder = Recorder("policy.train_global_batch_size=2", "policy.skip_zero_advantage=true", "gdpo.batch_norm=false")
+    batch = recorder.get_batch(0)
+    batch.groups[1].trajectories[0].outcome = Outcome.ABORTED
+    recorder.parts.stream.get_batch = lambda step: batch
+    recorder.trainer.step()
+    scored = [[s.old_logprobs is not None for s in update] for update, _ in recorder.updates]
+    advantages = [[s.advantage != 0 for s in update] for update, _ in recorder.updates]
+    assert advantages == [[True, True], [False, False]], "whoever is alone in a group has nobody to be compared with"
+    assert scored == [[True, True], [True, False]], "one is kept for the ranks' schedule"
 
 
 def test_target_pos_coefficients_are_of_the_weights_that_each_update_meets():

@@ -14,9 +14,17 @@ from gdpo_nemo.cluster.network import interface_of
 from gdpo_nemo.cluster.reservation import Placement, here
 from gdpo_nemo.cluster.session import answered, cores, gather, ray, thread_environment
 from gdpo_nemo.config.objective_checks import kl_in_reward
-from gdpo_nemo.config.objects import load_object, place_of
+from gdpo_nemo.config.objects import load_functions, load_object, place_of
 from gdpo_nemo.config.schema import Config, MegatronConfig, PolicyConfig
-from gdpo_nemo.data.packing import Assignment, TrainSequence, assign, assign_singly, attention_cost, measure
+from gdpo_nemo.data.packing import (
+    Assignment,
+    TrainSequence,
+    assign,
+    assign_singly,
+    attention_cost,
+    measure,
+    with_gradient,
+)
 from gdpo_nemo.data.results import UpdateResult
 from gdpo_nemo.data.shares import SCORING, TRAINING, FlatValues, Share, by_sequence
 
@@ -284,8 +292,19 @@ class PolicyGroup:
             self._quadratic,
         )
 
+    def _skips(self, settings: LossSettings) -> bool:
+        """Whether sequences without a gradient are left out. An algorithm may train with a loss of its own making,
+        which no check of the config has seen."""
+        return self.config.skip_zero_advantage and not settings.why_all_sequences(
+            load_functions("loss_fn", settings.places)
+        )
+
     def train(self, sequences: list[TrainSequence], settings: LossSettings) -> UpdateResult:
         """Run one optimizer update."""
+        skips = self._skips(settings)
+        whole = len(sequences)
+        if skips:
+            sequences = with_gradient(sequences)
         assignment = self._assign(sequences)
         result: UpdateResult = self._call_with_shares(
             "train", sequences, assignment, TRAINING, settings, what="training"
@@ -293,6 +312,8 @@ class PolicyGroup:
         layout = self.layout
         lengths = [len(s) for s in sequences]
         total = layout.context_parallel_size * layout.tensor_model_parallel_size if layout.sequence_parallel else 1
+        result.sequences = whole
+        result.skipped_sequences = whole - len(sequences) if skips else None
         result.packing = measure(assignment, lengths, self._multiple, total, self._quadratic)
         return result
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from typing import Any, Callable, Iterable
 
-from gdpo_nemo.algorithms.own_functions import is_place, loss_entry
+from gdpo_nemo.algorithms.own_functions import Functions, is_place, loss_entry
 from gdpo_nemo.algorithms.rewards import check_shaping, creates, parse_condition, rule_name
 from gdpo_nemo.algorithms.selection import check_selection
 from gdpo_nemo.config.algorithm_choice import samples
@@ -116,6 +116,8 @@ def _check_loss(config: Config) -> None:
         loss.check()
     except ValueError as error:
         raise ConfigError(f"loss_fn.{error}") from None
+    if not loss.places:
+        check_skipping(config)
     _check_place("loss_fn.type", loss.type)
     _check_place("loss_fn.off_policy.mode", loss.off_policy.mode)
     group = config.gdpo.num_generations_per_prompt
@@ -124,6 +126,12 @@ def _check_loss(config: Config) -> None:
             f"policy.train_global_batch_size: {size} splits groups of {group} samples between updates, which "
             f"loss_fn.type {loss.type} cannot have; use a multiple of gdpo.num_generations_per_prompt"
         )
+
+
+def check_skipping(config: Config, functions: Functions | None = None) -> None:
+    """``policy.skip_zero_advantage`` is set only where it leaves the gradient as it is. Raises ConfigError."""
+    if config.policy.skip_zero_advantage and (why := config.loss_fn.why_all_sequences(functions)):
+        raise ConfigError(f"policy.skip_zero_advantage: would change the gradient: {why}")
 
 
 def _check_dynamic_sampling(config: Config) -> None:

@@ -38,6 +38,9 @@ class TrainSequence:
     loss_mask: np.ndarray | None = None
     """bool [completion tokens]: the tokens that the policy wrote. The others are context: no log-prob, no loss, no
     metric. None: all."""
+    staleness: np.ndarray | None = None
+    """int32 [completion tokens]: version that is trained minus the version that sampled the token; never read where the
+    mask is false. None: 0, or nobody reads it."""
 
     def __len__(self) -> int:
         return len(self.prompt_ids) + len(self.completion_ids)
@@ -50,6 +53,11 @@ class TrainSequence:
     def where_written(self, values: np.ndarray) -> np.ndarray:
         """Of the values [completion tokens] those of tokens that the policy wrote."""
         return values if self.loss_mask is None else values[self.loss_mask]
+
+
+def with_gradient(sequences: Sequence[TrainSequence]) -> list[TrainSequence]:
+    """Those whose advantage and weight are not 0; if there is none, the shortest one: a schedule needs a sequence."""
+    return [s for s in sequences if s.advantage and s.weight] or [min(sequences, key=len)]
 
 
 Assignment = list[list[list[int]]]

@@ -16,11 +16,11 @@ from gdpo_nemo.data.packing import Assignment, TrainSequence
 from gdpo_nemo.data.results import TokenValues
 from gdpo_nemo.errors import RunError
 
-TRAINING = ("sampler_logprobs", "old_logprobs", "reference_logprobs", "loss_mask")
+TRAINING = ("sampler_logprobs", "old_logprobs", "reference_logprobs", "loss_mask", "staleness")
 """What an update reads of every completion token besides the token itself."""
 SCORING = ("loss_mask",)
 """What evaluating log-probs reads."""
-_MISSING = {"loss_mask": (bool, True)}
+_MISSING = {"loss_mask": (bool, True), "staleness": (np.int32, 0)}
 """(type, value) where some sequences leave out what others have; the rest is of all sequences or of none."""
 
 

@@ -171,13 +171,13 @@ class Policy:
         counts = np.diff(starts, append=len(rows.sequence))
         offsets = np.split(rows.offset, starts[1:])
 
-        def column(name: str) -> torch.Tensor | None:
+        def column(name: str, kind: type = np.float32) -> torch.Tensor | None:
             # Of a rank without a sequence nobody knows what the others have; no token of anything is right for all.
             if sequences and getattr(sequences[0], name) is None:
                 return None
             parts = [getattr(member, name)[places] for member, places in zip(members, offsets)]
-            array = np.concatenate(parts) if parts else np.zeros(0, np.float32)
-            return torch.from_numpy(np.ascontiguousarray(array, dtype=np.float32)).to(self.runtime.device)
+            array = np.concatenate(parts) if parts else np.zeros(0)
+            return torch.from_numpy(np.ascontiguousarray(array, dtype=kind)).to(self.runtime.device)
 
         def constant(name: str) -> torch.Tensor:
             values = np.array([getattr(member, name) for member in members], np.float32)
@@ -189,6 +189,7 @@ class Policy:
             reference_logprobs=column("reference_logprobs"),
             advantages=constant("advantage"),
             weights=constant("weight"),
+            staleness=column("staleness", np.int32),
             sequence_ids=torch.from_numpy(rows.sequence).to(self.runtime.device),
             num_sequences=len(sequences),
         )

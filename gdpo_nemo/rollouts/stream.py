@@ -44,6 +44,8 @@ class Rollout:
     dropped_groups: int = 0
     """Groups that dynamic sampling did not keep."""
     spans: list[Span] = field(default_factory=list)
+    version: int | None = None
+    """Of the weights that its step starts from."""
 
     @property
     def trajectories(self) -> list[Trajectory]:
@@ -126,6 +128,7 @@ class RolloutStream:
             rollout = self._pending.pop(step).result()
         self._done = step + 1
         self._consumed = rollout.next_position
+        rollout.version = step
         return rollout
 
     @property

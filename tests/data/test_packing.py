@@ -173,6 +173,17 @@ def test_what_the_policy_wrote_is_what_the_mask_says_and_all_without_one():
     assert masked.where_written(values).tolist() == [1, 3] and whole.where_written(values) is values
 
 
+def test_only_sequences_with_advantage_and_weight_are_computed_and_at_least_one():
+    a, b, c, d = make_sequences([(3, 9), (3, 2), (3, 5), (1, 3)])
+    a.advantage, a.weight = 1.0, 0.1
+    b.advantage, b.weight = 0.0, 0.1
+    c.advantage, c.weight = -1.0, 0.0
+    d.advantage, d.weight = float("nan"), 0.1
+    kept = packing.with_gradient([a, b, c, d])
+    assert [id(s) for s in kept] == [id(a), id(d)], "a broken advantage is to stop the run, not to be left out"
+    assert [id(s) for s in packing.with_gradient([c, b])] == [id(b)]
+
+
 @given(lengths=lengths_of_a_batch)
 def test_no_fit_is_tried_with_fewer_micro_batches_than_any_could_have(lengths):
     """Proved by the greedy fit itself: it never finds room below the bound, and the result starts at the first that
