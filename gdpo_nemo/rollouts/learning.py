@@ -169,7 +169,7 @@ def updates_of(
 def token_staleness(trajectory: Trajectory, version: int) -> np.ndarray:
     """Versions between the weights that sampled a token and those of ``version``: int32 [completion tokens]; 0 where
     the policy did not write."""
-    spans = getattr(trajectory, "spans", ()) or ((trajectory.policy_version, trajectory.num_policy_tokens),)
+    spans = trajectory.spans or ((trajectory.policy_version, trajectory.num_policy_tokens),)
     versions, tokens = np.array(spans, np.int64).T
     written = np.repeat(version - versions, tokens).astype(np.int32)
     if trajectory.loss_mask is None:

@@ -85,7 +85,7 @@ def test_every_loss_is_the_same_in_every_layout(losses, layout):
         assert relative_error(steps, losses("TP1")[name]) < 1e-5, name
 
 
-@pytest.mark.parametrize("layout", ["TP1", "DP2", "PP2xVPP2"])
+@pytest.mark.parametrize("layout", ["TP1", "DP2", "PP2"])
 def test_sequences_of_advantage_0_may_be_left_out_of_an_update(on_ranks, model_folder, layout):
     """Of nine four have no advantage and a fifth no weight; what is left takes fewer micro-batches."""
     batch = [replace(s, advantage=0.0) if i % 2 else s for i, s in enumerate(off_policy_batch())]
