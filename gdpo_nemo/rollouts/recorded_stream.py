@@ -11,7 +11,7 @@ from gdpo_nemo.config.messages import first_line
 from gdpo_nemo.data.records import Group, Outcome, Prompt, Trajectory
 from gdpo_nemo.errors import RunError
 from gdpo_nemo.observe.journal import JournalEntry
-from gdpo_nemo.observe.rollouts import loss_mask_of, read_rollouts, rollout_files
+from gdpo_nemo.observe.rollouts import read_rollouts, rollout_files
 from gdpo_nemo.rollouts.stream import Rollout
 
 
@@ -103,7 +103,7 @@ def _trajectory(prompt: Prompt, record: Mapping[str, Any], spans: Sequence[tuple
     ids = np.array(record["completion_ids"], np.int32)
     # None, as JSON has no NaN, on tokens of the environment.
     logprobs = np.array(record["logprobs"], np.float32)
-    mask = loss_mask_of(dict(record))
+    mask = None if record.get("loss_mask") is None else np.array(record["loss_mask"], bool)
     trajectory = Trajectory(
         prompt=prompt,
         sample_index=record["sample_index"],
