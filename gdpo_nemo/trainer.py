@@ -19,6 +19,7 @@ from gdpo_nemo.config.load import save_config
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.data.results import UpdateResult
 from gdpo_nemo.errors import RunError, present
+from gdpo_nemo.observe.journal import TrainedBatch
 from gdpo_nemo.resume import CONFIG
 from gdpo_nemo.waits import waiting
 
@@ -115,7 +116,7 @@ class Trainer:
         self.state.step += 1
         self.state.position = batch.next_position
         self.state.updates += updates_per_step(self.config)
-        if self.sync is not None:
+        if self.sync is not None and isinstance(batch, TrainedBatch):
             self.log.trained(self.state.step, batch, self.sync.version, self.total_updates)
         published = self.publish()
         if not self._barrier:

@@ -118,10 +118,10 @@ def test_samples_other_than_the_journals_are_refused(run):
         RecordedStream(run, read_journal(run)).get_batch(2)
 
 
-@pytest.mark.parametrize("damage, sentence", [(b"\xff", "cannot be read"), (b"", "does not hold"), (b"1\n", "")])
-def test_a_damaged_file_of_samples_is_named(run, damage, sentence):
+@pytest.mark.parametrize("damage", [b"\xff", b"", b"1\n"])
+def test_a_damaged_file_of_samples_is_named(run, damage):
     rollout_path(run, 2).write_bytes(damage)
-    with pytest.raises(RunError, match=f"step_0002[.a-z]*: {sentence}"):
+    with pytest.raises(RunError, match=r"step_0002[.a-z]*: (cannot be read|does not hold)"):
         RecordedStream(run, read_journal(run)).get_batch(1)
 
 

@@ -17,7 +17,7 @@ import json
 import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol, Sequence
+from typing import Any, Protocol, Sequence, runtime_checkable
 
 from gdpo_nemo.data.records import Group, Trajectory
 from gdpo_nemo.errors import RunError
@@ -26,6 +26,7 @@ from gdpo_nemo.observe.metrics import read_lines
 FILE = "journal.jsonl"
 
 
+@runtime_checkable
 class TrainedBatch(Protocol):
     """A batch of groups, as ``rollouts`` makes it."""
 
