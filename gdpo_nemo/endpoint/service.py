@@ -83,8 +83,8 @@ class Service:
 
     Args:
         shared: let several phases be open at once if they sample alike: calls of agents, one for each group. Which of
-            them a request belongs to is unknown, as few agents pass on what would say so; their seeds depend on the order
-            in which requests come. Without it a phase waits for the end of the one before.
+            them a request belongs to is unknown, as few agents pass on what would say so; their seeds depend on the
+            order in which requests come. Without it a phase waits for the end of the one before.
     """
 
     def __init__(self, engines: Engines, conversation: Conversation, budgets: Budgets, shared: bool = False):
