@@ -12,6 +12,7 @@ from typing import Any, Callable, Iterable
 
 from gdpo_nemo.config.files import find_file
 from gdpo_nemo.config.messages import first_line, nearest
+from gdpo_nemo.config.trl_openenv import offered
 from gdpo_nemo.errors import ConfigError
 
 PLUGIN_PREFIX = "gdpo_nemo_plugin_"
@@ -115,7 +116,12 @@ def _load_file(place: str) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:
-        spec.loader.exec_module(module)
+        try:
+            spec.loader.exec_module(module)
+        except ModuleNotFoundError as error:
+            if not offered(error):
+                raise
+            spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         del sys.modules[name]
         raise ConfigError(f"cannot import {place}: {first_line(error)}") from error

@@ -31,8 +31,8 @@ class Conversation:
     """
 
     def __init__(self, tokenizer: Any, chat: bool, template_kwargs: Mapping[str, Any] | None = None):
-        self._tokenizer = tokenizer
-        self._template_kwargs = dict(template_kwargs or {})
+        self.tokenizer = tokenizer
+        self.template_kwargs = dict(template_kwargs or {})
         self.chat = chat
 
     def prompt(
@@ -77,7 +77,7 @@ class Conversation:
 
     def text(self, token_ids: Iterable[int]) -> str:
         """What tokens say, without special tokens."""
-        text: str = self._tokenizer.decode([int(t) for t in token_ids], skip_special_tokens=True)
+        text: str = self.tokenizer.decode([int(t) for t in token_ids], skip_special_tokens=True)
         return text
 
     @staticmethod
@@ -86,9 +86,9 @@ class Conversation:
         return [{"role": "user", "content": observation}] if isinstance(observation, str) else list(observation)
 
     def _rendered(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None) -> str:
-        extra = {**self._template_kwargs, **({"tools": list(tools)} if tools else {})}
+        extra = {**self.template_kwargs, **({"tools": list(tools)} if tools else {})}
         try:
-            text: str = self._tokenizer.apply_chat_template(
+            text: str = self.tokenizer.apply_chat_template(
                 list(messages), tokenize=False, add_generation_prompt=True, **extra
             )
             return text
@@ -96,4 +96,4 @@ class Conversation:
             raise RunError(f"the chat template refuses a conversation: {first_line(error)}") from error
 
     def _tokens(self, text: str, special: bool = False) -> np.ndarray:
-        return np.array(self._tokenizer(text, add_special_tokens=special)["input_ids"], np.int32)
+        return np.array(self.tokenizer(text, add_special_tokens=special)["input_ids"], np.int32)

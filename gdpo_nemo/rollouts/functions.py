@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Callable, Sequence, cast
 
 from gdpo_nemo.cluster.fleet import EngineFleet
 from gdpo_nemo.config.messages import first_line
-from gdpo_nemo.config.objects import load_object
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.data.conversation import Conversation
 from gdpo_nemo.data.records import Prompt, Trajectory
@@ -20,6 +19,7 @@ from gdpo_nemo.generation.requests import CompletionBatch, SampleRequest, Sampli
 from gdpo_nemo.rollouts.agents import AgentEnvironment, play_with_agents
 from gdpo_nemo.rollouts.context import RolloutContext, RolloutFunction, checked
 from gdpo_nemo.rollouts.learning import longest_completion
+from gdpo_nemo.rollouts.trl_rollouts import load_rollout_function
 from gdpo_nemo.rollouts.turns import EpisodeJob, Limits, play_episode
 
 if TYPE_CHECKING:
@@ -171,7 +171,7 @@ def rollout_methods(config: Config) -> dict[str, RolloutMethod]:
     if with_agents and not config.rollout.endpoint.enabled:
         raise ConfigError(f"rollout.endpoint.enabled: must be true, the agents of env.{min(with_agents)} play with it")
     if config.rollout.function is not None:
-        own = RolloutMethod(RolloutKind.CALL, _own_function(config.rollout.function))
+        own = RolloutMethod(RolloutKind.CALL, load_rollout_function(config.rollout.function))
         return dict.fromkeys(config.env, own)
     methods = {name: _built_in(environment) for name, environment in environments.items()}
     turns = config.rollout.turns
@@ -189,17 +189,6 @@ def _built_in(environment: Any) -> RolloutMethod:
     if environment.plays_with_endpoint:
         return RolloutMethod(RolloutKind.CALL, partial(play_with_agents, cast(AgentEnvironment, environment)))
     return RolloutMethod(RolloutKind.EPISODE if environment.has_turns else RolloutKind.SAMPLE)
-
-
-def _own_function(reference: str) -> RolloutFunction:
-    try:
-        function = load_object(reference)
-    except ConfigError as error:
-        raise ConfigError(f"rollout.function: {error}") from error
-    if not callable(function):
-        raise ConfigError(f"rollout.function: {reference} is not callable")
-    own: RolloutFunction = function
-    return own
 
 
 def _run(function: RolloutFunction, prompts: Sequence[Prompt], context: RolloutContext) -> list[list[Trajectory]]:

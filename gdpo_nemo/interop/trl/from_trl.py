@@ -34,6 +34,7 @@ _ELSEWHERE = {
     "train_dataset": ("data.train.path",),
     "eval_dataset": ("data.validation.path",),
     "peft_config": ("policy.lora",),
+    "rollout_func": ("rollout.function",),
     "processing_class": ("policy.tokenizer_name", "policy.model_name"),
 }
 """Arguments of the trainer -> the keys here that they make."""
@@ -90,6 +91,7 @@ def _said(run: TrlRun, account: Account) -> dict[str, tuple[Any, RuleResult | No
             said[key] = (value, outcome)
     given = {"model": run.model, "reward_funcs": ", ".join(reward.name for reward in run.rewards) or None}
     given |= {"train_dataset": run.train.path, "peft_config": run.lora, "processing_class": run.tokenizer}
+    given |= {"rollout_func": run.rollout.name if run.rollout else None}
     given |= {"eval_dataset": run.evaluation.path if run.evaluation else None, **run.others}
     for key, value in given.items():
         if value is not None and key not in said:

@@ -32,6 +32,7 @@ def surroundings(run: TrlRun, account: Account) -> None:
     _data(run, account)
     _validation(run, account)
     _files(run, account)
+    _rollout(run, account)
     for name, text in run.others.items():
         if name in _IGNORED:
             account.differs(name, f"{text} is not run")
@@ -39,10 +40,19 @@ def surroundings(run: TrlRun, account: Account) -> None:
             account.blocks(name, _MISSING.get(name, f"{text} cannot be given to a run"))
 
 
+def _rollout(run: TrlRun, account: Account) -> None:
+    """``rollout_func``, which is called here with what stands for TRL's trainer."""
+    if run.rollout is None:
+        return
+    if run.rollout.place is None:
+        account.blocks("rollout_func", run.rollout.problem)
+        return
+    account.set("rollout.function", run.rollout.place, "rollout_func; its trainer has what docs/turns.md lists")
+
+
 _MISSING = {
     "environment_factory": "write its class as an environment of several turns (`gdpo-nemo env new`, docs/turns.md)",
     "tools": "write them as an environment of several turns (`gdpo-nemo env new`, docs/turns.md)",
-    "rollout_func": "write it as rollout.function, which gets prompts and a context (docs/turns.md)",
     "quantization_config": "models are not quantised for training",
     "optimizers": "AdamW trains; policy.megatron_cfg.optimizer",
 }

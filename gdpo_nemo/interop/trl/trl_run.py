@@ -50,6 +50,8 @@ class TrlRun:
     model: Any = None
     tokenizer: Any = None
     rewards: list[Reward] = field(default_factory=list)
+    rollout: Reward | None = None
+    """``rollout_func``; a place like a reward's."""
     train: Rows = field(default_factory=Rows)
     evaluation: Rows | None = None
     lora: dict[str, Any] | None = None

@@ -76,6 +76,9 @@ class _Reader:
         run.model = self._pretrained(given.pop("model", None))
         run.tokenizer = self._pretrained(given.pop("processing_class", None))
         run.rewards = self._rewards(given.pop("reward_funcs", None))
+        rollout = given.pop("rollout_func", None)
+        if rollout is not None and not _is_none(rollout):
+            run.rollout = self._reward(rollout, 0)
         run.lora = self._lora(given.pop("peft_config", None))
         run.train = self._rows("train", given.pop("train_dataset", None))
         evaluation = given.pop("eval_dataset", None)
