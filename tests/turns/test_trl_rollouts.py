@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from gdpo_nemo.rollouts.stream import apply_verdicts, sample_seed
+from gdpo_nemo.rollouts.groups import apply_verdicts, sample_seed
 from local_server import JsonHandler, LocalServer
 from scripted_engines import TOKENIZER, ScriptedEngines
 
