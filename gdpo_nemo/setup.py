@@ -278,7 +278,6 @@ class _Sampling:
     def connect(self, stack: contextlib.ExitStack, pool: EnvironmentExecutor) -> None:
         """The stream of rollouts, and the way of the weights to the engines."""
         from gdpo_nemo.cluster.weight_sync import WeightSync
-        from gdpo_nemo.rollouts.ledger import LedgerState
         from gdpo_nemo.rollouts.scheduler import RolloutScheduler
         from gdpo_nemo.weights.transports.transport import close_transport, make_transport
 
@@ -291,7 +290,8 @@ class _Sampling:
             self._fleet,
             pool,
             inputs.tokenizer,
-            LedgerState.of(parts.state.ledger, parts.state.position),
+            parts.state.ledger,
+            parts.state.position,
             parts.state.step,
             parts.prompt_limit,
             (parts.state.updates, total_updates(config, parts.state, len(inputs.prompts))),

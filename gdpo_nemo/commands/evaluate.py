@@ -208,7 +208,6 @@ def _sampled(config: Config, subject: Subject) -> list[Group]:
     from gdpo_nemo.environments.execution.dispatch import EnvironmentPools
     from gdpo_nemo.inputs import read_inputs
     from gdpo_nemo.rollouts.learning import check_failures
-    from gdpo_nemo.rollouts.ledger import LedgerState
     from gdpo_nemo.rollouts.scheduler import RolloutScheduler
 
     inputs = read_inputs(config, ("validation",))
@@ -224,7 +223,7 @@ def _sampled(config: Config, subject: Subject) -> list[Group]:
         fleet = EngineFleet(config, str(folder.absolute()), Placement(places))
         fleet.ready()
         source = inputs.sources["validation"]
-        stream = RolloutScheduler(config, source, fleet, pool, inputs.tokenizer, LedgerState(), 0)
+        stream = RolloutScheduler(config, source, fleet, pool, inputs.tokenizer, {}, 0, 0)
         stack.callback(stream.close)
         groups = stream.evaluate(inputs.held_out).result()
     check_failures([t for group in groups for t in group.trajectories], config.rollout.max_env_failure_share)

@@ -179,8 +179,8 @@ class RolloutConfig:
     weights, and their cached keys and values are computed again; keep: those stay as they are, which is faster and
     cannot be replayed; drain: an engine finishes its samples first."""
     window: Optional[int] = None
-    """Reorder window in groups (W): a group may be overtaken by at most W - 1 later ones. Null: 1 with max_staleness 0,
-    else 0.3 of gdpo.num_prompts_per_step."""
+    """Reorder window in groups (W): a group may be overtaken by at most W - 1 later ones. Null: 1, in the order of
+    the prompts. A larger one is taken off the bound."""
     depth: Any = "auto"
     """Groups under way at most, between gdpo.num_prompts_per_step (P) and the bound B = (S + 1) * P - (W - 1); auto: as
     many of them as keep the trainer from waiting."""

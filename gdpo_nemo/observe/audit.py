@@ -54,6 +54,8 @@ def _ages(entries: list[JournalEntry], staleness: int) -> list[str]:
     found = []
     for entry in entries:
         for position, prompt, members in entry.groups:
+            if position in entry.again:
+                continue  # older by intent: rollout.replay_buffer.max_age bounds it
             for sample, spans, outcome in members:
                 oldest = min((version for version, tokens in spans if tokens), default=entry.step - 1)
                 age = entry.step - 1 - oldest
@@ -70,6 +72,8 @@ def _repeated(entries: list[JournalEntry]) -> list[str]:
         for what, rows in (("trained", entry.groups), ("dropped", entry.dropped)):
             for position, *_ in rows:
                 now = f"{what} in step {entry.step}"
+                if position in entry.again and position in seen:
+                    continue
                 if position in seen:
                     found.append(f"position {position} was {now}, and {seen[position]}")
                 seen[position] = now
@@ -86,7 +90,7 @@ def _overtaken(entries: list[JournalEntry], window: int) -> list[str]:
     oldest = 0
     for entry in entries:
         done.update(position for position, _ in entry.dropped)
-        for position in sorted(position for position, *_ in entry.groups):
+        for position in sorted(position for position, *_ in entry.groups if position not in entry.again):
             while oldest in done:
                 oldest += 1
             if position >= oldest + window:

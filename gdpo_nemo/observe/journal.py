@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, Sequence, runtime_checkable
 
@@ -33,6 +33,7 @@ class TrainedBatch(Protocol):
     groups: list[Group]
     dropped: list[tuple[int, str]]
     next_position: int
+    again: list[int]
 
 
 @dataclass
@@ -45,6 +46,8 @@ class JournalEntry:
     position: int
     published: int | None
     total_updates: int
+    again: list[int] = field(default_factory=list)
+    """Positions among those of ``groups`` that an earlier step trained first (``rollout.replay_buffer``)."""
 
     @property
     def samples(self) -> list[tuple[str, int]]:
@@ -68,6 +71,7 @@ class Journal:
         position: int,
         published: int | None,
         total_updates: int,
+        again: Sequence[int] = (),
     ) -> None:
         """Write the line of a step that was trained. Raises RunError: it could not be written."""
         entry = JournalEntry(
@@ -77,6 +81,7 @@ class Journal:
             position,
             published,
             total_updates,
+            list(again),
         )
         try:
             with open(self.path, "a", encoding="utf-8") as file:

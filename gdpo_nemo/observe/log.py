@@ -78,6 +78,7 @@ class RunLog:
             position=batch.next_position,
             published=published,
             total_updates=total_updates,
+            again=batch.again,
         )
 
     def step(

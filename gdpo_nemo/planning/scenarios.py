@@ -111,7 +111,7 @@ def schedule_of(config: Config, given: Given) -> dict[str, Any]:
     depth = choice("depth")
     window = choice("window")
     if window is None:  # as rollout.window says of null
-        window = max(1, round(0.3 * config.gdpo.num_prompts_per_step)) if staleness else 1
+        window = 1
     return {
         "max_staleness": staleness,
         "window": window,

@@ -27,6 +27,8 @@ class Rollout:
     """Groups that dynamic sampling did not keep."""
     dropped: list[tuple[int, str]] = field(default_factory=list)
     """(position, reason) of what was given up since the step before."""
+    again: list[int] = field(default_factory=list)
+    """Positions of the groups at its end that an earlier step trained first."""
     measured: dict[str, float] = field(default_factory=dict)
     """Metrics of engines and queue."""
     spans: list[Span] = field(default_factory=list)

@@ -148,15 +148,15 @@ class Ledger:
         self._retired.add(position)
         self.dropped.append((position, reason))
 
-    def get_batch(self) -> list[int] | None:
-        """The positions that the next update trains, in order; None while there are not enough.
+    def get_batch(self, count: int | None = None) -> list[int] | None:
+        """The ``count`` positions (None: P) that the next update trains, in order; None while there are not enough.
 
-        They are the first P that are ready among those less than W behind the oldest outstanding one, each time one has
+        They are the first that are ready among those less than W behind the oldest outstanding one, each time one has
         been taken.
         """
         taken: list[int] = []
         left = sorted(self._outstanding)
-        while len(taken) < self.groups:
+        while len(taken) < (self.groups if count is None else count):
             near = (p for p in left if p < left[0] + self.window and self._outstanding[p].stage is Stage.READY)
             position = next(near, None)
             if position is None:

@@ -11,7 +11,7 @@ import numpy as np
 from gdpo_nemo.config.messages import first_line
 from gdpo_nemo.data.records import Group, Outcome, Prompt, Trajectory
 from gdpo_nemo.errors import RunError
-from gdpo_nemo.observe.journal import JournalEntry
+from gdpo_nemo.observe.journal import JournalEntry, read_journal
 from gdpo_nemo.observe.rollouts import read_rollouts, rollout_files
 from gdpo_nemo.rollouts.groups import Rollout
 
@@ -46,7 +46,7 @@ class RecordedStream:
             raise RunError(f"{file}: cannot be read ({first_line(error)})") from None
         groups = recorded_groups(entry, records, str(file))
         dropped = [(position, reason) for position, reason in entry.dropped]
-        return Rollout(groups, entry.position, dropped=dropped, version=step)
+        return Rollout(groups, entry.position, dropped=dropped, again=entry.again, version=step)
 
     def evaluate(self, prompts: Sequence[Prompt]) -> Future[Any]:
         """Nothing is sampled here."""
@@ -62,6 +62,16 @@ class RecordedStream:
 
     def close(self) -> None:
         """Nothing is in flight."""
+
+
+def recorded(run_dir: Path, step: int, positions: Sequence[int]) -> list[Group]:
+    """The groups of these positions that ``step`` trained. Raises RunError: they cannot be read."""
+    entry = next((entry for entry in read_journal(run_dir) if entry.step == step), None)
+    file = dict(rollout_files(run_dir)).get(step)
+    if entry is None or file is None:
+        raise RunError(f"{run_dir}: journal or samples of step {step} are gone (rollout.replay_buffer, save_samples)")
+    groups = recorded_groups(entry, read_rollouts(file), str(file))
+    return [group for group in groups if group.position in positions]
 
 
 def recorded_groups(entry: JournalEntry, records: Sequence[Mapping[str, Any]], name: str) -> list[Group]:

@@ -14,16 +14,16 @@ from __future__ import annotations
 import asyncio
 import time
 from concurrent.futures import Future
-from dataclasses import asdict, replace
-from typing import Any, Coroutine, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Coroutine, Mapping, Sequence
 
 from gdpo_nemo.cluster.fleet import EngineFleet
 from gdpo_nemo.config.layout import prompts_per_round, updates_per_step
 from gdpo_nemo.config.rollout_bounds import (
     replaceable_groups,
-    resolved_bound,
     resolved_depth,
-    resolved_window,
     valid_needed,
 )
 from gdpo_nemo.config.schema import Config
@@ -32,29 +32,27 @@ from gdpo_nemo.data.records import Group, Prompt, TrainerState
 from gdpo_nemo.environments.execution.executor import EnvironmentExecutor
 from gdpo_nemo.errors import GdpoError, RunError
 from gdpo_nemo.generation.requests import Sampling
+from gdpo_nemo.rollouts.accounts import LATE, NO_SIGNAL, SURPLUS, Accounts
+from gdpo_nemo.rollouts.depth import AutoDepth
 from gdpo_nemo.rollouts.functions import RolloutKind
 from gdpo_nemo.rollouts.group_maker import GroupJob, GroupMaker, MadeGroup
 from gdpo_nemo.rollouts.groups import Rollout, cut, num_samples
 from gdpo_nemo.rollouts.learning import part_with_signal
-from gdpo_nemo.rollouts.ledger import Ledger, LedgerState, Stage
+from gdpo_nemo.rollouts.ledger import Stage
 from gdpo_nemo.rollouts.prompt_stream import Span
+from gdpo_nemo.rollouts.recorded_stream import recorded
 from gdpo_nemo.rollouts.rendezvous import Rendezvous
 from gdpo_nemo.waits import waiting
 
 METRICS = {
     "queue/outstanding": ("groups", "Groups under way when the batch was complete, those of the batch among them"),
+    "queue/depth": ("groups", "Groups that may be under way: rollout.depth, or what auto has made of it"),
     "queue/ready": ("groups", "Judged groups left for later steps when the batch was complete"),
     "queue/age": ("s", "Time from the last verdict on a group to its training, mean over the batch"),
     "driver/cpu": ("cores", "CPU time of the driver's process over time, since the batch before"),
 }
-NO_SIGNAL = "no signal"
-LATE = "late"
-SURPLUS = "surplus"
-"""Reasons for which a position is dropped: gdpo.dynamic_sampling found no signal in its group, or did not need it;
-fewer than rollout.min_valid of its samples were done in time."""
 _SPANS = 32
 """Most groups of a step that get a line in the trace."""
-_MOST_ROUNDS = 2**20
 _LATE_ROUNDS = 4
 """Rounds in which a synchronous step replaces late groups before it takes them as they are."""
 
@@ -63,7 +61,8 @@ class RolloutScheduler:
     """Makes rollouts ahead of the trainer, never further than the staleness bound.
 
     Args:
-        start: where earlier steps left the prompts (``Ledger.state``).
+        saved: where earlier steps left the prompts (``ledger``); empty at the start and in older checkpoints.
+        position: prompts that these steps consumed.
         step: steps done; the next batch is number ``step``.
         limit: prompts of the whole run (``gdpo.max_num_epochs``); None: as many as the steps take.
         updates: optimizer updates done, and those of the whole run, as reward functions are told.
@@ -76,7 +75,8 @@ class RolloutScheduler:
         fleet: EngineFleet,
         pool: EnvironmentExecutor,
         tokenizer: Any,
-        start: LedgerState,
+        saved: Mapping[str, Any],
+        position: int,
         step: int,
         limit: int | None = None,
         updates: tuple[int, int] = (0, 1),
@@ -95,24 +95,18 @@ class RolloutScheduler:
             tuple(generation.stop_strings),
         )
         self._groups = config.gdpo.num_prompts_per_step
-        self._ledger = Ledger(
-            self._groups,
-            # A synchronous step replaces groups before it is trained; nothing is stale then, however many they are.
-            resolved_bound(config) if not self._exact else _MOST_ROUNDS * prompts_per_round(config),
-            resolved_window(config),
-            start,
-            limit,
-            step,
-            config.rollout.sync_every - 1,
-        )
-        self._limit = limit
-        self._first = (step, start.position + len(start.retired))
+        self._accounts = Accounts(config, saved, position, step, limit, partial(recorded, Path(config.run.dir)))
+        self._ledger = self._accounts.ledger
+        self._first = (step, self._accounts.consumed)
         self._step = step
-        self._consumed = self._first[1]
         self._updates = updates
+        bound = self._ledger.bound
+        self._depth = None if self._exact or resolved_depth(config) else AutoDepth(self._groups, bound)
+        self._began = time.monotonic()
+        """When the trainer asked for its last batch."""
         self._made: dict[int, MadeGroup] = {}
-        self._training: list[int] = []
-        """Positions of the batch that the trainer has."""
+        self._training: list[Group] = []
+        """New groups of the batch that the trainer has."""
         self._unwanted = 0
         """Groups without signal since the last batch."""
         self._seen: set[int] = set()
@@ -148,8 +142,8 @@ class RolloutScheduler:
         return self._fleet.spawn(self._evaluate(prompts))
 
     def ledger(self) -> dict[str, Any]:
-        """What a checkpoint holds of the prompts (``LedgerState``), the batches accounted for by ``schedule``."""
-        return asdict(self._ledger.state())
+        """What a checkpoint holds of the prompts, the batches accounted for by ``schedule``."""
+        return self._accounts.state()
 
     def take_events(self) -> list[str]:
         """What happened to engines since the last call, a sentence each."""
@@ -169,40 +163,36 @@ class RolloutScheduler:
 
     async def _schedule(self, step: int) -> None:
         if self._training:
-            self._ledger.trained(self._training)
+            self._accounts.begin(step, self._training)
             self._training = []
         self._step = step
         self._admit()
 
     def _admit(self) -> None:
-        most = self._one_round() if self._exact else min(self._depth(), self._groups * self._steps_left())
-        self._start(self._ledger.admit(self._fleet.version, most))
+        most = self._one_round() if self._exact else min(self._most_under_way(), self._groups * self._steps_left())
+        self._start(self._accounts.admit(self._fleet.version, most))
 
     def _one_round(self) -> int:
         """Groups of a synchronous step, if none is under way and a whole round is left."""
-        count = prompts_per_round(self._config)
-        left = self._prompts_left() >= count and self._steps_left() > 0
+        count = prompts_per_round(self._config) - len(self._accounts.again)
+        left = self._accounts.prompts_left >= count and self._steps_left() > 0
         return count if left and not len(self._ledger) else 0
 
-    def _depth(self) -> int:
-        return resolved_depth(self._config) or self._ledger.bound
+    def _most_under_way(self) -> int:
+        return self._depth.depth if self._depth else resolved_depth(self._config) or self._ledger.bound
 
     def _steps_left(self) -> int:
         return self._config.gdpo.max_num_steps - self._step
 
-    def _prompts_left(self) -> float:
-        """Prompts that were never admitted."""
-        return float("inf") if self._limit is None else self._limit - self._consumed - len(self._ledger)
-
-    def _start(self, positions: Sequence[int]) -> None:
-        """Start the tasks of positions that were admitted together."""
-        if not positions:
+    def _start(self, admitted: Sequence[tuple[int, int]]) -> None:
+        """Start the tasks of (position, place of the prompt) that were admitted together."""
+        if not admitted:
             return
         jobs = [
             GroupJob(
                 prompt, position, self._config.gdpo.num_generations_per_prompt, self._sampling, self._told(position)
             )
-            for position, prompt in zip(positions, self._prompts_at(positions))
+            for (position, _), prompt in zip(admitted, self._prompts_at([place for _, place in admitted]))
         ]
         if self._exact:
             self._place(jobs)
@@ -211,10 +201,8 @@ class RolloutScheduler:
             for job in jobs:
                 self._launch(self._one_group(job))
 
-    def _prompts_at(self, positions: Sequence[int]) -> list[Prompt]:
-        if positions[-1] - positions[0] + 1 == len(positions):
-            return self._prompts.batch(positions[0], len(positions))
-        return [self._prompts.batch(position, 1)[0] for position in positions]
+    def _prompts_at(self, places: Sequence[int]) -> list[Prompt]:
+        return told_apart([self._prompts.batch(place, 1)[0] for place in places])
 
     def _told(self, position: int) -> TrainerState:
         """What reward functions are told with a prompt: how far the run is before the step that will train it."""
@@ -222,7 +210,7 @@ class RolloutScheduler:
         ahead = (position - first) // self._groups
         done, total = self._updates
         if self._exact:
-            begun, step_of_it = self._consumed, self._step
+            begun, step_of_it = self._accounts.consumed, self._step
         else:
             begun, step_of_it = first + ahead * self._groups, step + ahead
         done += (step_of_it - step) * updates_per_step(self._config)
@@ -300,8 +288,7 @@ class RolloutScheduler:
             self._made[position] = made
             self._ledger.move(position, Stage.READY)
         else:
-            self._ledger.drop(position, reason)
-            self._consumed += 1
+            self._accounts.drop(position, reason)
             self._admit()
         self._changed()
 
@@ -326,35 +313,47 @@ class RolloutScheduler:
         self._unwanted = 0
         dropped = self._ledger.dropped
         self._ledger.dropped = []
-        self._consumed += len(self._training)
         rollout.dropped = dropped
         rollout.version = self._step
         rollout.dropped_groups = rollout.dropped_groups or sum(reason == NO_SIGNAL for _, reason in dropped)
-        rollout.next_position = self._consumed
+        rollout.next_position = self._accounts.consumed + len({group.position for group in self._training})
+        self._add_again(rollout)
         rollout.measured |= self._measure()
         return rollout
 
     async def _ready_batch(self) -> Rollout | None:
-        while (positions := self._ledger.get_batch()) is None:
-            if self._prompts_left() <= 0 and len(self._ledger) < self._groups:
+        asked = time.monotonic()
+        while (positions := self._ledger.get_batch(self._accounts.wanted)) is None:
+            if self._accounts.prompts_left <= 0 and len(self._ledger) < self._accounts.wanted:
                 return None
             await self._until_changed()
+        ready = self._ledger.count(Stage.READY) - len(positions)
+        self._adapt_depth(asked, ready)
         made = [self._made.pop(position) for position in positions]
         rollout = _rollout(made)
-        # Two passes over the data may meet in one batch.
-        for group, prompt in zip(rollout.groups, told_apart([group.prompt for group in rollout.groups])):
-            if prompt is not group.prompt:
-                group.prompt = prompt
-                for trajectory in group.trajectories:
-                    trajectory.prompt = replace(trajectory.prompt, id=prompt.id)
         now = time.time()
         rollout.measured = {
             "queue/outstanding": float(len(self._ledger)),
-            "queue/ready": float(self._ledger.count(Stage.READY) - len(positions)),
+            "queue/ready": float(ready),
+            "queue/depth": float(self._most_under_way()),
             "queue/age": sum(now - m.judged for m in made) / len(made),
         }
-        self._training = positions
+        self._training = list(rollout.groups)
         return rollout
+
+    def _add_again(self, rollout: Rollout) -> None:
+        """Put groups of earlier steps behind the new ones."""
+        again = self._accounts.again
+        rollout.again = [group.position for group in again]
+        rollout.groups = [*rollout.groups, *again]
+        _tell_apart(rollout.groups)
+
+    def _adapt_depth(self, asked: float, ready: int) -> None:
+        """Let ``AutoDepth`` know how long the trainer waited, of the time since it asked for the batch before."""
+        now = time.monotonic()
+        if self._depth:
+            self._depth.observe(now - asked, now - self._began, ready)
+        self._began = now
 
     async def _exact_batch(self) -> Rollout | None:
         if not len(self._ledger):
@@ -363,14 +362,16 @@ class RolloutScheduler:
         rollout = _rollout(made)
         drawn = len(made)
         size = self._config.gdpo.num_generations_per_prompt
-        wanted = self._groups * size
+        wanted = self._accounts.wanted * size
         dynamic = self._config.gdpo.dynamic_sampling
         kept, spare = self._split(made)
         rounds = dynamic.max_rounds if dynamic.enabled else _LATE_ROUNDS
-        while (missing := wanted - num_samples(kept)) > 0 and rollout.rounds < rounds and self._prompts_left() > 0:
+        while (
+            (missing := wanted - num_samples(kept)) > 0 and rollout.rounds < rounds and self._accounts.prompts_left > 0
+        ):
             whole = prompts_per_round(self._config) if dynamic.enabled and dynamic.batch_multiplier else 0
-            count = int(min(whole or -(-missing // size), self._prompts_left()))
-            self._start(self._ledger.admit(self._fleet.version, len(self._ledger) + count))
+            count = int(min(whole or -(-missing // size), self._accounts.prompts_left))
+            self._start(self._accounts.admit(self._fleet.version, len(self._ledger) + count))
             extra = await self._round()
             again = _rollout(extra)
             kept += self._split(extra)[0]
@@ -383,7 +384,7 @@ class RolloutScheduler:
         rollout.groups = cut(kept + spare, wanted)
         # At least 0: both parts of a group that was split may be kept, and then count as two.
         rollout.dropped_groups = max(0, drawn - len(rollout.groups))
-        self._training = sorted({group.position for group in rollout.groups})
+        self._training = list(rollout.groups)
         self._drop_the_rest()
         return rollout
 
@@ -398,9 +399,8 @@ class RolloutScheduler:
 
     def _drop_the_rest(self) -> None:
         """Give up positions that a synchronous step has drawn and does not train."""
-        for position in sorted(self._seen - set(self._training)):
-            self._ledger.drop(position, self._reasons.get(position, SURPLUS))
-            self._consumed += 1
+        for position in sorted(self._seen - {group.position for group in self._training}):
+            self._accounts.drop(position, self._reasons.get(position, SURPLUS))
         self._seen = set()
         self._reasons = {}
 
@@ -440,7 +440,7 @@ class RolloutScheduler:
         sampling = Sampling(gdpo.val_temperature, 1.0, -1, generation.max_new_tokens, tuple(generation.stop_strings))
         done, total = self._updates
         done += (self._step - self._first[0]) * updates_per_step(self._config)
-        state = TrainerState(done, total, self._consumed / len(self._prompts))
+        state = TrainerState(done, total, self._accounts.consumed / len(self._prompts))
         jobs = [
             GroupJob(prompt, -1 - place, gdpo.val_generations_per_prompt, sampling, state)
             for place, prompt in enumerate(prompts)
@@ -459,6 +459,15 @@ class RolloutScheduler:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _tell_apart(groups: Sequence[Group]) -> None:
+    """Give prompts of several passes over the data, which may meet in one batch, ids of their own."""
+    for group, prompt in zip(groups, told_apart([group.prompt for group in groups])):
+        if prompt is not group.prompt:
+            group.prompt = prompt
+            for trajectory in group.trajectories:
+                trajectory.prompt = replace(trajectory.prompt, id=prompt.id)
 
 
 def _rollout(made: Sequence[MadeGroup]) -> Rollout:
