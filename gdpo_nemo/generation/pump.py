@@ -261,10 +261,9 @@ class Pump:
         else:
             self._add(requests)
 
-    def _add(self, requests: Iterable[PumpedRequest]) -> None:
-        for request in requests:
-            self._inflight[request.name] = request
-            self.core.add(request.name, request.prompt_ids, request.parameters)
+    def _add(self, requests: Collection[PumpedRequest]) -> None:
+        self._inflight |= {request.name: request for request in requests}
+        self.core.add((request.name, request.prompt_ids, request.parameters) for request in requests)
 
     def _drop(self, names: frozenset[str]) -> None:
         self._parked = [request for request in self._parked if request.name not in names]
@@ -300,14 +299,13 @@ class Pump:
         self._end_hold()
 
     def _end_hold(self) -> None:
+        if not self.core.asleep and self._parked:
+            self._add(self._parked)
+            self._parked = []
         if self._held:
             self.core.release()
         self._held = False
         self._kv = None
-        if not self.core.asleep:
-            parked = self._parked
-            self._parked = []
-            self._add(parked)
 
     def _update(self, manifest: Manifest, receiver: Receiver, data: Sequence[Any]) -> None:
         if not self._held:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import pickle
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Collection, NamedTuple, Sequence
+from typing import TYPE_CHECKING, Any, Collection, Iterable, NamedTuple, Sequence
 
 import numpy as np
 
@@ -75,6 +75,9 @@ class VllmCore:
             **_placed(options),
         )
         self._engine = self._llm.llm_engine
+        self._steps_by_itself = hasattr(self._engine.engine_core, "outputs_queue")
+        """Whether vLLM's scheduler has a process of its own, which does not wait for ``step``."""
+        self._paused = False
         self._llm.init_weight_transfer_engine({"init_info": {}})
         self._weights = weight_names(options.model)
         self._targets = tuple(options.targets)
@@ -91,11 +94,20 @@ class VllmCore:
         """Whether a request is unfinished."""
         return bool(self._engine.has_unfinished_requests())
 
-    def add(self, name: str, prompt_ids: list[int], parameters: SamplingParams) -> None:
-        """Let a request join at the next step."""
+    def add(self, requests: Iterable[tuple[str, list[int], SamplingParams]]) -> None:
+        """Let requests (name, prompt, how) join at the next step, all at the same one where the engine is idle.
+
+        In a process of its own a busy engine takes steps while they arrive.
+        """
         from vllm.inputs import tokens_input
 
-        self._engine.add_request(name, tokens_input(prompt_ids, cache_salt=str(self._updates)), parameters)
+        pauses = self._steps_by_itself and not self._paused and not self.busy
+        if pauses:
+            self._pause()
+        for name, prompt_ids, parameters in requests:
+            self._engine.add_request(name, tokens_input(prompt_ids, cache_salt=str(self._updates)), parameters)
+        if pauses:
+            self.release()
 
     def abort(self, names: Collection[str]) -> int:
         """Drop requests; returns the number of tokens that they had drawn."""
@@ -111,7 +123,7 @@ class VllmCore:
         """Stop between two steps and keep all requests; returns those whose end had not been reported yet."""
         if self.asleep:
             return []  # has been paused by that
-        self._llm.sleep(level=0, mode="keep")
+        self._pause()
         finished = []
         while self._output_pending():
             finished += self.step()
@@ -120,12 +132,17 @@ class VllmCore:
     def _output_pending(self) -> bool:
         """Whether a step's outputs have not been taken yet, which belong to the weights before an update."""
         core = self._engine.engine_core
-        if hasattr(core, "outputs_queue"):  # another process puts them there, before it confirms that it has paused
+        if self._steps_by_itself:  # it sends them before it confirms that it has paused
             return not core.outputs_queue.empty()
         return bool(core.engine_core.batch_queue)  # steps that asynchronous scheduling has begun
 
+    def _pause(self) -> None:
+        self._llm.sleep(level=0, mode="keep")
+        self._paused = True
+
     def release(self) -> None:
         """Go on after ``hold``."""
+        self._paused = False
         if not self.asleep:
             self._llm.wake_up(["scheduling"])
 

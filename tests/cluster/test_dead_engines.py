@@ -37,7 +37,7 @@ class Mortal:
 
     def advance(self, new):
         self._live()
-        return [FinishedRequest(name, Completion(np.arange(2), np.zeros(2), "stop"), 7) for name in new]
+        return [FinishedRequest(name, Completion(np.arange(2), np.zeros(2), "stop", ((7, 2),))) for name in new]
 
     def expect(self, manifest) -> None:
         self._live()

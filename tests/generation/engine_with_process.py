@@ -1,0 +1,81 @@
+"""Run as a program: an engine whose vLLM has a process of its own, as on GPUs, takes weights in flight.
+
+``engine_with_process.py MODEL OUT``: what it drew and how far its log-probs are from its own scores goes to OUT, JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+
+
+def main(model: str, out: str) -> None:
+    """Draw while an update of every kind arrives."""
+    from gdpo_nemo.config.schema import VllmConfig
+    from gdpo_nemo.generation.engine import CPU_ENVIRONMENT, ENVIRONMENT, Engine
+
+    os.environ.update(ENVIRONMENT | CPU_ENVIRONMENT | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"})
+    engine = Engine(model, VllmConfig(kv_cache_memory_bytes=64 << 20, max_num_seqs=8), "float32", 256, 0, on_cpu=True)
+    found = {
+        kv: across_update(engine, model, kv, 10 * number) for number, kv in enumerate(("drain", "recompute", "keep"))
+    }
+    Path(out).write_text(json.dumps(found))
+    engine.close()
+
+
+def across_update(engine, model: str, kv: str, version: int) -> list[dict]:
+    """Per request: name, spans, and the largest difference of each span's log-probs from its own version's scores."""
+    from gdpo_nemo.generation.requests import SampleRequest, Sampling
+
+    load(engine, model, version, 1.0)
+    prompt = np.random.default_rng(version).integers(2, 250, 60).astype(np.int32)
+    sampling = Sampling(1.0, 1.0, -1, 190)
+    engine.submit({f"{kv} {seed}": (SampleRequest(prompt, seed), sampling) for seed in range(16)})
+    drawn = {}
+    running = 0
+    while running < 4:
+        report = engine.poll(0.001)
+        running = report.running
+        drawn |= dict(report.finished)
+    load(engine, model, version + 1, 1.7, kv)
+    engine.submit({f"{kv} {seed}": (SampleRequest(prompt, seed), sampling) for seed in range(16, 20)})
+    end = time.monotonic() + 120
+    while len(drawn) < 20 and time.monotonic() < end:
+        drawn |= dict(engine.poll(1.0).finished)
+    sequences = [np.concatenate([prompt, completion.token_ids]) for completion in drawn.values()]
+    by_version = {version + 1: engine.score(sequences)}
+    load(engine, model, version + 2, 1.0)
+    by_version[version] = engine.score(sequences)
+    rows = []
+    for place, (name, completion) in enumerate(drawn.items()):
+        start = 0
+        off = []
+        for drawn_by, tokens in completion.spans:
+            span = slice(start, start + tokens)
+            own = by_version[drawn_by][place][len(prompt) - 1 :]
+            off.append(float(np.abs(completion.logprobs[span] - own[span]).max()))
+            start += tokens
+        spans = [(drawn_by - version, tokens) for drawn_by, tokens in completion.spans]
+        rows.append({"name": name, "tokens": len(completion.token_ids), "spans": spans, "off": off})
+    return rows
+
+
+def load(engine, model: str, version: int, factor: float, kv: str = "drain") -> None:
+    """Give it the folder's weights times a factor."""
+    from gdpo_nemo.weights.manifest import pack
+    from gdpo_nemo.weights.model_folder import open_weights, weight_names
+    from gdpo_nemo.weights.transports.memory import MemoryReceiver
+
+    read = open_weights(model)
+    manifest, buffer = pack(((name, read(name) * factor) for name in weight_names(model)), version)
+    engine.prepare_update(manifest, kv)
+    engine.update_weights(manifest, MemoryReceiver(), buffer)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
