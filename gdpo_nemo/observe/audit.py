@@ -27,7 +27,7 @@ def audit(
     if not entries:
         return ["journal.jsonl holds no step"]
     found = [*_steps(entries), *_ages(entries, staleness)]
-    if any(position < 0 for position in _positions(entries)):
+    if not has_positions(entries):
         return found
     found += _repeated(entries)
     if window is not None:
@@ -35,6 +35,11 @@ def audit(
     if ledger is not None:
         found += _forgotten(entries, ledger)
     return found
+
+
+def has_positions(entries: Iterable[JournalEntry]) -> bool:
+    """Whether the journal says which positions were trained."""
+    return all(position >= 0 for position in _positions(entries))
 
 
 def _positions(entries: Iterable[JournalEntry]) -> list[int]:
