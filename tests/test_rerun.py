@@ -230,6 +230,20 @@ def test_the_audit_of_a_run_goes_by_its_own_configs_and_checkpoint(run, tmp_path
     assert rerun.audit_run(run) == ["position 8 is in no step of the journal, but done by the newest checkpoint"]
 
 
+def test_an_audit_says_what_it_could_judge(run, capsys):
+    from gdpo_nemo.cli import main
+
+    assert main(["replay", str(run), "--audit"]) == 0
+    assert "every position is trained or dropped once" in capsys.readouterr().out
+    file = run / "journal.jsonl"
+    file.write_text(file.read_text().replace("[[7,", "[[-1,"))
+    assert main(["replay", str(run), "--audit"]) == 0
+    assert "no positions to account for" in capsys.readouterr().out
+    file.write_text("".join(line + "\n" for line in file.read_text().splitlines()[1:]))
+    assert main(["replay", str(run), "--audit"]) == 1
+    assert capsys.readouterr().out == "step 2 follows step 0\n"
+
+
 def test_a_replay_validates_nothing_and_tells_no_tracker(tmp_path):
     asked = config(tmp_path, "logger.wandb.enabled=true", "cluster.env_nodes=0", "gdpo.val_at_start=true")
     quiet = rerun._quiet(asked, tmp_path / "out")

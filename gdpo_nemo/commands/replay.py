@@ -35,7 +35,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     run_dir = Path(arguments.run_dir)
     if arguments.audit:
-        return _print_audit(audit_run(run_dir))
+        return _print_audit(run_dir, audit_run(run_dir))
     out = None if arguments.out is None else Path(arguments.out)
     plan = plan_rerun(run_dir, arguments.to, out, arguments.start, arguments.check)
     if not arguments.check:
@@ -44,8 +44,17 @@ def run(arguments: argparse.Namespace) -> int:
     return _print_comparison(plan)
 
 
-def _print_audit(found: list[str]) -> int:
-    print("\n".join(found) or "every position of the journal is trained or dropped once, and nothing is too old")
+def _print_audit(run_dir: Path, found: list[str]) -> int:
+    from gdpo_nemo.observe.audit import has_positions
+    from gdpo_nemo.observe.journal import read_journal
+
+    if found:
+        sound = "\n".join(found)
+    elif has_positions(read_journal(run_dir)):
+        sound = "every position is trained or dropped once, and nothing is too old"
+    else:
+        sound = "no step is missing and nothing is too old; this journal has no positions to account for"
+    print(sound)
     return 1 if found else 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any, Iterable, Mapping
 
@@ -9,7 +10,12 @@ from gdpo_nemo.observe.journal import JournalEntry, read_journal
 
 
 def audit(
-    run_dir: str | Path, staleness: int, window: int | None = None, ledger: Mapping[str, Any] | None = None
+    run_dir: str | Path,
+    staleness: int,
+    window: int | None = None,
+    ledger: Mapping[str, Any] | None = None,
+    reuse: int = 0,
+    max_age: int | None = None,
 ) -> list[str]:
     """A sentence for everything in the journal of ``run_dir`` that must not be; empty where all is well.
 
@@ -19,6 +25,8 @@ def audit(
         staleness: the run's largest ``rollout.max_staleness`` (S).
         window: its largest reorder window (W); None: not judged.
         ledger: ``RunState.ledger`` of the newest checkpoint, where that has one.
+        reuse: steps, after the one that trained it first, in which a group may be trained again.
+        max_age: bound on staleness of groups that are trained again; None: ``staleness``.
 
     Raises:
         RunError: the journal cannot be read.
@@ -26,15 +34,20 @@ def audit(
     entries = read_journal(run_dir)
     if not entries:
         return ["journal.jsonl holds no step"]
-    found = [*_steps(entries), *_ages(entries, staleness)]
-    if any(position < 0 for position in _positions(entries)):
+    found = [*_steps(entries), *_ages(entries, staleness, staleness if max_age is None else max_age)]
+    if not has_positions(entries):
         return found
-    found += _repeated(entries)
+    found += _repeated(entries, reuse)
     if window is not None:
         found += _overtaken(entries, window)
     if ledger is not None:
         found += _forgotten(entries, ledger)
     return found
+
+
+def has_positions(entries: Iterable[JournalEntry]) -> bool:
+    """Whether the journal says which positions were trained."""
+    return all(position >= 0 for position in _positions(entries))
 
 
 def _positions(entries: Iterable[JournalEntry]) -> list[int]:
@@ -49,33 +62,37 @@ def _steps(entries: list[JournalEntry]) -> list[str]:
     ]
 
 
-def _ages(entries: list[JournalEntry], staleness: int) -> list[str]:
+def _ages(entries: list[JournalEntry], staleness: int, max_age: int) -> list[str]:
     """Step k trains on weights of version k - 1."""
     found = []
+    trained: set[int] = set()
     for entry in entries:
         for position, prompt, members in entry.groups:
-            if position in entry.again:
-                continue  # older by intent: rollout.replay_buffer.max_age bounds it
+            most = max_age if position in trained else staleness
+            if position >= 0:
+                trained.add(position)
             for sample, spans, outcome in members:
                 oldest = min((version for version, tokens in spans if tokens), default=entry.step - 1)
                 age = entry.step - 1 - oldest
-                if outcome in ("ok", "truncated") and not 0 <= age <= staleness:
+                if outcome in ("ok", "truncated") and not 0 <= age <= most:
                     where = f"step {entry.step}, position {position} ({prompt}), sample {sample}"
-                    found.append(f"{where}: tokens of version {oldest} are {age} updates old, of at most {staleness}")
+                    found.append(f"{where}: tokens of version {oldest} are {age} updates old, of at most {most}")
     return found
 
 
-def _repeated(entries: list[JournalEntry]) -> list[str]:
+def _repeated(entries: list[JournalEntry], reuse: int) -> list[str]:
     found = []
     seen: dict[int, str] = {}
+    again: Counter[int] = Counter()
     for entry in entries:
         for what, rows in (("trained", entry.groups), ("dropped", entry.dropped)):
             for position, *_ in rows:
                 now = f"{what} in step {entry.step}"
-                if position in entry.again and position in seen:
-                    continue
-                if position in seen:
-                    found.append(f"position {position} was {now}, and {seen[position]}")
+                before = seen.get(position, "")
+                again[position] += bool(before)
+                reused = what == "trained" and before.startswith("trained") and not before.endswith(f" {entry.step}")
+                if before and not (reused and again[position] <= reuse):
+                    found.append(f"position {position} was {now}, and {before}")
                 seen[position] = now
     return found
 
@@ -90,7 +107,7 @@ def _overtaken(entries: list[JournalEntry], window: int) -> list[str]:
     oldest = 0
     for entry in entries:
         done.update(position for position, _ in entry.dropped)
-        for position in sorted(position for position, *_ in entry.groups if position not in entry.again):
+        for position in sorted(position for position, *_ in entry.groups):
             while oldest in done:
                 oldest += 1
             if position >= oldest + window:

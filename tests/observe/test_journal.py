@@ -131,6 +131,15 @@ def test_what_was_dropped_since_the_last_step_is_not_missing(tmp_path):
     assert len(audit(tmp_path, 0, ledger=ledger(2))) == 1
 
 
+def test_groups_may_be_trained_again_as_often_and_as_old_as_the_run_allows(tmp_path):
+    write(tmp_path, [group(0)], [group(1, 1), group(0)], [group(2, 2), group(0)])
+    assert audit(tmp_path, 0, window=1, ledger=ledger(3), reuse=2, max_age=2) == []
+    assert audit(tmp_path, 0, reuse=1, max_age=2) == ["position 0 was trained in step 3, and trained in step 2"]
+    assert len(audit(tmp_path, 0, reuse=2, max_age=1)) == 2  # both samples of step 3
+    write(tmp_path, [group(3, 3), group(3, 3)], first=4)
+    assert audit(tmp_path, 0, reuse=9, max_age=2) == ["position 3 was trained in step 4, and trained in step 4"]
+
+
 def test_the_audit_finds_a_step_that_is_missing(tmp_path):
     write(tmp_path, [group(0)])
     write(tmp_path, [group(1)], first=3)
