@@ -349,7 +349,8 @@ def _train(policy, rows: Iterator[Row], steps: int, rows_per_step: int) -> None:
     start = time.monotonic()
     for step in range(1, steps + 1):
         batch = _sequences([next(rows) for _ in range(rows_per_step)])
-        result = policy.train(batch, assign([len(s) for s in batch], 1, policy.config.micro_batch_tokens), settings)
+        (micro_batches,) = assign([len(s) for s in batch], 1, policy.config.micro_batch_tokens)
+        result = policy.train(batch, micro_batches, settings)
         if step in (1, steps) or step % _PROGRESS_EVERY == 0:
             spent = time.monotonic() - start
             print(f"warm-up step {step:3d}/{steps}  loss {result.loss:.3f}  {spent:.0f} s", flush=True)

@@ -24,3 +24,6 @@ def sapo(
     ratio = importance_ratio(logprobs - fields.old_logprobs)
     tau = torch.where(fields.advantages > 0, tau_pos, tau_neg)
     return -fields.advantages * torch.sigmoid(tau * (ratio - 1)) * 4 / tau
+
+
+sapo.skips_zero_advantage = True  # it is 0 where A is, and takes nothing from other sequences

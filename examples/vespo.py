@@ -30,3 +30,6 @@ def vespo(
     rate = torch.where(good, lambda_pos, lambda_neg)
     kernel = (rate + k * log_w - rate * log_w.exp()).exp()
     return -fields.advantages * kernel * logprobs, {"kernel": kernel}
+
+
+vespo.skips_zero_advantage = True  # it is 0 where A is, and takes nothing from other sequences

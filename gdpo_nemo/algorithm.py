@@ -20,7 +20,7 @@ from gdpo_nemo.config.messages import first_line
 from gdpo_nemo.config.objective_checks import kl_in_reward
 from gdpo_nemo.config.objects import absolute_place, load_object
 from gdpo_nemo.config.schema import Config
-from gdpo_nemo.data.packing import TrainSequence
+from gdpo_nemo.data.packing import TrainSequence, with_gradient
 from gdpo_nemo.data.results import UpdateResult
 from gdpo_nemo.errors import ConfigError, GdpoError, RunError
 from gdpo_nemo.observe.component_alerts import ComponentAlerts
@@ -38,7 +38,7 @@ from gdpo_nemo.rollouts.learning import (
 if TYPE_CHECKING:
     from gdpo_nemo.cluster.policy_group import PolicyGroup
     from gdpo_nemo.observe.log import RunLog
-    from gdpo_nemo.rollouts.stream import Rollout
+    from gdpo_nemo.rollouts.groups import Rollout
 
 METRICS = {
     "reward/total/mean": ("reward", "Weighted sum of the components' means: what GRPO would call the reward"),
@@ -201,12 +201,15 @@ class GDPO(Algorithm):
         measured = {"time/advantages": time.time() - start}
         if divergence is not None and not np.isnan(divergence).all():
             measured["rollout/reference_kl"] = float(np.nanmean(divergence))
-        updates = updates_of(batch.trajectories, advantages.values.numpy(), self.config)
+        updates = updates_of(batch.trajectories, advantages.values.numpy(), self.config, batch.version)
         several = len(updates) > 1 and old_logprobs_source(self.config) == "trainer"
+        # TargetPO's coefficients, which are yet to come, need the whole group.
+        skips = self.config.policy.skip_zero_advantage and not loss_entry(self.loss.type).by_group
         for update in updates:
             # Later updates of a step start from other weights; their ratios refer to the weights that sampled.
             if several:
-                for sequence, values in zip(update, self.policy.logprobs(update)):
+                scored = with_gradient(update) if skips else update
+                for sequence, values in zip(scored, self.policy.logprobs(scored)):
                     sequence.old_logprobs = values
             if self.loss.reference_policy_kl_penalty:
                 for sequence, values in zip(update, self.policy.logprobs(update, reference=True)):
@@ -231,6 +234,7 @@ class GDPO(Algorithm):
             "reward/total/mean": _weighted_mean(diagnostics, self.config.gdpo.rewards),
             **rollout_metrics(rollout.trajectories, version),
             "rollout/dropped_groups": float(rollout.dropped_groups),
+            **rollout.measured,
             "time/rollout": rollout.generation_s,
             "time/verify": rollout.verify_s,
             **prepared.measured,
@@ -239,7 +243,9 @@ class GDPO(Algorithm):
     def record(self, row: Mapping[str, Any], prepared: PreparedRollout) -> None:
         """The row, its samples, and which components train nothing."""
         rollout = prepared.rollout
-        self.log.step(row, rollout.groups, prepared.advantages.values.numpy())
+        found = prepared.advantages
+        terms = dict(zip(found.names, found.components.numpy().T))
+        self.log.step(row, rollout.groups, found.values.numpy(), terms=terms)
         self.component_alerts.update(prepared.advantages.diagnostics.alerts, [t.rewards for t in rollout.trajectories])
 
     def _kl(self, rollout: Rollout) -> np.ndarray | None:

@@ -15,7 +15,7 @@ import shutil
 import zlib
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Callable, Iterator
+from typing import Any, Callable, Iterator
 
 from gdpo_nemo.errors import RunError
 
@@ -42,6 +42,9 @@ class RunState:
     """Fingerprint of the training prompts."""
     model: str = ""
     """Fingerprint of the model the run started from."""
+    ledger: dict[str, Any] = field(default_factory=dict)
+    """``rollouts.ledger.LedgerState`` as a dictionary; empty where prompts are dealt in order, and in older
+    checkpoints."""
     metrics: dict[str, float] = field(default_factory=dict)
     """The newest value of the metric that ranks checkpoints."""
 

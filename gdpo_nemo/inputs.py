@@ -64,7 +64,7 @@ def read_inputs(config: Config, splits: Sequence[str]) -> Inputs:
     """
     environments = load_environments(config.env)
     check_rewards(config, environments)
-    folder = _model_folder(config)
+    folder = model_folder(config)
     tokenizer = load_tokenizer(config, folder)
     check_own_functions(config)
     algorithm = load_algorithm(config)
@@ -110,7 +110,7 @@ def _preflight(environments: Mapping[str, Any], sources: Mapping[str, PromptSour
             environment.close()
 
 
-def _model_folder(config: Config) -> Path:
+def model_folder(config: Config) -> Path:
     """The model's folder, made by the factory or fetched from the hub when it is absent, and of a supported family."""
     name = config.policy.model_name
     if not Path(name).is_dir() and config.policy.model_factory:

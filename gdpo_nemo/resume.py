@@ -22,7 +22,7 @@ if TYPE_CHECKING:  # it imports torch, which the dry run does without
 
 CONFIG = "config.yaml"
 _HISTORY = "config_history"
-_NUMBERED = re.compile(r"(\d+)_from_step_\d+\.yaml")
+_NUMBERED = re.compile(r"(\d+)_from_step_(\d+)\.yaml")
 
 
 @dataclass
@@ -115,8 +115,15 @@ def total_updates(config: Config, state: RunState, prompts: int) -> int:
     return state.updates + max(0, left) * updates_per_step(config)
 
 
+def config_files(run_dir: Path) -> list[tuple[int, Path]]:
+    """(first step, file) of the configs of a run, in the order in which they came: each holds from its step on,
+    whatever came before it."""
+    return [(first, path) for _, first, path in _numbered(run_dir)] or [(1, run_dir / CONFIG)]
+
+
 def record_config(config: Config, run_dir: Path, step: int) -> None:
-    """Write ``config.yaml``, and a numbered copy into ``config_history/`` where it differs from the one before.
+    """Write ``config.yaml``, and a numbered copy into ``config_history/`` where it differs from the one before, or that
+    held from a later step on.
 
     Args:
         step: steps done; the config applies to those after it.
@@ -124,14 +131,19 @@ def record_config(config: Config, run_dir: Path, step: int) -> None:
     file = run_dir / CONFIG
     history = run_dir / _HISTORY
     before = file.read_text(encoding="utf-8") if file.is_file() else None
-    numbers = [int(match[1]) for path in history.glob("*.yaml") if (match := _NUMBERED.fullmatch(path.name))]
-    if before is not None and not numbers:  # of a program that kept no history
+    if before is not None and not _numbered(run_dir):  # of a program that kept no history
         history.mkdir(exist_ok=True)
         (history / "0001_from_step_1.yaml").write_text(before, encoding="utf-8")
-        numbers = [1]
-    if before is None or before != to_yaml(config):
-        save_config(config, history / f"{max(numbers, default=0) + 1:04d}_from_step_{step + 1}.yaml")
+    (number, first, _) = (_numbered(run_dir) or [(0, 0, file)])[-1]
+    if before is None or before != to_yaml(config) or first > step + 1:
+        save_config(config, history / f"{number + 1:04d}_from_step_{step + 1}.yaml")
     save_config(config, file)
+
+
+def _numbered(run_dir: Path) -> list[tuple[int, int, Path]]:
+    """(number, first step, file) of ``config_history/``, in order."""
+    files = [(_NUMBERED.fullmatch(path.name), path) for path in (run_dir / _HISTORY).glob("*.yaml")]
+    return sorted((int(match[1]), int(match[2]), path) for match, path in files if match)
 
 
 def _config_of(checkpoint: Path, run_dir: Path) -> dict[str, Any]:

@@ -78,6 +78,8 @@ class RunComponents:
     prompt_limit: int | None = None
     """Prompts of the whole run (``config.layout.prompt_limit``)."""
     validation_prompts: list[Prompt] = field(default_factory=list)
+    total_updates: int = 0
+    """Optimizer updates of the whole run (``resume.total_updates``)."""
     policy: PolicyGroup = field(init=False)
     algorithm: Algorithm = field(init=False)
     stream: BatchStream = field(init=False)
@@ -103,7 +105,7 @@ class RunComponents:
         return {
             "step": self.state.step,
             "version": self.sync.version if self.sync else None,
-            "queues": {"batches in flight": self.stream.in_flight if "stream" in there else 0},
+            "queues": {"groups in flight": self.stream.in_flight if "stream" in there else 0},
             "roles": roles,
             "logs": str(logs) if logs else None,
         }
@@ -171,23 +173,19 @@ def _start_processes(
     from gdpo_nemo.cluster.reservation import reserve
     from gdpo_nemo.cluster.session import keep_logs, session
 
-    # The policy needs the number of its ranks; the run's own config keeps what the user wrote, which a resume is
-    # compared with.
-    layout = resolve_layout(parts.config)
-    megatron = replace(parts.config.policy.megatron_cfg, data_parallel_size=layout.data)
-    config = replace(parts.config, policy=replace(parts.config.policy, megatron_cfg=megatron))
+    config = with_ranks(parts.config)
     lap = parts.log.stopwatch("start", psutil.Process().create_time() if begin is None else begin)
     lap("imports, config, data")
     stack.enter_context(session(config.cluster))
     lap("Ray")
-    stack.push(lambda kind, error, trace: _point_to_logs(error, keep_logs, parts.run_dir))
+    stack.push(lambda kind, error, trace: point_to_logs(error, keep_logs, parts.run_dir))
     folder = inputs.folder.absolute()
     placement = reserve(config, [parts.run_dir, folder])
     pool = _start_environments(parts, stack, config, placement) if inputs.algorithm.samples else None
-    horizon = total_updates(config, parts.state, len(inputs.prompts))
+    parts.total_updates = horizon = total_updates(config, parts.state, len(inputs.prompts))
     reference = inputs.algorithm.needs_reference(config)
     parts.policy = policy = PolicyGroup(config, str(folder), horizon, placement, reference)
-    sampling = _Sampling(parts, policy, inputs, config, placement, lap) if pool else None
+    sampling = _Sampling(parts, stack, policy, inputs, config, placement, lap) if pool else None
     if sampling:
         sampling.engines_that_share()
     policy.ready()
@@ -202,6 +200,14 @@ def _start_processes(
         sampling.connect(stack, pool)
     else:
         parts.stream = PromptStream(config, inputs.prompts, parts.state.position)
+
+
+def with_ranks(config: Config) -> Config:
+    """The config with the number of its ranks, which the policy needs; the run's own keeps what the user wrote, which a
+    resume is compared with. Raises ConfigError."""
+    layout = resolve_layout(config)
+    megatron = replace(config.policy.megatron_cfg, data_parallel_size=layout.data)
+    return replace(config, policy=replace(config.policy, megatron_cfg=megatron))
 
 
 def _start_environments(
@@ -230,6 +236,7 @@ class _Sampling:
     def __init__(
         self,
         parts: RunComponents,
+        stack: contextlib.ExitStack,
         policy: PolicyGroup,
         inputs: Inputs,
         config: Config,
@@ -247,6 +254,7 @@ class _Sampling:
         self._probe: Probe | None = None
         devices = policy.devices() if self._shared else None
         self._fleet = parts.fleet = EngineFleet(config, str(inputs.folder.absolute()), placement, devices)
+        stack.callback(self._fleet.close)
 
     def engines_that_share(self) -> None:
         """Wait for the engines that sit on the policy's devices, and send them to sleep."""
@@ -270,19 +278,20 @@ class _Sampling:
     def connect(self, stack: contextlib.ExitStack, pool: EnvironmentExecutor) -> None:
         """The stream of rollouts, and the way of the weights to the engines."""
         from gdpo_nemo.cluster.weight_sync import WeightSync
-        from gdpo_nemo.rollouts.stream import RolloutStream
+        from gdpo_nemo.rollouts.ledger import LedgerState
+        from gdpo_nemo.rollouts.scheduler import RolloutScheduler
         from gdpo_nemo.weights.transports.transport import close_transport, make_transport
 
         parts = self._parts
         config = self._config
         inputs = self._inputs
-        parts.stream = RolloutStream(
+        parts.stream = RolloutScheduler(
             config,
             inputs.prompts,
             self._fleet,
             pool,
             inputs.tokenizer,
-            parts.state.position,
+            LedgerState.of(parts.state.ledger, parts.state.position),
             parts.state.step,
             parts.prompt_limit,
             (parts.state.updates, total_updates(config, parts.state, len(inputs.prompts))),
@@ -293,7 +302,8 @@ class _Sampling:
         keep = config.rollout.max_staleness > 0 or config.rollout.endpoint.enabled
         transport = make_transport(chosen_transport(config), self._policy, parts.run_dir / "weights", bucket, keep)
         stack.callback(close_transport, transport)
-        parts.sync = WeightSync(self._policy, self._fleet, self._probe, transport, self._shared)
+        kv = config.rollout.kv if config.rollout.max_staleness else "drain"
+        parts.sync = WeightSync(self._policy, self._fleet, self._probe, transport, self._shared, kv)
 
 
 def _learning_rates(run_dir: Path, step: int, upcoming: float) -> str:
@@ -314,7 +324,7 @@ def _probe(config: Config, inputs: Inputs, fleet: EngineFleet) -> Probe | None:
     return Probe.sampled(fleet, prompts, vocabulary, config.policy.max_total_sequence_length)
 
 
-def _point_to_logs(error: BaseException | None, keep_logs: Callable[[Path], Path | None], run_dir: Path) -> bool:
+def point_to_logs(error: BaseException | None, keep_logs: Callable[[Path], Path | None], run_dir: Path) -> bool:
     """After a failure keep the workers' logs in the run folder and say so."""
     if isinstance(error, GdpoError):
         folder = keep_logs(run_dir)

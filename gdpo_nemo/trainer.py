@@ -8,6 +8,7 @@ Read ``Trainer.fit`` first. Setting up is in ``setup.py``; what a batch becomes 
 from __future__ import annotations
 
 import time
+from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,9 @@ from gdpo_nemo.config.load import save_config
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.data.results import UpdateResult
 from gdpo_nemo.errors import RunError, present
+from gdpo_nemo.observe.journal import TrainedBatch
 from gdpo_nemo.resume import CONFIG
+from gdpo_nemo.waits import waiting
 
 if TYPE_CHECKING:
     from gdpo_nemo.setup import RunComponents
@@ -32,6 +35,7 @@ METRICS = {
     ),
     "time/step": ("s", "Wall time of the step"),
     "time/idle": ("s", "From the start of the step until its batch was complete: trainer ranks have nothing to do"),
+    "idle/trainer": ("share", "time/idle over time/step"),
     "time/train": ("s", "Log-probs, advantages and optimizer updates"),
     "throughput/tokens_per_second": (
         "tokens/s",
@@ -56,20 +60,33 @@ class Trainer:
         self.stop = parts.stop
         self.validation_prompts = parts.validation_prompts
         self.prompt_limit = parts.prompt_limit
+        self.total_updates = parts.total_updates
         self.skipped_in_a_row = 0
+        self.validation: tuple[int, Future[Any]] | None = None
+        """Of which step, and what it will give."""
+        self.saving = 0
+        """Steps behind the checkpoint that was begun last."""
 
     def fit(self) -> None:
-        """Train until the last step, or until somebody asks to stop; the last state is always saved."""
+        """Train until the last step, or until somebody asks to stop; the last state is always saved.
+
+        Groups of later steps are started as soon as weights are published (``schedule``). On-policy engines validate
+        before, alone; with ``rollout.max_staleness`` they do so beside them, while the next step trains.
+        """
         self.publish()
         if self.state.step == 0 and self.config.gdpo.val_at_start:
             self.validate()
+        self.schedule()
         while not self.complete and not self.stop.requested:
-            self.step()
+            if not self.step():
+                break
             self.finalize_checkpoint(wait=False)
             if self._due(self.config.gdpo.val_period):
                 self.validate()
+            self.schedule()
             if self._due(self.config.checkpointing.save_period) or self.stop.requested:
                 self.save()
+        self.finish_validation()
         self.finalize_checkpoint()
 
     @property
@@ -81,13 +98,15 @@ class Trainer:
         )
         return spent or self.state.step >= self.config.gdpo.max_num_steps
 
-    def step(self) -> None:
+    def step(self) -> bool:
         """One step: a batch, what the algorithm makes of it, one or more optimizer updates, new weights for the
-        engines."""
+        engines. False where the prompts no longer fill a batch."""
         start = time.time()
         version = self.state.step
-        self.stream.schedule(version)
-        batch = self.stream.get_batch(version)
+        batch: Any = self.stream.get_batch(version)
+        if batch is None:
+            self.log.note(f"step {version + 1}: fewer prompts are left than a step takes")
+            return False
         if self.sync is not None:
             self.sync.sleep_engines()
         batch_end = time.time()
@@ -97,7 +116,11 @@ class Trainer:
         self.state.step += 1
         self.state.position = batch.next_position
         self.state.updates += updates_per_step(self.config)
+        if self.sync is not None and isinstance(batch, TrainedBatch):
+            self.log.trained(self.state.step, batch, self.sync.version, self.total_updates)
         published = self.publish()
+        if not self._barrier:
+            self.schedule()
         end = time.time()
         row = {
             "step": self.state.step,
@@ -105,10 +128,13 @@ class Trainer:
             **published,
             "time/step": end - start,
             "time/idle": batch_end - start,
+            "idle/trainer": (batch_end - start) / (end - start),
             "time/train": train_end - batch_end,
             "skipped_steps": float(any(result.skipped for result in results)),
         }
         row["throughput/tokens_per_second"] = tokens / row["time/step"]
+        for line in self.stream.take_events():
+            self.log.alert(line)
         ask(self.algorithm, "record", row, prepared)
         for span in (
             *batch.spans,
@@ -117,6 +143,16 @@ class Trainer:
             ("sync", f"weights {self.state.step}", train_end, end),
         ):
             self.log.span(*span)
+        return True
+
+    def schedule(self) -> None:
+        """Start what the published weights may sample."""
+        self.stream.schedule(self.state.step)
+
+    @property
+    def _barrier(self) -> bool:
+        """Whether validation comes next and has the engines to itself."""
+        return self.config.rollout.max_staleness == 0 and self._due(self.config.gdpo.val_period)
 
     def train(self, prepared: Any) -> tuple[list[UpdateResult], int]:
         """The optimizer updates of a step, and the tokens that they trained.
@@ -137,12 +173,27 @@ class Trainer:
 
     def publish(self) -> dict[str, float]:
         """Give the engines, where there are any, the weights after the steps done; returns what it measured."""
-        return self.sync.publish(self.state.step) if self.sync is not None else {}
+        if self.sync is None or (self.state.step % self.config.rollout.sync_every and self.sync.version is not None):
+            return {}
+        self.finish_validation()  # its samples are of the version before
+        return self.sync.publish(self.state.step)
 
     def validate(self) -> None:
-        """Measure the held-out prompts under the current weights."""
-        evaluated = self.stream.evaluate(self.validation_prompts)
-        row = {"step": self.state.step, **ask(self.algorithm, "validate", evaluated)}
+        """Measure the held-out prompts under the published weights; wait for it where the engines do nothing else."""
+        self.finish_validation()
+        self.validation = (self.state.step, self.stream.evaluate(self.validation_prompts))
+        if self.config.rollout.max_staleness == 0:
+            self.finish_validation()
+
+    def finish_validation(self) -> None:
+        """Wait for the validation under way, if there is one, and record it under its step."""
+        if self.validation is None:
+            return
+        step, evaluated = self.validation
+        self.validation = None
+        with waiting("validation", "rollouts"):
+            groups = evaluated.result()
+        row = {"step": step, **ask(self.algorithm, "validate", groups)}
         self.log.validation(row)
         self.state.metrics = {name: value for name, value in row.items() if name != "step"}
 
@@ -153,6 +204,10 @@ class Trainer:
             return
         start = time.time()
         self.finalize_checkpoint()
+        if section.metric_name:
+            self.finish_validation()
+        self.state.ledger = self.stream.ledger()
+        self.saving = self.state.step
         self.checkpoints.begin(self.state, self._write_checkpoint)
         if not section.async_save:
             self.finalize_checkpoint()
@@ -166,7 +221,12 @@ class Trainer:
         """Complete the checkpoint that is being written, if there is one; without ``wait`` only when its files are
         there."""
         if self.checkpoints.pending and (wait or self.policy.save_is_written()):
-            self.checkpoints.finish(self.policy.finish_save)
+            self.checkpoints.finish(self._finish_files)
+
+    def _finish_files(self) -> None:
+        # A run that resumes here writes the samples of later steps only.
+        self.log.flush(self.saving)
+        self.policy.finish_save()
 
     def _due(self, period: int) -> bool:
         return period > 0 and (self.state.step % period == 0 or self.complete)

@@ -7,6 +7,11 @@ import json
 from pathlib import Path
 from typing import Callable
 
+import numpy as np
+
+from gdpo_nemo.data.records import Group, Prompt, Trajectory
+from gdpo_nemo.observe.rollouts import write_rollouts
+
 CONFIG = """\
 run: {name: good, dir: "{d}/out"}
 gdpo:
@@ -56,6 +61,7 @@ def make_world(d: Path) -> Path:
     write(d, "run/config.yaml", (d / "good.yaml").read_text())
     write(d, "run/metrics.jsonl", "".join(json.dumps(row(step)) + "\n" for step in (1, 2, 3)))
     write(d, "run/rollouts/step_0001.jsonl", "".join(json.dumps(sample(i)) + "\n" for i in range(4)))
+    write_rollouts(d / "run", 2, [recorded_group()])
     state = json.dumps({"step": 1, "position": 4, "data": "x", "model": "y", "metrics": {}})
     write(d, "run/checkpoints/step_1/state.json", state)
     write(d, "run/checkpoints/step_1/files.json", json.dumps({"state.json": [len(state), 0]}))
@@ -76,6 +82,13 @@ def sample(index: int) -> dict:
         "ok",
         "policy_version": 0, "finish_reason": "stop", "environment": "gsm8k",
     }  # fmt: skip
+
+
+def recorded_group() -> Group:
+    prompt = Prompt("train/1", np.array([1, 2], np.int32), "2+2?", "gsm8k")
+    ids = np.array([3], np.int32)
+    rewards = {"correctness": 0.0, "format": 1.0}
+    return Group(prompt, [Trajectory(prompt, i, ids, np.zeros(1, np.float32), 1, "4", "stop", rewards) for i in (0, 1)])
 
 
 def write(d: Path, name: str, text: str) -> None:

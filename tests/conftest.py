@@ -27,6 +27,7 @@ def pytest_addoption(parser):
 
 _LONGEST_FIRST = (
     "end_to_end/test_run.py",
+    "soak",
     "megatron",
     "cluster/test_engines_and_weights.py",
     "turns",

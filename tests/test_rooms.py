@@ -8,10 +8,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1] / "gdpo_nemo"
 ORDER = (
-    "errors", "waits", "endings", "algorithms", "config", "weights", "data", "observe", "planning", "environments",
-    "generation", "megatron",
-    "checkpoints", "cluster", "endpoint", "rollouts", "algorithm", "validation", "inputs", "resume", "setup",
-    "trainer", "inline", "api", "interop", "commands", "cli", "__main__",
+    "errors", "waits", "endings", "algorithms", "config", "weights", "data", "observe", "environments",
+    "generation", "megatron", "checkpoints",
+    "cluster", "endpoint", "rollouts", "planning", "algorithm", "validation", "inputs", "resume", "setup",
+    "trainer", "rerun", "inline", "api", "interop", "commands", "cli", "__main__",
 )  # fmt: skip
 """Packages and top-level modules; each imports from those before it only. docs/design.md has them with what they
 are."""

@@ -14,12 +14,12 @@ from gdpo_nemo.algorithm import GDPO, Algorithm
 from gdpo_nemo.checkpoints import RunState
 from gdpo_nemo.config.load import load_config
 from gdpo_nemo.data.packing import TrainSequence
-from gdpo_nemo.data.records import Group, Prompt, Trajectory
+from gdpo_nemo.data.records import Group, Outcome, Prompt, Trajectory
 from gdpo_nemo.data.results import UpdateResult
 from gdpo_nemo.errors import RunError
 from gdpo_nemo.observe.metric_registry import unknown_metrics
+from gdpo_nemo.rollouts.groups import Rollout
 from gdpo_nemo.rollouts.prompt_stream import PromptBatch
-from gdpo_nemo.rollouts.stream import Rollout
 from gdpo_nemo.trainer import METRICS, Trainer
 
 DEMO = Path(__file__).resolve().parents[1] / "configs" / "gdpo_tiny_cpu.yaml"
@@ -45,14 +45,18 @@ class Recorder:
         self.skipped = skipped
         self.version = 0
         self.spans = []
+        self.trained = []
         checkpoints = SimpleNamespace(pending=False, begin=self.begin, finish=self.finish)
         log = SimpleNamespace(step=self.row, validation=lambda row: self.calls.append(f"validate {row['step']}"),
-                              span=lambda *span: self.spans.append(span), alert=self.alerts.append)  # fmt: skip
-        policy = SimpleNamespace(train=self.train, logprobs=self.logprobs, begin_save=None, finish_save=None,
+                              span=lambda *span: self.spans.append(span), alert=self.alerts.append,
+                              trained=lambda *trained: self.trained.append(trained),
+                              flush=lambda step: self.calls.append(f"samples {step}"))  # fmt: skip
+        policy = SimpleNamespace(train=self.train, logprobs=self.logprobs, begin_save=None,
+                                 finish_save=lambda: self.calls.append("files"),
                                  save_is_written=lambda: True)  # fmt: skip
         stream = SimpleNamespace(schedule=lambda step: self.calls.append(f"schedule {step}"), get_batch=self.get_batch,
-                                 evaluate=lambda p: self.groups(0))  # fmt: skip
-        sync = SimpleNamespace(publish=self.publish, sleep_engines=lambda: self.calls.append("sleep"))
+                                 evaluate=lambda p: self.groups(0), ledger=self.ledger)  # fmt: skip
+        sync = SimpleNamespace(version=None, publish=self.publish, sleep_engines=lambda: self.calls.append("sleep"))
         self.checkpoints = checkpoints
         self.parts = SimpleNamespace(
             algorithm=GDPO(self.config, policy, None, log),
@@ -65,6 +69,7 @@ class Recorder:
             stop=SimpleNamespace(requested=False),
             validation_prompts=[],
             prompt_limit=prompt_limit,
+            total_updates=4,
         )
         self.trainer = Trainer(self.config, self.parts, RunState())
 
@@ -99,16 +104,23 @@ class Recorder:
 
     def publish(self, version: int) -> dict:
         self.calls.append(f"publish {version}")
+        self.parts.sync.version = version
         return {"time/sync": 0.25}
+
+    def ledger(self) -> dict:
+        return {"position": 2 * self.version, "retired": [], "dropped": []}
 
     def begin(self, state, write) -> None:
         self.calls.append(f"save {state.step} at {state.position}")
         self.checkpoints.pending = True
 
-    def finish(self, write) -> None:
+    def finish(self, wait) -> None:
+        wait()
+        self.calls.append("checkpoint is whole")
         self.checkpoints.pending = False
 
-    def row(self, row, groups, advantages) -> None:
+    def row(self, row, groups, advantages, terms) -> None:
+        assert {name: len(column) for name, column in terms.items()} == dict.fromkeys("ab", len(advantages))
         self.rows.append((row, groups, advantages))
 
 
@@ -125,6 +137,24 @@ def test_every_step_takes_its_batch_trains_and_publishes_the_next_version():
     assert (recorder.trainer.state.step, recorder.trainer.state.position) == (4, 8)
 
 
+def test_what_a_step_trained_is_noted_before_its_weights_are_published():
+    recorder = Recorder("gdpo.val_period=0", "gdpo.val_at_start=false", "checkpointing.enabled=false")
+    recorder.trainer.publish()
+    noted = []
+    recorder.parts.sync.publish = lambda version: noted.extend(recorder.trained) or {}
+    recorder.trainer.step()
+    ((step, batch, published, total),) = noted
+    assert (step, batch.next_position, published, total) == (1, 2, 0, 4)
+
+
+def test_a_checkpoint_holds_the_ledger_of_its_moment():
+    recorder = Recorder("gdpo.val_period=0", "gdpo.val_at_start=false", "checkpointing.save_period=2")
+    saved = []
+    recorder.checkpoints.begin = lambda state, write: saved.append((state.step, state.ledger["position"]))
+    recorder.trainer.fit()
+    assert saved == [(2, 4), (4, 8)]
+
+
 def test_validation_and_checkpoints_come_at_their_periods_and_at_the_end():
     recorder = Recorder(
         "gdpo.val_period=3", "gdpo.val_at_start=true", "checkpointing.save_period=2", "checkpointing.metric_name=null"
@@ -132,6 +162,14 @@ def test_validation_and_checkpoints_come_at_their_periods_and_at_the_end():
     recorder.trainer.fit()
     assert of(recorder, "validate", "save") == ["validate 0", "save 2 at 4", "validate 3", "validate 4", "save 4 at 8"]
     assert recorder.trainer.state.metrics["validation/b"] == 0.5 and not recorder.checkpoints.pending
+
+
+@pytest.mark.parametrize("later, steps", [("false", [2, 4]), ("true", [2, 4])])
+def test_a_checkpoint_is_whole_when_the_samples_up_to_it_are_on_the_disk(later, steps):
+    recorder = Recorder("checkpointing.save_period=2", f"checkpointing.async_save={later}")
+    recorder.trainer.fit()
+    calls = of(recorder, "samples", "files", "checkpoint")
+    assert calls == [call for step in steps for call in (f"samples {step}", "files", "checkpoint is whole")]
 
 
 @pytest.mark.parametrize("limit, steps", [(6, 3), (7, 3), (8, 4), (100, 4)])
@@ -192,6 +230,18 @@ def test_several_updates_of_a_step_share_the_log_probs_from_before_the_first():
     for update, loss in recorder.updates:
         assert len(update) == 2 and loss is recorder.config.loss_fn
         assert all((s.old_logprobs == -1).all() and (s.reference_logprobs == -9).all() for s in update)
+
+
+def test_sequences_that_are_left_out_are_not_scored_before_the_first_update():
+    recorder = Recorder("policy.train_global_batch_size=2", "policy.skip_zero_advantage=true", "gdpo.batch_norm=false")
+    batch = recorder.get_batch(0)
+    batch.groups[1].trajectories[0].outcome = Outcome.ABORTED
+    recorder.parts.stream.get_batch = lambda step: batch
+    recorder.trainer.step()
+    scored = [[s.old_logprobs is not None for s in update] for update, _ in recorder.updates]
+    advantages = [[s.advantage != 0 for s in update] for update, _ in recorder.updates]
+    assert advantages == [[True, True], [False, False]], "whoever is alone in a group has nobody to be compared with"
+    assert scored == [[True, True], [True, False]], "one is kept for the ranks' schedule"
 
 
 def test_target_pos_coefficients_are_of_the_weights_that_each_update_meets():
@@ -265,6 +315,7 @@ def without_engines(recorder: Recorder, kind: type[Algorithm]) -> Recorder:
     parts.sync = None
     parts.validation_prompts = ["one", "two"]
     parts.stream = SimpleNamespace(
+        ledger=dict,
         schedule=lambda step: None,
         get_batch=lambda step: PromptBatch([np.arange(2, dtype=np.int32)] * 2, 2 * step + 2),
         evaluate=lambda prompts: prompts,

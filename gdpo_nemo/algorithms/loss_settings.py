@@ -12,8 +12,8 @@ import contextlib
 from dataclasses import dataclass, field
 from typing import Any, Dict, Iterable, Iterator, Mapping, Optional
 
-from gdpo_nemo.algorithms.losses import AGGREGATIONS, KL_KINDS, LOSSES
-from gdpo_nemo.algorithms.offpolicy import CORRECTIONS, LEVELS
+from gdpo_nemo.algorithms.losses import AGGREGATIONS, KL_KINDS, LOSSES, Loss
+from gdpo_nemo.algorithms.offpolicy import CORRECTIONS, LEVELS, Correction
 from gdpo_nemo.algorithms.own_functions import (
     Functions,
     check_options,
@@ -146,6 +146,30 @@ class LossSettings:
                 f"gradient of type {self.type} away from that of the sequence; use mode truncate or mask with level "
                 "sequence or geometric, or mode none"
             )
+
+    def why_all_sequences(self, functions: Functions | None = None) -> str | None:
+        """What the gradient takes from sequences of advantage 0; None: nothing, they may be left out of an update."""
+        if self.reference_policy_kl_penalty:
+            return "loss_fn.reference_policy_kl_penalty holds every sequence near the starting model"
+        if self.entropy_bonus:
+            return "loss_fn.entropy_bonus counts every sequence"
+        entries: dict[str, Loss | Correction] = {
+            f"type {self.type}": loss_entry(self.type, functions),
+            f"off_policy.mode {self.off_policy.mode}": correction_entry(self.off_policy.mode, functions),
+        }
+        for name, entry in entries.items():
+            if not entry.skips_zero_advantage:
+                return (
+                    f"loss_fn.{name} may read every sequence; a function of your own that gives those of advantage 0 "
+                    "no "
+                    "gradient, and takes nothing from them for others, says so: FUNCTION.skips_zero_advantage = True"
+                )
+        return None
+
+    @property
+    def reads_staleness(self) -> bool:
+        """Whether loss or correction ask how old the weights were that sampled each token."""
+        return loss_entry(self.type).reads_staleness or correction_entry(self.off_policy.mode).reads_staleness
 
     @property
     def places(self) -> tuple[str, ...]:

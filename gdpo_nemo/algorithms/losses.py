@@ -157,18 +157,23 @@ class Loss:
     """Whether its gradient is right only where the tokens of a sequence have equal weights."""
     by_group: bool = False
     """Whether its coefficients couple the samples of a group, which then have to be in one update."""
+    reads_staleness: bool = False
+    """Whether it reads `TokenFields.staleness`, which is made and sent only then. One of one's own may."""
+    skips_zero_advantage: bool = False
+    """Whether a sequence of advantage 0 gets no gradient from it and reaches that of no other sequence, so that
+    `policy.skip_zero_advantage` may leave it out. A function of one's own says so by an attribute of this name."""
 
 
 _CLIP = ("ratio_clip_min", "ratio_clip_max")
 _TARGET = ("target_temperature", "target_length_normalize")
 
 LOSSES: dict[str, Loss] = {
-    "clipped_pg": Loss(clipped_pg, reads=(*_CLIP, "ratio_clip_c", "aggregation")),
-    "gspo": Loss(gspo, reads=(*_CLIP, "ratio_clip_c", "aggregation"), by_sequence=True),
-    "cispo": Loss(cispo, reads=(*_CLIP, "aggregation")),
+    "clipped_pg": Loss(clipped_pg, reads=(*_CLIP, "ratio_clip_c", "aggregation"), skips_zero_advantage=True),
+    "gspo": Loss(gspo, reads=(*_CLIP, "ratio_clip_c", "aggregation"), by_sequence=True, skips_zero_advantage=True),
+    "cispo": Loss(cispo, reads=(*_CLIP, "aggregation"), skips_zero_advantage=True),
     # The advantages hold the coefficients of `target_po_coefficients`, which weigh the sequences themselves.
-    "target_po": Loss(reinforce, reads=_TARGET, by_group=True),
-    "reinforce": Loss(reinforce, reads=("aggregation",)),
+    "target_po": Loss(reinforce, reads=_TARGET, by_group=True, skips_zero_advantage=True),
+    "reinforce": Loss(reinforce, reads=("aggregation",), skips_zero_advantage=True),
 }
 LOSS_KEYS = tuple(dict.fromkeys(key for loss in LOSSES.values() for key in loss.reads))
 """Keys of `loss_fn` that some losses read and others do not."""

@@ -71,13 +71,18 @@ class Correction:
     """Its own options, the keys of `loss_fn.off_policy.options`."""
     by_token: bool = False
     """Whether tokens of one sequence get unlike weights at every level."""
+    reads_staleness: bool = False
+    """Whether it reads `TokenFields.staleness`, which is made and sent only then. One of one's own may."""
+    skips_zero_advantage: bool = False
+    """Whether its weights depend on no other sequence, so that `policy.skip_zero_advantage` may leave some out. A
+    function of one's own says so by an attribute of this name."""
 
 
 CORRECTIONS: dict[str, Correction] = {
-    "none": Correction(None),
-    "truncate": Correction(truncate, reads=("level", "ratio_max")),
-    "mask": Correction(mask, reads=("level", "ratio_max", "ratio_min")),
-    "icepop": Correction(icepop, reads=("level", "ratio_max", "ratio_min"), by_token=True),
+    "none": Correction(None, skips_zero_advantage=True),
+    "truncate": Correction(truncate, reads=("level", "ratio_max"), skips_zero_advantage=True),
+    "mask": Correction(mask, reads=("level", "ratio_max", "ratio_min"), skips_zero_advantage=True),
+    "icepop": Correction(icepop, reads=("level", "ratio_max", "ratio_min"), by_token=True, skips_zero_advantage=True),
 }
 CORRECTION_KEYS = tuple(dict.fromkeys(key for correction in CORRECTIONS.values() for key in correction.reads))
 """Keys of `loss_fn.off_policy` that some corrections read and others do not."""

@@ -5,12 +5,13 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from gdpo_nemo.algorithms.losses import LOSSES, Loss
 from gdpo_nemo.algorithms.offpolicy import CORRECTIONS, Correction
 from gdpo_nemo.algorithms.table import nearest
 
+Entry = TypeVar("Entry", Loss, Correction)
 Functions = Mapping[str, Callable[..., Any]]
 """The user's functions by the places (file.py:name) that the settings name them by. This package loads nothing."""
 
@@ -42,22 +43,27 @@ def loss_entry(name: str, functions: Functions | None = None) -> Loss:
     """
     if name in LOSSES:
         return LOSSES[name]
-    template = Loss(_not_loaded, reads=LOSSES["clipped_pg"].reads)
+    template = Loss(_not_loaded, reads=LOSSES["clipped_pg"].reads, reads_staleness=True)
     if functions is None:
         return template
     function = functions[name]
-    return replace(template, function=function, options=own_options(function, "logprobs, fields, settings"))
+    return _of_own(template, function, "logprobs, fields, settings")
 
 
 def correction_entry(name: str, functions: Functions | None = None) -> Correction:
     """As `loss_entry`, of a correction."""
     if name in CORRECTIONS:
         return CORRECTIONS[name]
-    template = Correction(_not_loaded, reads=CORRECTIONS["mask"].reads)
+    template = Correction(_not_loaded, reads=CORRECTIONS["mask"].reads, reads_staleness=True)
     if functions is None:
         return template
     function = functions[name]
-    return replace(template, function=function, options=own_options(function, "log_gap, fields, settings"))
+    return _of_own(template, function, "log_gap, fields, settings")
+
+
+def _of_own(template: Entry, function: Callable[..., Any], leading: str) -> Entry:
+    skips = getattr(function, "skips_zero_advantage", False) is True
+    return replace(template, function=function, options=own_options(function, leading), skips_zero_advantage=skips)
 
 
 def _not_loaded(*arguments: Any) -> Any:

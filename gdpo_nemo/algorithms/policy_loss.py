@@ -72,6 +72,8 @@ def policy_loss(
     logprobs = logprobs[trained]
     entropy = None if entropy is None else entropy[trained]
     fields = given if given.old_logprobs is not None else replace(given, old_logprobs=logprobs.detach())
+    if settings.reads_staleness and fields.staleness is None:
+        fields = replace(fields, staleness=torch.zeros_like(fields.sequence_ids, dtype=torch.int32))
 
     loss, per_token = _token_loss(logprobs, fields, settings, functions)
     keep, correction = _correction(logprobs, fields, settings, functions)

@@ -47,6 +47,9 @@ class TokenFields:
     """float32; log-probs under which the tokens were drawn, NaN where they are not known."""
     reference_logprobs: Tensor | None = None
     """float32; log-probs of the reference model, for the KL penalty."""
+    staleness: Tensor | None = None
+    """int32; version that is trained minus the version that sampled the token. None: 0 everywhere. A loss and a
+    correction of one's own always get a tensor."""
     reduce: Reduce | None = None
     """Of the ranks that share the sequences; None where each rank has whole ones."""
 

@@ -1,66 +1,50 @@
-"""The engines as the driver sees them: spread requests, replace a dead engine, sample its requests again."""
+"""The engines as the driver sees them: spread requests, deliver weights, do without an engine that died.
+
+One event loop, in a thread of its own, has a ``Lane`` for every engine and runs the tasks of the rollouts. Coroutines
+are for that loop; the methods that say so block, and are for all other threads.
+"""
 
 from __future__ import annotations
 
-import operator
+import asyncio
+import contextlib
 import threading
-from collections import Counter
-from dataclasses import dataclass, field
-from typing import Iterable, Mapping, Sequence
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Callable, Coroutine, Iterator, Sequence, TypeVar
 
 import numpy as np
 
+from gdpo_nemo.cluster.lane import REPLACEMENTS, START_S, Lane, LaneState, PendingRequest
 from gdpo_nemo.cluster.reservation import Placement, here
-from gdpo_nemo.cluster.session import WorkerDied, answered, cores, gather, ray, thread_environment
+from gdpo_nemo.cluster.session import WorkerDied, answer, answered, cores, gather, ray, thread_environment
 from gdpo_nemo.config.schema import Config
-from gdpo_nemo.errors import RunError
+from gdpo_nemo.errors import GdpoError, RunError
 from gdpo_nemo.generation.engine import CPU_ENVIRONMENT, ENVIRONMENT, Engine
-from gdpo_nemo.generation.requests import CompletionBatch, FinishedRequest, SampleRequest, Sampling
+from gdpo_nemo.generation.requests import Completion, CompletionBatch, SampleRequest, Sampling
 from gdpo_nemo.weights.buckets import PeerLost
 from gdpo_nemo.weights.transports.transport import Transport, errors_named
 
-_START_S = 900.0
-"""vLLM loads the model, profiles memory and captures graphs before it answers."""
-_REPLACEMENTS = 3
-"""Times that an engine may be replaced without a completion in between, and that a weight update may fail, before the
-run gives up."""
-
-
-@dataclass
-class Share:
-    """The part of a call that one engine samples."""
-
-    engine: int
-    requests: list[SampleRequest]
-    actor: "ray.ActorHandle"
-    """The actor that received them. If it died, another thread may have replaced it in the fleet already."""
-    answer: "ray.ObjectRef"
-
-
-@dataclass
-class Ticket:
-    """A submitted call."""
-
-    shares: list[Share]
-    sampling: Sampling
-
-
-@dataclass
-class InflightRequests:
-    """Requests that one engine samples concurrently; others may join at any time."""
-
-    engine: int
-    requests: dict[str, tuple[SampleRequest, Sampling]] = field(default_factory=dict)
-    """By name; a name is never reused, so a late answer cannot belong to a newer request."""
-    actor: "ray.ActorHandle | None" = None
-    """The actor that samples them."""
+METRICS = {
+    "engines/idle": ("share", "Time of the step in which an engine ran no decode step, mean over the engines"),
+    "engines/idle_max": ("share", "The same of the engine that was idle the longest"),
+    "engines/requests": ("samples", "Requests in an engine when the batch was complete, mean over the engines"),
+    "engines/kv_used": ("share", "KV cache in use when the batch was complete, mean over the engines"),
+    "engines/replaced": ("engines", "Engines that died and were replaced since the run started"),
+}
+_THREADS = 256
+"""Most verdicts, steps of environments and rollout functions that are waited for at once."""
+_CALLS = 8
+"""Calls that an engine's actor takes at once: a poll, an update, new requests, questions."""
+Result = TypeVar("Result")
 
 
 class EngineFleet:
     """vLLM engines in Ray actors. Constructing it starts them; ``ready`` waits.
 
-    A call may be submitted in one thread and collected in another. Actors execute calls in the order of submission, so
-    weights published after a submission cannot reach its samples.
+    An engine that dies is replaced, with the newest weights. Its samples, and no others, are drawn again with their
+    seeds: by its replacement where staleness is 0, so that they stay the same, else by the other engines. One that
+    died ``REPLACEMENTS`` times without a completion in between is given up; without any engine the run ends.
 
     Args:
         devices: the GPUs of the policy's ranks on their nodes, where engines share them (``Places.shared``).
@@ -74,17 +58,30 @@ class EngineFleet:
         self._placement = placement or here(config)
         self._devices = devices or ()
         self._timeout_s = config.rollout.generation_timeout_s
-        # Reentrant: ``_collect_share`` holds it around ``_replace_dead``, which takes it, too.
-        self._lock = threading.RLock()
-        self._deaths: Counter[int] = Counter()
-        """By engine, since its last completion."""
-        self._asleep = False
+        self.exact = config.rollout.max_staleness == 0
+        self._measured = time.monotonic()
+        self.failure: GdpoError | None = None
+        """Why sampling failed for good, once it did."""
+        self._events: list[str] = []
         self._weights: Transport | None = None
         """Holds the newest weights, for engines that are replaced."""
-        self._locations: dict[int, "ray.ObjectRef"] = {}
-        self._actors = [self._start(i) for i in range(config.policy.generation.engines)]
+        self._version = -1
+        """Of these weights."""
+        self._delivering = threading.Lock()
+        """A transport serves one delivery at a time."""
+        self.loop = asyncio.new_event_loop()
+        self.loop.set_default_executor(ThreadPoolExecutor(_THREADS, thread_name_prefix="rollouts"))
+        self._thread = threading.Thread(target=self.loop.run_forever, daemon=True, name="rollouts")
+        self._thread.start()
+        self.awake = asyncio.Event()
+        self._change = asyncio.Event()
+        slots = config.policy.generation.vllm_cfg.max_num_seqs
+        self.lanes = [
+            Lane(index, self._start, slots, self._timeout_s, self) for index in range(config.policy.generation.engines)
+        ]
+        self._serving = self.spawn(self._serve())
 
-    def _start(self, index: int):
+    def _start(self, index: int) -> Any:
         config = self._config
         vllm = self._config.policy.generation.vllm_cfg
         on_cpu = config.cluster.gpus_per_node == 0
@@ -100,11 +97,12 @@ class EngineFleet:
         actor = ray.remote(Engine).options(
             num_cpus=0,  # threads are ours to divide; Ray would queue actors where cores are fewer than processes
             num_gpus=0 if on_cpu or shared else vllm.tensor_parallel_size,
+            max_concurrency=_CALLS,
             runtime_env={"env_vars": environment},
             **self._placement.on(node),
         )
         policy = config.policy
-        engine = actor.remote(
+        return actor.remote(
             self._folder,
             vllm,
             policy.precision,
@@ -114,184 +112,342 @@ class EngineFleet:
             sleeps=bool(shared),
             targets=policy.lora.target_modules,
         )
-        self._locations[index] = engine.process_location.remote()
-        return engine
+
+    # -- from any thread but the loop's --------------------------------------------------------------------------
+
+    def spawn(self, work: Coroutine[Any, Any, Result]) -> Future[Result]:
+        """Run a coroutine on the event loop."""
+        return asyncio.run_coroutine_threadsafe(work, self.loop)
 
     def process_locations(self) -> dict[int, tuple[str, int]]:
         """(host, process) of every engine that has started, by its number."""
-        return answered(self._locations)
+        return answered({lane.index: lane.location for lane in self.lanes})
 
     def ready(self) -> None:
-        """Wait until every engine can sample."""
-        gather([a.__ray_ready__.remote() for a in self._actors], "starting the vLLM engines", _START_S, "engine")
+        """Wait until every engine can sample. Raises RunError where one dies or is late before that."""
+        gather(
+            [lane.actor.__ray_ready__.remote() for lane in self.lanes], "starting the vLLM engines", START_S, "engine"
+        )
+        self.spawn(self.until(lambda: all(lane.samples for lane in self.lanes))).result()
 
-    def sleep(self) -> None:
-        """Let the engines release their memory once the calls submitted before are done."""
-        with self._lock:
-            self._asleep = True
-            waiting = [actor.sleep.remote() for actor in self._actors]
-            for index, ref in enumerate(waiting):
-                try:
-                    gather([ref], "putting the engines to sleep", self._timeout_s, f"engine {index}")
-                except WorkerDied:
-                    continue  # a dead engine holds no memory; ``wake`` replaces it
-
-    def wake(self, what: str) -> None:
-        """Let the engines allocate ``weights`` or ``kv_cache`` again; a dead one is replaced by one that has both."""
-        with self._lock:
-            waiting = [actor.wake.remote(what) for actor in self._actors]
-            for index, ref in enumerate(waiting):
-                try:
-                    gather([ref], "waking the engines", self._timeout_s, f"engine {index}")
-                except WorkerDied as error:
-                    self._replace(index, error)
-                    if what == "kv_cache":  # the others have their weights already
-                        self._deliver_all([index])
-            self._asleep = what != "kv_cache"
-
-    def submit(self, requests: Sequence[SampleRequest], sampling: Sampling, engine: int | None = None) -> Ticket:
-        """Start sampling; consecutive requests of one prompt stay together, for the engine's prefix cache.
+    def generate(
+        self, requests: Sequence[SampleRequest], sampling: Sampling, engine: int | None = None
+    ) -> CompletionBatch:
+        """Sample, and wait for it; consecutive requests stay together, for the engine's prefix cache.
 
         Args:
             engine: the number of the engine that samples all of them; None spreads them evenly.
-        """
-        with self._lock:
-            bounds = np.linspace(0, len(requests), len(self._actors) + 1).astype(int)
-            if engine is not None:
-                bounds = np.array([0] * (engine + 1) + [len(requests)] * (len(self._actors) - engine))
-            shares = [
-                self._ask(i, list(requests[a:b]), sampling) for i, (a, b) in enumerate(zip(bounds, bounds[1:])) if b > a
-            ]
-        return Ticket(shares, sampling)
-
-    def _ask(self, engine: int, requests: list[SampleRequest], sampling: Sampling) -> Share:
-        actor = self._actors[engine]
-        return Share(engine, requests, actor, actor.generate.remote(requests, sampling))
-
-    def advance(
-        self, drawing: InflightRequests, new: Mapping[str, tuple[SampleRequest, Sampling]]
-    ) -> list[FinishedRequest]:
-        """Add requests to an engine and let it run a few steps; finished ones are removed from ``drawing``.
-
-        A replaced engine receives all of them again, with their seeds.
 
         Raises:
-            RunError: the deadline passed, or engines kept dying.
+            RunError: the deadline passed, or no engine is left.
         """
-        drawing.requests.update(new)
-        while True:
-            with self._lock:
-                actor = self._actors[drawing.engine]
-                asked = new if actor is drawing.actor else drawing.requests
-                drawing.actor = actor
-                ref = actor.advance.remote(dict(asked))
-            try:
-                (drawn,) = gather([ref], "sampling", self._timeout_s, f"engine {drawing.engine}")
-            except WorkerDied as error:
-                self._replace_dead(drawing.engine, actor, error)
-                continue
-            if drawn:  # steps without a completion do not show that the engine is sound
-                self._deaths[drawing.engine] = 0
-            for done in drawn:
-                drawing.requests.pop(done.name, None)
-            return drawn
+        return self.spawn(self.sample_all(requests, sampling, engine)).result()
 
-    def collect(self, ticket: Ticket) -> CompletionBatch:
-        """Wait for a submitted call.
+    def update(self, weights: Transport, version: int, kv: str = "drain") -> None:
+        """Give every engine what ``weights`` has prepared as ``version``. Call it inside ``delivering``.
+
+        Args:
+            kv: what becomes of samples under way (``rollout.kv``).
+        """
+        self._weights = weights
+        self._version = version
+        self.spawn(self._update(kv)).result()
+
+    @contextlib.contextmanager
+    def delivering(self) -> Iterator[None]:
+        """Keep replaced engines from asking the transport for weights while the block prepares new ones."""
+        with self._delivering:
+            yield
+
+    def score(self, sequences: Sequence[np.ndarray]) -> dict[int, list[np.ndarray]]:
+        """By the number of each engine at work: its log-probs [tokens - 1] of each sequence."""
+        return self.spawn(self._score(sequences)).result()
+
+    def sleep(self) -> None:
+        """Let the engines release their memory."""
+        self.spawn(self._sleep()).result()
+
+    def wake(self, what: str) -> None:
+        """Let the engines allocate ``weights`` or ``kv_cache`` again; a dead one is replaced by one that has both."""
+        self.spawn(self._wake(what)).result()
+
+    def take_events(self) -> list[str]:
+        """What happened to engines since the last call, a sentence each."""
+        taken = self._events
+        self._events = []
+        return taken
+
+    def close(self) -> None:
+        """End the engine processes and the event loop."""
+        self.spawn(self._end()).result()
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join()
+        for lane in self.lanes:
+            ray.kill(lane.actor)
+
+    async def _end(self) -> None:
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    # -- on the event loop ---------------------------------------------------------------------------------------
+
+    async def _serve(self) -> None:
+        self.awake.set()
+        await asyncio.gather(*(self._serve_lane(lane) for lane in self.lanes))
+
+    async def _serve_lane(self, lane: Lane) -> None:
+        try:
+            await lane.serve()
+        except Exception as error:  # of any kind: nobody else would hear of it, and requests would wait for ever
+            self.fail(error if isinstance(error, GdpoError) else RunError(f"engine {lane.index}: {error!r}"))
+
+    def fail(self, error: GdpoError) -> None:
+        """End sampling for good."""
+        self.failure = self.failure or error
+        for lane in self.lanes:
+            lane.fail(self.failure)
+        self.changed()
+
+    def changed(self) -> None:
+        """Wake up who waits for a state (``until``)."""
+        self._change.set()
+        self._change = asyncio.Event()
+
+    async def until(self, holds: Callable[[], bool]) -> None:
+        """Wait for a state of the lanes. Raises RunError once sampling failed for good."""
+        while not holds():
+            if self.failure is not None:
+                raise self.failure
+            await self._change.wait()
+
+    def least_loaded(self) -> int:
+        """Number of the engine with the fewest requests, of those at work or else of those that will be.
 
         Raises:
-            RunError: the deadline passed, or engines kept dying.
+            RunError: there is none.
         """
-        completions = []
-        versions = []
-        seconds = 0.0
-        for share in ticket.shares:
-            batch = self._collect_share(share, ticket.sampling)
-            completions += batch.completions
-            versions.append(batch.version)
-            seconds = max(seconds, batch.seconds)
-        return CompletionBatch(completions, min(versions), seconds)
+        if self.failure is not None:
+            raise self.failure
+        lanes = [lane for lane in self.lanes if lane.samples]
+        lanes = lanes or [lane for lane in self.lanes if lane.state is not LaneState.DEAD]
+        return min(lanes, key=lambda lane: (lane.load, lane.index)).index
 
-    def _collect_share(self, share: Share, sampling: Sampling) -> CompletionBatch:
-        while True:
-            try:
-                (batch,) = gather([share.answer], "sampling", self._timeout_s, f"engine {share.engine}")
-                self._deaths[share.engine] = 0
-                return batch
-            except WorkerDied as error:
-                with self._lock:
-                    self._replace_dead(share.engine, share.actor, error)
-                    share = self._ask(share.engine, share.requests, sampling)
+    async def room(self, version: int, samples: int) -> int:
+        """Wait for an engine with room for a group of ``samples``, holding weights of ``version`` or newer, and keep it
+        there: each of them calls ``Lane.keep_promise`` when it is submitted, or ended before. Returns its number."""
+        await self.until(lambda: any(lane.has_room(version) for lane in self.lanes))
+        free = [lane for lane in self.lanes if lane.has_room(version)]
+        lane = min(free, key=lambda lane: (lane.load, lane.index))
+        lane.promised += samples
+        return lane.index
 
-    def _replace_dead(self, index: int, dead, error: WorkerDied) -> None:
-        """Replace ``dead`` by an engine with the newest weights. Raises RunError while the engines sleep."""
-        with self._lock:
-            if self._asleep:  # the policy uses that memory now; an engine that starts would run out of it
-                raise RunError(f"engine {index} died while it slept; it cannot sample: {error}") from error
-            if self._actors[index] is dead:  # otherwise a weight update found it first and replaced it
-                self._replace(index, error)
-                self._deliver_all([index])
+    @property
+    def version(self) -> int:
+        """Of the newest published weights."""
+        return self._version
 
-    def _replace(self, index: int, error: WorkerDied) -> None:
-        self._deaths[index] += 1
-        if self._deaths[index] > _REPLACEMENTS:
-            raise RunError(f"engine {index} died {self._deaths[index]} times in a row: {error}") from error
-        self._actors[index] = self._start(index)
+    def measure(self) -> dict[str, float]:
+        """The keys ``engines/...``, of the time since the last call."""
+        now = time.monotonic()
+        wall = max(now - self._measured, 1e-9)
+        self._measured = now
+        busy = [lane.busy_since() / wall for lane in self.lanes]
+        reports = [lane.report for lane in self.lanes]
+        return {
+            "engines/idle": 1 - min(1.0, float(np.mean(busy))),
+            "engines/idle_max": 1 - min(1.0, min(busy)),
+            "engines/requests": float(np.mean([r.running + r.waiting for r in reports])),
+            "engines/kv_used": float(np.mean([r.kv_used for r in reports])),
+            "engines/replaced": float(sum(lane.replaced for lane in self.lanes)),
+        }
 
-    def update(self, weights: Transport) -> None:
-        """Give every engine what ``weights`` has prepared, after the calls it was given before."""
-        with self._lock:
-            self._weights = weights
-            self._deliver_all(range(len(self._actors)))
+    def submit(self, request: SampleRequest, sampling: Sampling, engine: int | None = None) -> PendingRequest:
+        """Give a request to an engine: see ``sample``. Those of one turn of the event loop travel together, in order.
 
-    def _deliver_all(self, engines: Iterable[int]) -> None:
-        """Deliver the newest weights to engines, again to those that died meanwhile."""
-        left = list(engines)
+        Raises:
+            RunError: sampling failed for good.
+        """
+        return self._lane(engine).submit(request, sampling)
+
+    async def answer_of(self, pending: PendingRequest) -> tuple[Completion, int]:
+        """The completion of a submitted request, and the number of the engine that drew it. Cancelling drops it."""
+        try:
+            return await pending.answer, pending.lane.index
+        except asyncio.CancelledError:
+            pending.lane.abort(pending)
+            raise
+
+    async def sample(
+        self, request: SampleRequest, sampling: Sampling, engine: int | None = None
+    ) -> tuple[Completion, int]:
+        """A completion, and the number of the engine that drew it.
+
+        Args:
+            engine: the one that should; None: the least loaded.
+        """
+        return await self.answer_of(self.submit(request, sampling, engine))
+
+    async def sample_all(
+        self, requests: Sequence[SampleRequest], sampling: Sampling, engine: int | None = None
+    ) -> CompletionBatch:
+        """See ``generate``."""
+        start = time.monotonic()
+        count = len(self.lanes)
+        drawn = await asyncio.gather(
+            *(
+                self.sample(request, sampling, place * count // len(requests) if engine is None else engine)
+                for place, request in enumerate(requests)
+            )
+        )
+        completions = [completion for completion, _ in drawn]
+        return CompletionBatch(completions, min(c.version for c in completions), time.monotonic() - start)
+
+    def _lane(self, engine: int | None) -> Lane:
+        if self.failure is not None:
+            raise self.failure
+        if not self.awake.is_set():
+            raise RunError("the engines cannot sample: they sleep")
+        if engine is not None:
+            lane = self.lanes[engine]
+            if lane.samples or (self.exact and lane.state is not LaneState.DEAD):
+                return lane
+        return self.lanes[self.least_loaded()]
+
+    def reassign(self, lane: Lane, reason: str) -> None:
+        """Move a lane's requests to the others; without any, keep them for its replacement, or fail."""
+        self._events.append(f"engine {lane.index}: {reason}")
+        others = [other for other in self.lanes if other is not lane and other.samples]
+        given_up = lane.state is LaneState.DEAD
+        if given_up and not others and all(other.state is LaneState.DEAD for other in self.lanes):
+            self.fail(RunError(f"no engine is left: engine {lane.index}: {reason}"))
+            return
+        others = others or [other for other in self.lanes if given_up and other.state is not LaneState.DEAD]
+        if not others:
+            return
+        moved = lane.surrender()
+        # Whole groups: requests of one prompt share the cache of their engine.
+        target: dict[int, Lane] = {}
+        for pending in moved:
+            key = id(pending.request.prompt_ids)
+            if key not in target:
+                target[key] = min(others, key=lambda other: (other.load, other.index))
+            target[key].adopt(pending)
+
+    def node_is_lost(self, lane: Lane) -> bool:
+        """Whether the engine's node has left the cluster; blocks."""
+        return self._placement.is_lost(self._placement.places.engines[lane.index])
+
+    async def deliver(self, lane: Lane) -> None:
+        """Give a replaced engine the newest weights, if there are any."""
+        if self._weights is None or lane.version == self._version:
+            return
+        await asyncio.to_thread(self._delivering.acquire)
+        try:
+            if lane.version != self._version:
+                await self._deliver([lane], "drain")
+                if lane.version != self._version:
+                    raise WorkerDied(f"updating the weights of engine {lane.index}: it died")
+        finally:
+            self._delivering.release()
+
+    async def _update(self, kv: str) -> None:
+        lanes = [lane for lane in self.lanes if lane.samples or lane.state is LaneState.LOADED]
+        for lane in lanes:
+            if lane.state is not LaneState.LOADED:
+                lane.enter(LaneState.UPDATING)
+        await self._deliver(lanes, kv)
+        for lane in lanes:
+            if lane.state is LaneState.UPDATING:
+                lane.enter(LaneState.READY)
+            lane.want_weights()
+
+    async def _deliver(self, lanes: Sequence[Lane], kv: str) -> None:
+        """Give the newest weights to lanes, again to those that missed them; one that dies gets them when it is
+        replaced."""
+        left = list(lanes)
         failures = 0
-        while left and self._weights is not None:
-            before = list(self._actors)
-            left = self._deliver(self._weights, left)
-            # A round in which an engine was replaced is counted there (``_replace``), per engine: several may die one
-            # after the other. Here count only rounds that failed with every engine alive.
-            failures += bool(left) and all(map(operator.is_, before, self._actors))
-            if failures > _REPLACEMENTS:
+        while held := await self._hold(left, kv):
+            left = await self._send(held)
+            # A round in which an engine died is counted in its lane. Here only those that failed with all alive.
+            failures += bool(left) and len(left) == len(held)
+            if failures > REPLACEMENTS:
                 raise RunError(f"new weights did not reach the engines in {failures} attempts")
 
-    def _deliver(self, weights: Transport, engines: list[int]) -> list[int]:
-        """One delivery; returns the engines that need another."""
-        # Every engine must have finished its earlier calls before the sender starts: its own deadline is short.
-        waiting = [(index, self._actors[index].expect.remote(weights.manifest)) for index in engines]
-        for index, ref in waiting:
-            try:
-                gather([ref], "updating the engines' weights", self._timeout_s, f"engine {index}")
-            except WorkerDied as error:
-                self._replace(index, error)
-                return engines
-        with errors_named(type(weights), "send"):
-            refs, sent = weights.send({index: self._actors[index] for index in engines})
+    async def _hold(self, lanes: Sequence[Lane], kv: str) -> list[Lane]:
+        """Let engines stop between two steps, with the update's names checked; returns those that live.
+
+        Before the sender starts: its own deadline is short, and an engine that drains may take long.
+        """
+        assert self._weights is not None
+        manifest = self._weights.manifest
+        refs = [lane.actor.prepare_update.remote(manifest, kv) for lane in lanes]
+        what = "updating the engines' weights"
+        found = await asyncio.gather(*(answer(ref, what, self._timeout_s) for ref in refs), return_exceptions=True)
+        return [lane for lane, error in zip(lanes, found) if not _died(error)]
+
+    async def _send(self, lanes: Sequence[Lane]) -> list[Lane]:
+        """One delivery; returns the lanes that live and did not get it."""
+        weights = self._weights
+        assert weights is not None
+
+        def send() -> tuple[list[Any], list[Any]]:
+            with errors_named(type(weights), "send"):
+                return weights.send({lane.index: lane.actor for lane in lanes})
+
+        refs, sent = await asyncio.to_thread(send)
         again = []
         if sent:
             try:
-                gather(sent, "sending weights", self._timeout_s, "policy")
+                await asyncio.to_thread(gather, sent, "sending weights", self._timeout_s, "policy")
             except PeerLost:  # it does not say which engine is gone; their own answers below do
-                again = list(engines)
-        for index, ref in zip(engines, refs):
-            try:
-                gather([ref], "updating the engines' weights", self._timeout_s, f"engine {index}")
-            except WorkerDied as error:
-                self._replace(index, error)
-                again.append(index)
-            except PeerLost:
-                again.append(index)
-        return sorted(set(again))
+                again = list(lanes)
+        what = "updating the engines' weights"
+        found = await asyncio.gather(*(answer(ref, what, self._timeout_s) for ref in refs), return_exceptions=True)
+        for lane, result in zip(lanes, found):
+            if isinstance(result, int):
+                lane.version = result
+            elif _died(result):
+                again = [other for other in again if other is not lane]
+            elif lane not in again:
+                again.append(lane)
+        return again
 
-    def score(self, sequences: Sequence[np.ndarray]) -> list[list[np.ndarray]]:
-        """The log-probs [tokens - 1] that each engine gives to each sequence."""
-        with self._lock:
-            refs = [actor.score.remote(list(sequences)) for actor in self._actors]
-        return gather(refs, "probing the engines", self._timeout_s, "engine")
+    async def _score(self, sequences: Sequence[np.ndarray]) -> dict[int, list[np.ndarray]]:
+        await self.until(lambda: any(lane.samples for lane in self.lanes))
+        lanes = [lane for lane in self.lanes if lane.samples]
+        refs = [lane.actor.score.remote(list(sequences)) for lane in lanes]
+        what = "probing the engines"
+        found = await asyncio.gather(*(answer(ref, what, self._timeout_s) for ref in refs), return_exceptions=True)
+        scored: dict[int, Any] = {lane.index: scores for lane, scores in zip(lanes, found) if not _died(scores)}
+        return scored
 
-    def close(self) -> None:
-        """End the engine processes."""
-        for actor in self._actors:
-            ray.kill(actor)
+    async def _sleep(self) -> None:
+        self.awake.clear()
+        await self._all("sleep", LaneState.ASLEEP, [lane for lane in self.lanes if lane.samples])
+
+    async def _wake(self, what: str) -> None:
+        asleep = [lane for lane in self.lanes if lane.state is LaneState.ASLEEP]
+        await self._all("wake", LaneState.READY if what == "kv_cache" else LaneState.ASLEEP, asleep, what)
+        if what == "kv_cache":
+            self.awake.set()
+
+    async def _all(self, method: str, state: LaneState, lanes: Sequence[Lane], *arguments: Any) -> None:
+        refs = [getattr(lane.actor, method).remote(*arguments) for lane in lanes]
+        doing = {"sleep": "putting the engines to sleep", "wake": "waking the engines"}[method]
+        found = await asyncio.gather(*(answer(ref, doing, self._timeout_s) for ref in refs), return_exceptions=True)
+        for lane, result in zip(lanes, found):
+            if not _died(result):  # a dead engine holds no memory; its lane replaces it once the others are awake
+                lane.enter(state)
+
+
+def _died(result: Any) -> bool:
+    """Whether an answer is the death of its engine; False for a result. Raises what is neither."""
+    if isinstance(result, WorkerDied):
+        return True
+    if isinstance(result, PeerLost):
+        return False
+    if isinstance(result, BaseException):
+        raise result
+    return False

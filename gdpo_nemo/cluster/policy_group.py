@@ -14,12 +14,22 @@ from gdpo_nemo.cluster.network import interface_of
 from gdpo_nemo.cluster.reservation import Placement, here
 from gdpo_nemo.cluster.session import answered, cores, gather, ray, thread_environment
 from gdpo_nemo.config.objective_checks import kl_in_reward
-from gdpo_nemo.config.objects import load_object, place_of
+from gdpo_nemo.config.objects import load_functions, load_object, place_of
 from gdpo_nemo.config.schema import Config, MegatronConfig, PolicyConfig
-from gdpo_nemo.data.packing import TrainSequence, assign, assign_singly, attention_cost, measure
+from gdpo_nemo.data.packing import (
+    Assignment,
+    TrainSequence,
+    assign,
+    assign_singly,
+    attention_cost,
+    measure,
+    with_gradient,
+)
 from gdpo_nemo.data.results import UpdateResult
+from gdpo_nemo.data.shares import SCORING, TRAINING, FlatValues, Share, by_sequence
 
 if TYPE_CHECKING:
+    from gdpo_nemo.algorithms import LossSettings
     from gdpo_nemo.weights.transports.transport import Sender
 
 _START_S = 900.0
@@ -83,14 +93,19 @@ class PolicyRank:
             pass  # leaving the block offloads it, if configured: engines need the room before the first update
         return sum(p.numel() for chunk in self.policy.chunks for p in chunk.parameters())
 
-    def train(self, sequences, assignment, settings):
+    def data_parallel_rank(self) -> int:
+        """Number of the share that this rank computes."""
+        return self.policy.data_parallel_rank
+
+    def train(self, share: Share, settings: LossSettings) -> UpdateResult | None:
         """One update; its result on rank 0, else None."""
-        result = self.policy.train(sequences, assignment, settings)
+        result = self.policy.train(share.sequences(), share.micro_batches, settings)
         return result if self.rank == 0 else None
 
-    def logprobs(self, sequences, assignment, reference: bool, temperature: float | None):
-        """This rank's share of the log-probs of all completion tokens, or None."""
-        return self.policy.logprobs(sequences, assignment, reference, temperature)
+    def logprobs(self, share: Share, reference: bool, temperature: float | None) -> FlatValues | None:
+        """This rank's part of the log-probs of the share's completion tokens, or None."""
+        found = self.policy.logprobs(share.sequences(), share.micro_batches, reference, temperature)
+        return None if found is None else share.flat(found, self.policy.layout.context_parallel_size == 1)
 
     def run_sender(self, place: str, method: str, *arguments: Any) -> Any:
         """Call a method of the transport's sender at ``place``, which is made at its first call and kept."""
@@ -201,6 +216,8 @@ class PolicyGroup:
             reference = config.loss_fn.reference_policy_kl_penalty > 0 or kl_in_reward(config)
         self._model = (config.policy, config.run.seed, folder), (total_updates, reference, len(set(nodes)) > 1)
         self._building: list[Any] = []
+        self._data_ranks: list[int] = []
+        """Of every rank its data-parallel rank, once it has been asked."""
         if not placement.places.shared:
             self._build()
 
@@ -231,6 +248,26 @@ class PolicyGroup:
         refs = [getattr(rank, method).remote(*arguments) for rank in self.ranks]
         return gather(refs, what, self.timeout_s, "policy")
 
+    def _call_with_shares(
+        self,
+        method: str,
+        sequences: Sequence[TrainSequence],
+        assignment: Assignment,
+        fields: Sequence[str],
+        *arguments: Any,
+        what: str,
+    ) -> list[Any]:
+        """Call a method of all ranks with the share of each, which goes into the object store once and is read by no
+        other than the tensor-, pipeline- and context-parallel peers that share it."""
+        if not self._data_ranks:
+            self._data_ranks = self._call("data_parallel_rank", what="asking for the layout")
+        shares = [ray.put(Share.of(sequences, micro_batches, fields)) for micro_batches in assignment]
+        refs = [
+            getattr(rank, method).remote(shares[place], *arguments)
+            for rank, place in zip(self.ranks, self._data_ranks, strict=True)
+        ]
+        return gather(refs, what, self.timeout_s, "policy")
+
     @property
     def _multiple(self) -> int:
         """What each sequence is padded to: Megatron gives every context-parallel rank two chunks, one from each end, so
@@ -255,14 +292,28 @@ class PolicyGroup:
             self._quadratic,
         )
 
-    def train(self, sequences: list[TrainSequence], settings) -> UpdateResult:
+    def _skips(self, settings: LossSettings) -> bool:
+        """Whether sequences without a gradient are left out. An algorithm may train with a loss of its own making,
+        which no check of the config has seen."""
+        return self.config.skip_zero_advantage and not settings.why_all_sequences(
+            load_functions("loss_fn", settings.places)
+        )
+
+    def train(self, sequences: list[TrainSequence], settings: LossSettings) -> UpdateResult:
         """Run one optimizer update."""
-        batch = ray.put(sequences)  # once into the object store; as an argument it would be copied for every rank
+        skips = self._skips(settings)
+        whole = len(sequences)
+        if skips:
+            sequences = with_gradient(sequences)
         assignment = self._assign(sequences)
-        result = self._call("train", batch, assignment, settings, what="training")[0]
+        result: UpdateResult = self._call_with_shares(
+            "train", sequences, assignment, TRAINING, settings, what="training"
+        )[0]
         layout = self.layout
         lengths = [len(s) for s in sequences]
         total = layout.context_parallel_size * layout.tensor_model_parallel_size if layout.sequence_parallel else 1
+        result.sequences = whole
+        result.skipped_sequences = whole - len(sequences) if skips else None
         result.packing = measure(assignment, lengths, self._multiple, total, self._quadratic)
         return result
 
@@ -277,17 +328,12 @@ class PolicyGroup:
 
         ``temperature`` replaces the sampling temperature; without ``packed`` each sequence is a micro-batch of its own.
         """
-        batch = ray.put(sequences)
         data = self.layout.data_parallel_size or 1
         assignment = self._assign(sequences) if packed else assign_singly(len(sequences), data, self._chunks)
-        shares = self._call("logprobs", batch, assignment, reference, temperature, what="evaluating log-probs")
-        found = [np.full(len(s.completion_ids), np.nan, np.float32) for s in sequences]
-        for share in shares:
-            if share is None:
-                continue
-            for sequence, offset, value in zip(share.sequence, share.offset, share.values):
-                found[sequence][offset] = value
-        return found
+        found = self._call_with_shares(
+            "logprobs", sequences, assignment, SCORING, reference, temperature, what="evaluating log-probs"
+        )
+        return by_sequence(sequences, assignment, list(zip(self._data_ranks, found, strict=True)))
 
     @property
     def engine_processes(self) -> int:

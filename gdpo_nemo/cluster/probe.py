@@ -49,7 +49,7 @@ class Probe:
         self.limit = limit
         self.floor: float | None = None
         """The mean difference at the start, once it is measured."""
-        self._loaded: list[np.ndarray] = []
+        self._loaded: dict[int, np.ndarray] = {}
 
     @classmethod
     def sampled(cls, fleet: EngineFleet, prompts: Sequence[np.ndarray], vocabulary: int, longest: int) -> Probe:
@@ -65,7 +65,7 @@ class Probe:
         cut = [prompt[-min(_LONGEST_PROMPT, max(1, room // 2)) :] for prompt in prompts]
         sampling = Sampling(1.0, 1.0, -1, max(1, min(_SAMPLED, room // 3)))
         requests = [SampleRequest(prompt, seed) for seed, prompt in enumerate(cut)]
-        continued = [c.token_ids for c in fleet.collect(fleet.submit(requests, sampling, engine=0)).completions]
+        continued = [c.token_ids for c in fleet.generate(requests, sampling, engine=0).completions]
         rng = np.random.default_rng(0)
         sequences = []
         for prompt, written in zip(cut, continued):
@@ -76,13 +76,13 @@ class Probe:
         probe._loaded = probe.by_engines(fleet)
         return probe
 
-    def by_engines(self, fleet: EngineFleet) -> list[np.ndarray]:
-        """float32 [tokens] of each engine: log-probs of all completions."""
+    def by_engines(self, fleet: EngineFleet) -> dict[int, np.ndarray]:
+        """By the number of each engine float32 [tokens]: log-probs of all completions."""
         asked = [np.concatenate([s.prompt_ids, s.completion_ids]) for s in self.sequences]
-        return [
-            np.concatenate([values[-len(s.completion_ids) :] for s, values in zip(self.sequences, scores)])
-            for scores in fleet.score(asked)
-        ]
+        return {
+            engine: np.concatenate([values[-len(s.completion_ids) :] for s, values in zip(self.sequences, scores)])
+            for engine, scores in fleet.score(asked).items()
+        }
 
     def by_policy(self, policy: PolicyGroup) -> np.ndarray:
         """float32 [tokens]: log-probs of all completions, at temperature 1, at which the engines score."""
@@ -97,7 +97,7 @@ class Probe:
         precision = config.policy.precision
         given = config.policy.generation.parity_limit
         mine = self.by_policy(policy)
-        self.floor = max(difference(mine, theirs) for theirs in self._loaded)
+        self.floor = max(difference(mine, theirs) for theirs in self._loaded.values())
         most = MOST[precision] if given is None else given
         if not self.floor <= most:
             raise RunError(
@@ -117,7 +117,7 @@ class Probe:
             raise RunError("the probe has no limit yet; calibrate it on the model that both loaded")
         mine = self.by_policy(policy)
         worst = 0.0
-        for index, theirs in enumerate(self.by_engines(fleet)):
+        for index, theirs in self.by_engines(fleet).items():
             found = difference(mine, theirs)
             if not found <= self.limit:  # NaN fails, too
                 raise RunError(

@@ -29,6 +29,12 @@ class Placement:
     """Bundle of the group for every node of ``places``, then for every environment node."""
     addresses: tuple[str, ...] = ()
     """Address of every node, in the same order."""
+    nodes: tuple[str, ...] = ()
+    """Ray's id of every node, in the same order."""
+
+    def is_lost(self, node: int) -> bool:
+        """Whether a node has left the cluster."""
+        return bool(self.nodes) and self.nodes[node] not in {n["NodeID"] for n in ray.nodes() if n["Alive"]}
 
     def on(self, node: int) -> dict[str, Any]:
         """Options that put a Ray actor or task on a node."""
@@ -77,8 +83,18 @@ def reserve(config: Config, shared: Sequence[Path]) -> Placement:
     bundles = sorted(
         taken, key=lambda b: (bool(gpus) and b >= nodes, taken[b] != driver, known.get(taken[b], ""), taken[b])
     )
-    watch_nodes({taken[b]: known.get(taken[b], taken[b]) for b in bundles})
-    placement = Placement(place(config), group, tuple(bundles), tuple(known.get(taken[b], "") for b in bundles))
+    places = place(config)
+    # A node with engines alone can be done without, as long as another has some (``fleet``).
+    spare = set(places.engines) - set(places.policy)
+    needed = [b for node, b in enumerate(bundles) if node not in spare]
+    watch_nodes({taken[b]: known.get(taken[b], taken[b]) for b in needed})
+    placement = Placement(
+        places,
+        group,
+        tuple(bundles),
+        tuple(known.get(taken[b], "") for b in bundles),
+        tuple(taken[b] for b in bundles),
+    )
     _check_shared(placement, [shared] * nodes + [[Path.cwd()]] * config.cluster.env_nodes)
     return placement
 

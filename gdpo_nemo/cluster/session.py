@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import shutil
@@ -274,17 +275,49 @@ def answered(refs: dict[int, ray.ObjectRef]) -> dict[int, Any]:
 def _raise_failure(ref: ray.ObjectRef, what: str) -> None:
     try:
         ray.get(ref)
-    except (ActorDiedError, ActorUnavailableError) as error:
-        # A connection breaks before Ray declares its node dead. Wait for that, to name the node and not a worker.
-        _check_nodes(what, _NODE_LOSS_S if isinstance(error, ActorUnavailableError) else 0.0)
-        raise WorkerDied(f"{what}: a worker process died ({message_line(error)})") from error
-    except RayTaskError as error:
-        cause = error.cause if isinstance(error.cause, BaseException) else error
-        if isinstance(cause, GdpoError):
-            raise cause from None
-        raise RunError(f"{what}: {type(cause).__name__}: {message_line(cause)}") from error
     except RayError as error:
-        raise RunError(f"{what}: {message_line(error)}") from error
+        if isinstance(error, _GONE):
+            # A connection breaks before Ray declares its node dead. Wait for that, to name the node and not a worker.
+            _check_nodes(what, _NODE_LOSS_S if isinstance(error, ActorUnavailableError) else 0.0)
+        raise _failure(error, what) from (None if _of_ours(error) else error)
+
+
+async def answer(ref: ray.ObjectRef, what: str, timeout_s: float) -> Any:
+    """The result of one call, for the event loop; unlike ``gather`` it does not look at nodes.
+
+    Raises:
+        WorkerDied: the worker died or cannot be reached. WaitExpired: no answer in time. RunError: as of ``gather``.
+    """
+    future = asyncio.wrap_future(ref.future())
+    # Not wait_for: it would cancel the future that Ray still fills.
+    done, _ = await asyncio.wait([future], timeout=timeout_s)
+    if not done:
+        raise WaitExpired(f"{what}: no answer within {timeout_s:.0f} s")
+    try:
+        return future.result()
+    except RayError as error:
+        raise _failure(error, what) from (None if _of_ours(error) else error)
+
+
+_GONE = (ActorDiedError, ActorUnavailableError)
+
+
+def _of_ours(error: RayError) -> bool:
+    return isinstance(error, RayTaskError) and isinstance(error.cause, GdpoError)
+
+
+def _failure(error: RayError, what: str) -> GdpoError:
+    """What a failed call raises here: an exception of ours as itself, any other as a sentence."""
+    if isinstance(error, _GONE):
+        return WorkerDied(f"{what}: a worker process died ({message_line(error)})")
+    if isinstance(error, RayTaskError):
+        cause = error.cause if isinstance(error.cause, BaseException) else error
+        return (
+            cause
+            if isinstance(cause, GdpoError)
+            else RunError(f"{what}: {type(cause).__name__}: {message_line(cause)}")
+        )
+    return RunError(f"{what}: {message_line(error)}")
 
 
 class WorkerDied(RunError):

@@ -29,6 +29,7 @@ class WeightSync:
         transport: of the policy's weights; None: through the object store.
         shared: whether the engines sit on the policy's devices. They then sleep from ``sleep_engines`` to the next
             ``publish``.
+        kv: what becomes of samples under way (``rollout.kv``).
     """
 
     def __init__(
@@ -38,6 +39,7 @@ class WeightSync:
         probe: Probe | None,
         transport: Transport | None = None,
         shared: bool = False,
+        kv: str = "drain",
     ):
         self.transport = transport or MemoryTransport(policy)
         self.version: int | None = None
@@ -46,6 +48,7 @@ class WeightSync:
         self._fleet = fleet
         self._probe = probe
         self._shared = shared
+        self._kv = kv
         self._slept: dict[str, float] = {}
 
     def publish(self, version: int) -> dict[str, float]:
@@ -61,9 +64,10 @@ class WeightSync:
         row = self._slept
         if self._shared:
             row["time/wake"] = self._wake("weights")
-        with errors_named(type(self.transport), "prepare"):
-            self.transport.prepare(version)
-        self._fleet.update(self.transport)
+        with self._fleet.delivering():
+            with errors_named(type(self.transport), "prepare"):
+                self.transport.prepare(version)
+            self._fleet.update(self.transport, version, self._kv)
         if self._shared:
             row["time/wake"] += self._wake("kv_cache")
         self.version = version

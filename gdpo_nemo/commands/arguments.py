@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from pathlib import Path
 from typing import NoReturn
 
 from gdpo_nemo.config.files import DEMO as DEFAULT_CONFIG
@@ -37,6 +38,15 @@ def add_layout(command: argparse.ArgumentParser) -> None:
         "--layout", default="", metavar="SIZES", help="for instance tensor=2,pipeline=2,sequence; default: one rank"
     )
     command.add_argument("--precision", default="float32", choices=("float32", "bfloat16"), help="default: %(default)s")
+
+
+def rollout_file(path: str) -> str:
+    """``path``; where it is the JSONL file that runs used to write and this one wrote Parquet, that, with a note."""
+    now = Path(path).with_suffix(".parquet")
+    if not path.endswith(".jsonl") or Path(path).exists() or not now.exists():
+        return path
+    print(f"note: {path} is {now.name} now", file=sys.stderr)
+    return str(now)
 
 
 def terminal():

@@ -13,7 +13,7 @@ import json
 import os
 import sys
 import tempfile
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Sequence
 
@@ -158,7 +158,7 @@ def without_policy(config: Config) -> None:
     config.policy.megatron_cfg = MegatronConfig(data_parallel_size=engines)
     config.cluster.placement = "colocated"
     config.cluster.env_nodes = 0
-    config.rollout.max_staleness = 0
+    config.rollout = replace(config.rollout, max_staleness=0, kv="recompute", window=None, depth="auto", sync_every=1)
     config.weights.transport = "auto"
 
 
@@ -208,7 +208,8 @@ def _sampled(config: Config, subject: Subject) -> list[Group]:
     from gdpo_nemo.environments.execution.dispatch import EnvironmentPools
     from gdpo_nemo.inputs import read_inputs
     from gdpo_nemo.rollouts.learning import check_failures
-    from gdpo_nemo.rollouts.stream import RolloutStream
+    from gdpo_nemo.rollouts.ledger import LedgerState
+    from gdpo_nemo.rollouts.scheduler import RolloutScheduler
 
     inputs = read_inputs(config, ("validation",))
     for line in inputs.refused:
@@ -222,9 +223,10 @@ def _sampled(config: Config, subject: Subject) -> list[Group]:
         places = Places((), (0,) * config.policy.generation.engines)
         fleet = EngineFleet(config, str(folder.absolute()), Placement(places))
         fleet.ready()
-        stream = RolloutStream(config, inputs.sources["validation"], fleet, pool, inputs.tokenizer, 0, 0)
+        source = inputs.sources["validation"]
+        stream = RolloutScheduler(config, source, fleet, pool, inputs.tokenizer, LedgerState(), 0)
         stack.callback(stream.close)
-        groups = stream.evaluate(inputs.held_out)
+        groups = stream.evaluate(inputs.held_out).result()
     check_failures([t for group in groups for t in group.trajectories], config.rollout.max_env_failure_share)
     return groups
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from gdpo_nemo.commands.arguments import add_layout
+from gdpo_nemo.commands.arguments import add_layout, rollout_file
 from gdpo_nemo.config.files import check_engines
 from gdpo_nemo.config.standalone import standalone_config
 from gdpo_nemo.data.packing import TrainSequence
@@ -28,7 +28,7 @@ def add(commands) -> None:
     command = commands.add_parser("parity", help="the same tokens through one rank, a layout, and vLLM")
     command.add_argument("--model", required=True, metavar="DIR", help="Hugging Face folder")
     command.add_argument(
-        "--record", metavar="FILE", help="rollouts/step_N.jsonl to replay; default: fixed random sequences"
+        "--record", metavar="FILE", help="rollouts/step_N.parquet to replay; default: fixed random sequences"
     )
     command.add_argument("--engine", action="store_true", help="compare with vLLM, too")
     command.add_argument("--threshold", type=float, default=1e-4, help="largest difference that passes (%(default)s)")
@@ -41,8 +41,9 @@ def run(arguments: argparse.Namespace) -> int:
     """Compare a layout and vLLM with one rank; exit status 1 where they differ by more than the threshold."""
     import json
 
+    record = rollout_file(arguments.record) if arguments.record else None
     found = measure_parity(
-        arguments.model, arguments.layout, arguments.record, arguments.engine, arguments.precision, arguments.threshold
+        arguments.model, arguments.layout, record, arguments.engine, arguments.precision, arguments.threshold
     )
     print(json.dumps(found.to_dict(), indent=1) if arguments.json else describe(found))
     return 0 if found.passed else 1
@@ -84,9 +85,8 @@ def measure_parity(
 
     Args:
         layout: as ``standalone.parse_layout`` reads it.
-        record: ``rollouts/step_N.jsonl``, whose sampled tokens are replayed and whose log-probs are compared, too; None
-        takes
-            fixed random sequences.
+        record: a file of ``rollouts/``, whose sampled tokens are replayed and whose log-probs are compared, too; None
+            takes fixed random sequences.
 
     Raises:
         ConfigError: no such model, layout or record. RunError: ranks or engine failed.
@@ -172,7 +172,7 @@ def _standing(one, many, folder: str, engine: bool):
 
 
 def _scored(fleet, sequences: list[TrainSequence]) -> list[np.ndarray]:
-    (scores,) = fleet.score([np.concatenate([s.prompt_ids, s.completion_ids]) for s in sequences])
+    scores = fleet.score([np.concatenate([s.prompt_ids, s.completion_ids]) for s in sequences])[0]
     return [values[len(s.prompt_ids) - 1 :] for s, values in zip(sequences, scores)]
 
 
@@ -194,22 +194,23 @@ def _fixed(vocabulary: int, longest: int, count: int = 12) -> list[TrainSequence
 
 
 def _recorded(path: str | Path) -> tuple[list[TrainSequence], list[np.ndarray]]:
-    from gdpo_nemo.observe.rollouts import loss_mask_of, read_rollouts
+    from gdpo_nemo.observe.rollouts import read_columns
+    from gdpo_nemo.observe.sample_columns import values_of
 
+    names = ("prompt_ids", "completion_ids", "logprobs", "loss_mask", "advantage")
     try:
-        records = read_rollouts(path)
-        pairs = [(np.array(r["prompt_ids"], np.int32), np.array(r["completion_ids"], np.int32)) for r in records]
-        logprobs = [np.array(r["logprobs"], np.float32) for r in records]
-        masks = [loss_mask_of(r) for r in records]
+        table = read_columns(path, names)
+        prompts, completions, logprobs, masks, advantages = (values_of(table.column(name)) for name in names)
     except FileNotFoundError:
         raise ConfigError(f"--record: {path} does not exist") from None
     except OSError as error:
         raise ConfigError(f"--record: {path} cannot be read ({error.strerror})") from None
     except (KeyError, ValueError, TypeError, AttributeError) as error:
         raise ConfigError(f"--record: {path} is not a rollouts file ({type(error).__name__}: {error})") from None
-    if not pairs:
+    if not prompts:
         raise ConfigError(f"--record: {path} is empty")
-    return _weighted(pairs, np.array([r.get("advantage") or 0.0 for r in records]), masks), logprobs
+    pairs = list(zip(prompts, completions))
+    return _weighted(pairs, np.array([value or 0.0 for value in advantages]), masks), logprobs
 
 
 def _weighted(pairs, advantages, masks=None) -> list[TrainSequence]:

@@ -36,6 +36,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "policy.megatron_cfg.scheduler.lr_decay_style": ("constant", "linear", "cosine"),
     "policy.generation.backend": ("vllm",),
     "cluster.placement": ("separate", "colocated"),
+    "rollout.kv": ("recompute", "keep", "drain"),
     "weights.transport": ("auto", *TRANSPORTS),
     "logger.wandb.mode": ("online", "offline"),
     "logger.console": ("auto", "live", "plain"),

@@ -8,6 +8,14 @@ from typing import Sequence
 from gdpo_nemo.config.algorithm_choice import samples
 from gdpo_nemo.config.layout import Layout, resolve_layout, samples_per_step, updates_per_step
 from gdpo_nemo.config.placement import describe_places
+from gdpo_nemo.config.rollout_bounds import (
+    arithmetic,
+    resolved_bound,
+    resolved_depth,
+    resolved_window,
+    steps_ahead,
+    valid_needed,
+)
 from gdpo_nemo.config.schema import Config
 
 
@@ -110,12 +118,34 @@ def _rewards(config: Config) -> str:
 
 
 def _staleness(config: Config) -> str:
-    bound = config.rollout.max_staleness
-    return (
-        "0, exactly on-policy"
-        if bound == 0
-        else f"at most {_count(bound, 'update')}, generation runs ahead of training"
-    )
+    rollout = config.rollout
+    parts = ["0, exactly on-policy" if rollout.max_staleness == 0 else _ahead(config)]
+    if rollout.group_timeout_s is not None:
+        least = f"{valid_needed(config)} of {config.gdpo.num_generations_per_prompt}"
+        parts.append(f"after {rollout.group_timeout_s:g} s a group is trained from {least} verdicts on, else dropped")
+    buffer = rollout.replay_buffer
+    if buffer.groups:
+        parts.append(
+            f"{buffer.groups} of the {config.gdpo.num_prompts_per_step} groups of a step are of earlier ones, each "
+            f"{_count(buffer.reuse, 'time')} at most, and at most {_count(buffer.max_age, 'step')} old"
+        )
+    return "; ".join(parts)
+
+
+def _ahead(config: Config) -> str:
+    rollout = config.rollout
+    depth = resolved_depth(config)
+    fewest = config.gdpo.num_prompts_per_step
+    parts = [
+        f"at most {_count(rollout.max_staleness, 'step')}",
+        f"bound {arithmetic(config)} groups",
+        f"window {resolved_window(config)}",
+        f"depth auto ({fewest} to {resolved_bound(config)})" if depth is None else f"depth {depth}",
+        "new weights every " + ("step" if rollout.sync_every == 1 else f"{rollout.sync_every} steps"),
+    ]
+    if steps_ahead(config) > 0:
+        parts.append(f"kv {rollout.kv}")
+    return ", ".join(parts)
 
 
 def _count(number: int, noun: str) -> str:

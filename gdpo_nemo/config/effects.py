@@ -15,6 +15,7 @@ from gdpo_nemo.algorithms.losses import LOSSES
 from gdpo_nemo.algorithms.offpolicy import CORRECTIONS
 from gdpo_nemo.algorithms.own_functions import correction_entry, loss_entry
 from gdpo_nemo.config.algorithm_choice import samples
+from gdpo_nemo.config.rollout_bounds import steps_ahead
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.config.transports import chosen_transport, declared
 
@@ -80,6 +81,8 @@ EFFECTS = (
             "gdpo.kl_in_reward",
             "gdpo.dynamic_sampling.enabled",
             "rollout.max_staleness",
+            "rollout.group_timeout_s",
+            "rollout.replay_buffer.groups",
             "rollout.function",
             "rollout.endpoint.enabled",
         ),
@@ -142,9 +145,30 @@ EFFECTS = (
             "gdpo.dynamic_sampling.max_rounds",
             "gdpo.dynamic_sampling.before_shaping",
             "gdpo.dynamic_sampling.leave_one_out",
+            "gdpo.dynamic_sampling.reroll_after",
         ),
         lambda c: c.gdpo.dynamic_sampling.enabled,
         "while gdpo.dynamic_sampling.enabled is false",
+    ),
+    Effect(
+        ("gdpo.dynamic_sampling.max_rerolls",),
+        lambda c: c.gdpo.dynamic_sampling.reroll_after > 0,
+        "while gdpo.dynamic_sampling.reroll_after is 0",
+    ),
+    Effect(
+        ("rollout.replay_buffer.reuse", "rollout.replay_buffer.max_age"),
+        lambda c: c.rollout.replay_buffer.groups > 0,
+        "while rollout.replay_buffer.groups is 0",
+    ),
+    Effect(
+        ("rollout.kv",),
+        lambda c: steps_ahead(c) > 0,
+        "while no sample is under way when weights change (rollout.max_staleness is not above sync_every - 1)",
+    ),
+    Effect(
+        ("rollout.min_valid",),
+        lambda c: c.rollout.group_timeout_s is not None,
+        "while rollout.group_timeout_s is null",
     ),
     Effect(
         ("rollout.endpoint.host", "rollout.endpoint.port"),

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from typing import Any, Callable, Iterable
 
-from gdpo_nemo.algorithms.own_functions import is_place, loss_entry
+from gdpo_nemo.algorithms.own_functions import Functions, is_place, loss_entry
 from gdpo_nemo.algorithms.rewards import check_shaping, creates, parse_condition, rule_name
 from gdpo_nemo.algorithms.selection import check_selection
 from gdpo_nemo.config.algorithm_choice import samples
@@ -116,6 +116,8 @@ def _check_loss(config: Config) -> None:
         loss.check()
     except ValueError as error:
         raise ConfigError(f"loss_fn.{error}") from None
+    if not loss.places:
+        check_skipping(config)
     _check_place("loss_fn.type", loss.type)
     _check_place("loss_fn.off_policy.mode", loss.off_policy.mode)
     group = config.gdpo.num_generations_per_prompt
@@ -126,6 +128,12 @@ def _check_loss(config: Config) -> None:
         )
 
 
+def check_skipping(config: Config, functions: Functions | None = None) -> None:
+    """``policy.skip_zero_advantage`` is set only where it leaves the gradient as it is. Raises ConfigError."""
+    if config.policy.skip_zero_advantage and (why := config.loss_fn.why_all_sequences(functions)):
+        raise ConfigError(f"policy.skip_zero_advantage: would change the gradient: {why}")
+
+
 def _check_dynamic_sampling(config: Config) -> None:
     if config.gdpo.dynamic_sampling.batch_multiplier == math.inf:
         raise ConfigError("gdpo.dynamic_sampling.batch_multiplier: must be finite")
@@ -134,8 +142,19 @@ def _check_dynamic_sampling(config: Config) -> None:
             "gdpo.dynamic_sampling.leave_one_out: leaves parts of groups, which loss_fn.type "
             f"{config.loss_fn.type} cannot train"
         )
-    if config.gdpo.dynamic_sampling.enabled and config.rollout.max_staleness:
-        raise ConfigError(
-            f"gdpo.dynamic_sampling.enabled: needs rollout.max_staleness 0, not {config.rollout.max_staleness}; "
-            "prompts that replace dead groups would come between batches already in flight"
-        )
+    _check_replacement(config)
+
+
+def _check_replacement(config: Config) -> None:
+    """Groups that run ahead are whole and are replaced one by one: no round is drawn in excess, no group trained in
+    part."""
+    dynamic = config.gdpo.dynamic_sampling
+    if not dynamic.enabled or not config.rollout.max_staleness:
+        return
+    why = {"batch_multiplier": dynamic.batch_multiplier is not None, "leave_one_out": dynamic.leave_one_out}
+    for key, given in why.items():
+        if given:
+            raise ConfigError(
+                f"gdpo.dynamic_sampling.{key}: needs rollout.max_staleness 0, not {config.rollout.max_staleness}; "
+                "groups that are sampled ahead are replaced whole, one by one"
+            )

@@ -185,6 +185,11 @@ class PolicyConfig:
     """Sequences per optimizer update; null: all of a step, one update."""
     micro_batch_tokens: int = 8192
     """Token budget of one packed micro-batch on one data-parallel rank; never below the longest sequence."""
+    skip_zero_advantage: bool = False
+    """Compute no forward and backward of sequences whose advantage or weight is 0, which give no gradient; what each
+    token weighs stays that of the whole update. Metrics that are means over trained tokens (entropy, ratio, clip,
+    parity) are then over those of the other sequences. Refused where the loss reads all: a KL penalty, an entropy
+    bonus, a function of your own that does not say that it can do without."""
     num_threads: Optional[int] = None
     """CPU threads per policy rank; null: the cores divided by the ranks."""
     lora: LoraConfig = field(default_factory=LoraConfig)

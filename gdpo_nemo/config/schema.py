@@ -55,19 +55,26 @@ class DynamicSamplingConfig:
     """Replace groups that carry no signal before the update (DAPO), decided per component."""
 
     enabled: bool = False
-    """Drop groups in which every weighted component, as shaped, is constant and sample further prompts instead. Needs
-    rollout.max_staleness 0."""
+    """Drop groups in which every weighted component, as shaped, is constant and sample further prompts instead; with
+    rollout.max_staleness above 0, one by one as they come."""
     batch_multiplier: Optional[float] = None
     """Prompts of every round, as a multiple of num_prompts_per_step; groups beyond those needed are discarded (DAPO,
-    NeMo-RL). Null: a first round of num_prompts_per_step, then as many as are missing."""
+    NeMo-RL). Null: a first round of num_prompts_per_step, then as many as are missing. Needs rollout.max_staleness
+    0."""
     max_rounds: int = 4
-    """Generation rounds after which the step goes on with the groups it has."""
+    """Generation rounds after which the step goes on with the groups it has. With rollout.max_staleness above 0: of one
+    step, (max_rounds - 1) * num_prompts_per_step groups are replaced at most; further ones are trained as they are."""
     before_shaping: bool = False
     """Judge the components as the environments give them, so that a group whose lengths alone differ is replaced."""
+    reroll_after: int = 0
+    """Steps after which the prompt of a group that was dropped is drawn again, with other seeds; 0: not before the next
+    epoch."""
+    max_rerolls: int = 1
+    """Times that a prompt is drawn again in this way, in an epoch."""
     leave_one_out: bool = False
     """Judge each sample by the others of its group: one that differs from all others, which are alike, is dropped, and
     the step is filled to its number of samples, if need be with a part of a group (NeMo-RL, with its leave-one-out
-    baseline)."""
+    baseline). Needs rollout.max_staleness 0."""
 
 
 @dataclass
@@ -147,6 +154,20 @@ class EndpointConfig:
 
 
 @dataclass
+class ReplayBufferConfig:
+    """Groups that are trained again in later steps; they need loss_fn.old_logprobs: trainer."""
+
+    groups: int = 0
+    """Groups of earlier steps in every step, in place of as many new ones; 0: none. The first steps, from which there
+    are too few yet, have more new ones."""
+    reuse: int = 1
+    """Times that a group is trained again at most."""
+    max_age: int = 4
+    """Largest number of steps between the weights that sampled a token of such a group and those that it trains; more
+    than rollout.max_staleness."""
+
+
+@dataclass
 class RolloutConfig:
     """How rollouts are scheduled, and when a failing environment ends the run."""
 
@@ -171,6 +192,7 @@ class RolloutConfig:
     min_valid: float = 0.5
     """Share of a group's samples that must have a verdict for it to be trained after group_timeout_s; else the group is
     dropped."""
+    replay_buffer: ReplayBufferConfig = field(default_factory=ReplayBufferConfig)
     max_env_failure_share: float = 0.2
     """Share of a step's samples that may fail in the environment before the run stops."""
     env_timeout_s: float = 30.0
@@ -182,7 +204,7 @@ class RolloutConfig:
     train_timeout_s: float = 3600.0
     """Seconds one step's training may take."""
     save_samples: bool = True
-    """Write rollouts/step_*.jsonl."""
+    """Write rollouts/step_*.parquet."""
     function: Optional[str] = None
     """`file.py:function` or `package.module.function` that makes trajectories of prompts in place of the built-in
     loop."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from gdpo_nemo.config.rollout_bounds import resolved_bound, resolved_depth, steps_ahead
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.errors import ConfigError
 
@@ -22,10 +23,12 @@ def check_turns_kept(config: Config, held_out: int | None = None) -> None:
         return
     gdpo = config.gdpo
     turns = config.rollout.turns.max_turns
-    staleness = config.rollout.max_staleness
-    prompts = ("gdpo.num_prompts_per_step", gdpo.num_prompts_per_step * (staleness + 1))
     samples = gdpo.num_generations_per_prompt
-    what = f"what is under way with rollout.max_staleness {staleness}," if staleness else "a step of"
+    what = "a step of"
+    prompts = ("gdpo.num_prompts_per_step", gdpo.num_prompts_per_step)
+    if steps_ahead(config) > 0:
+        what = "a depth of"
+        prompts = ("rollout.depth", resolved_depth(config) or resolved_bound(config))
     _check(what, prompts, ("gdpo.num_generations_per_prompt", samples), turns)
     if config.data.validation is None or not (gdpo.val_period or gdpo.val_at_start):
         return

@@ -18,6 +18,8 @@ from gdpo_nemo.config.health_checks import read_checks
 from gdpo_nemo.config.layout import Layout, resolve_layout, updates_per_step
 from gdpo_nemo.config.objective_checks import check_learning
 from gdpo_nemo.config.placement import Places, joined, place
+from gdpo_nemo.config.reuse_checks import check_reuse
+from gdpo_nemo.config.rollout_bounds import check_rollout_bounds
 from gdpo_nemo.config.schema import Config, DatasetConfig
 from gdpo_nemo.config.stages import check_stages
 from gdpo_nemo.config.transports import check_transport
@@ -38,7 +40,8 @@ _AT_LEAST_ONE = (
     "policy.megatron_cfg.scheduler.lr_decay_steps", "policy.generation.engines", "policy.generation.max_new_tokens",
     "policy.generation.vllm_cfg.tensor_parallel_size", "policy.generation.vllm_cfg.kv_cache_memory_bytes",
     "policy.generation.vllm_cfg.max_num_seqs", "rollout.env_workers", "rollout.turns.max_turns",
-    "rollout.turns.max_tokens",
+    "rollout.turns.max_tokens", "rollout.window", "rollout.sync_every",
+    "rollout.replay_buffer.reuse", "rollout.replay_buffer.max_age", "gdpo.dynamic_sampling.max_rerolls",
     "data.train.size", "data.validation.size", "weights.bucket_mib", "cluster.num_nodes", "cluster.cpus_per_node",
     "checkpointing.save_period", "checkpointing.keep_last",
 )  # fmt: skip
@@ -49,6 +52,7 @@ _NOT_NEGATIVE = (
     "policy.megatron_cfg.optimizer.min_lr", "policy.megatron_cfg.optimizer.weight_decay",
     "policy.megatron_cfg.optimizer.clip_grad", "policy.megatron_cfg.scheduler.lr_warmup_init",
     "policy.megatron_cfg.scheduler.lr_warmup_steps",
+    "rollout.replay_buffer.groups", "gdpo.dynamic_sampling.reroll_after",
     "rollout.max_staleness", "rollout.max_env_failure_share", "cluster.gpus_per_node", "cluster.env_nodes",
     "checkpointing.keep_best",
 )  # fmt: skip
@@ -57,7 +61,7 @@ _POSITIVE = (
     "loss_fn.kl_output_clamp_value",
     "loss_fn.target_temperature", "loss_fn.off_policy.ratio_max", "policy.generation.temperature",
     "policy.generation.parity_limit", "policy.megatron_cfg.optimizer.adam_eps", "rollout.env_timeout_s",
-    "rollout.generation_timeout_s", "rollout.train_timeout_s",
+    "rollout.generation_timeout_s", "rollout.train_timeout_s", "rollout.group_timeout_s",
 )  # fmt: skip
 
 
@@ -84,6 +88,8 @@ def validate(config: Config) -> list[str]:
     idle = keys_without_effect(config)
     if idle:
         raise ConfigError(f"{idle[0]}; remove it")
+    check_reuse(config)
+    check_rollout_bounds(config)
     check_learning(config)
     check_turns_kept(config)
     check_files(config, layout)

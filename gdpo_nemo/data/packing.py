@@ -38,6 +38,9 @@ class TrainSequence:
     loss_mask: np.ndarray | None = None
     """bool [completion tokens]: the tokens that the policy wrote. The others are context: no log-prob, no loss, no
     metric. None: all."""
+    staleness: np.ndarray | None = None
+    """int32 [completion tokens]: version that is trained minus the version that sampled the token; never read where the
+    mask is false. None: 0, or nobody reads it."""
 
     def __len__(self) -> int:
         return len(self.prompt_ids) + len(self.completion_ids)
@@ -52,6 +55,11 @@ class TrainSequence:
         return values if self.loss_mask is None else values[self.loss_mask]
 
 
+def with_gradient(sequences: Sequence[TrainSequence]) -> list[TrainSequence]:
+    """Those whose advantage and weight are not 0; if there is none, the shortest one: a schedule needs a sequence."""
+    return [s for s in sequences if s.advantage and s.weight] or [min(sequences, key=len)]
+
+
 Assignment = list[list[list[int]]]
 """[data-parallel rank][micro-batch][place in the batch]"""
 
@@ -60,7 +68,7 @@ def assign(
     lengths: Sequence[int], ranks: int, token_budget: int, multiple_of: int = 1, quadratic: float = 0.0
 ) -> Assignment:
     """Spread sequences over ``ranks``, in as few micro-batches of at most ``token_budget`` tokens as a greedy fit
-    finds.
+    finds (above 64 a rank, to within 1/64).
 
     Every rank gets the same number of micro-batches (a multiple of ``multiple_of``, which interleaved pipelines need);
     a micro-batch may be empty when there are fewer sequences than micro-batches. The dearest sequences are placed
@@ -75,13 +83,13 @@ def assign(
     """
     if lengths and max(lengths) > token_budget:
         raise ValueError(f"a sequence of {max(lengths)} tokens exceeds the micro-batch budget of {token_budget}")
-    count = max(1, math.ceil(sum(lengths) / (ranks * token_budget)))
+    count = math.ceil(_least_micro_batches(lengths, token_budget) / ranks)
     while True:
         count = math.ceil(count / multiple_of) * multiple_of
         bins = _fit(lengths, count * ranks, token_budget, quadratic)
         if bins is not None:
             return _distribute(bins, ranks)
-        count += 1
+        count += max(1, count // 64)  # one by one, thousands of micro-batches would take seconds of attempts
 
 
 def assign_singly(count: int, ranks: int, multiple_of: int = 1) -> Assignment:
@@ -89,6 +97,16 @@ def assign_singly(count: int, ranks: int, multiple_of: int = 1) -> Assignment:
     each = math.ceil(max(1, math.ceil(count / ranks)) / multiple_of) * multiple_of
     bins = [[i] for i in range(count)] + [[] for _ in range(each * ranks - count)]
     return [bins[rank::ranks] for rank in range(ranks)]
+
+
+def _least_micro_batches(lengths: Sequence[int], budget: int) -> int:
+    """A number of micro-batches below which nothing fits, so that no fit is tried in vain: of the n longest each takes
+    at most as many as fit of the shortest among them."""
+    if not lengths:
+        return 1
+    longest = np.sort(np.asarray(lengths))[::-1]
+    by_number = -(-np.arange(1, len(longest) + 1) // (budget // longest))
+    return max(1, math.ceil(sum(lengths) / budget), int(by_number.max()))
 
 
 def _fit(lengths: Sequence[int], count: int, budget: int, quadratic: float) -> list[list[int]] | None:

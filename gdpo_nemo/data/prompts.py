@@ -104,13 +104,10 @@ class PromptSource:
         epochs), the repetitions have ``#2``, ``#3``, ... behind their ids, because samples are grouped by id.
         """
         prompts: list[Prompt] = []
-        times: dict[str, int] = {}
         for place in range(position, position + n):
             epoch, offset = divmod(place, len(self))
-            prompt = self._prompts[self._order(epoch)[offset]]
-            times[prompt.id] = times.get(prompt.id, 0) + 1
-            prompts.append(prompt if times[prompt.id] == 1 else _again(prompt, times[prompt.id]))
-        return prompts
+            prompts.append(self._prompts[self._order(epoch)[offset]])
+        return told_apart(prompts)
 
     def head(self, n: int | None = None) -> list[Prompt]:
         """The first ``n`` prompts (all of them when None) in the order of the data, for validation."""
@@ -266,6 +263,16 @@ def _tokenise(tokenizer: Any, texts: list[str], rendered: list[bool]) -> list[li
         for place, tokens in zip(places, made["input_ids"]):
             ids[place] = tokens
     return ids
+
+
+def told_apart(prompts: Sequence[Prompt]) -> list[Prompt]:
+    """The prompts, where one comes again with ``#2``, ``#3``, ... behind its id: samples are grouped by id."""
+    found: list[Prompt] = []
+    times: dict[str, int] = {}
+    for prompt in prompts:
+        times[prompt.id] = times.get(prompt.id, 0) + 1
+        found.append(prompt if times[prompt.id] == 1 else _again(prompt, times[prompt.id]))
+    return found
 
 
 def _again(prompt: Prompt, times: int) -> Prompt:

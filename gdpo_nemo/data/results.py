@@ -23,6 +23,10 @@ class UpdateResult:
     maxima: dict[str, float]
     packing: dict[str, float] = field(default_factory=dict)
     """How the update was packed (``data.packing.measure``)."""
+    sequences: int = 0
+    """Sequences of the update."""
+    skipped_sequences: int | None = None
+    """Of these left out by ``policy.skip_zero_advantage``; None where it is off."""
 
 
 @dataclass

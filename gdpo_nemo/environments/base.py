@@ -33,6 +33,9 @@ class Environment:
     plays_with_endpoint: bool = False
     """Said by the class: its agents play whole episodes with the run's own endpoint (``rollout.endpoint``), by a method
     ``play(prompts, sampling)``, and return the verdicts."""
+    by_sample: bool = False
+    """Said by the class: the verdict on a sample needs no other sample, so it is asked for as soon as the sample is
+    there, and not when its group is."""
     instant: bool = False
     """Said by the class: building it takes no time, reaches nothing and runs nobody else's code, so that ``--dry-run``
     may ask it for its components. Of built-in environments only: a dry run imports no others."""
@@ -110,6 +113,7 @@ class Declared(NamedTuple):
     """None: only the object knows."""
     remote: bool
     plays_with_endpoint: bool
+    by_sample: bool
     instant: bool
 
 

@@ -83,6 +83,14 @@ def environment_class(name: str, options: Mapping[str, Any] | None = None) -> An
     return find_plugin(name, plugin_of(name, options))
 
 
+def judges_by_sample(name: str, options: Mapping[str, Any] | None = None) -> bool:
+    """Whether the environment says ``by_sample``. False for what cannot be imported: its worker says why."""
+    try:
+        return declared(environment_class(name, options)).by_sample
+    except ConfigError:
+        return False
+
+
 def plugin_of(name: str, options: Mapping[str, Any] | None) -> str:
     """What an environment's options say that it is. Raises ConfigError for options or a plugin of the wrong type."""
     if options is not None and not isinstance(options, Mapping):

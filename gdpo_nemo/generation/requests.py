@@ -41,17 +41,18 @@ class Completion:
     finish_reason: str
     """stop or length"""
     spans: tuple[tuple[int, int], ...] = ()
-    """((version, tokens), ...): which weights drew the tokens, in order."""
+    """(version of the weights, tokens that it drew), in order; together all tokens. More than one where weights arrived
+    while it was drawn."""
 
     @property
     def version(self) -> int:
-        """Of the oldest weights that drew in it."""
+        """The oldest version in it. Only a completion of no tokens has none."""
         return self.spans[0][0]
 
 
 @dataclass
 class CompletionBatch:
-    """The completions of one call, in the order of its requests, and the weights they were drawn with."""
+    """The completions of one call, in the order of its requests, and the oldest weights that they were drawn with."""
 
     completions: list[Completion]
     version: int
@@ -64,5 +65,26 @@ class FinishedRequest(NamedTuple):
     name: str
     """Of the request."""
     completion: Completion
+
+
+@dataclass(frozen=True)
+class EngineReport:
+    """What an engine says when it is polled. Counts and seconds are sums since it started."""
+
+    finished: list[FinishedRequest]
+    """Each is reported once."""
     version: int
-    """Of the weights that drew it."""
+    """Of the weights it holds."""
+    running: int
+    """Requests with a token or more."""
+    waiting: int
+    """Requests without, those that wait for an update included."""
+    kv_used: float
+    """Share of the KV cache that the running sequences fill, at most 1. Prefixes that they share are counted for each,
+    so it may be less."""
+    busy_s: float
+    """Time in engine steps."""
+    decoded_tokens: int
+    """Sampled, those of aborted requests included."""
+    recomputed_tokens: int
+    """Whose keys and values weight updates threw away (``kv=recompute``)."""

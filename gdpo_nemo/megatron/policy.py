@@ -22,7 +22,7 @@ from gdpo_nemo.algorithms.own_functions import Functions
 from gdpo_nemo.algorithms.policy_loss import policy_loss
 from gdpo_nemo.config.objects import load_functions
 from gdpo_nemo.config.schema import PolicyConfig
-from gdpo_nemo.data.packing import Assignment, PackedRows, TrainSequence, pack_rows
+from gdpo_nemo.data.packing import PackedRows, TrainSequence, pack_rows
 from gdpo_nemo.data.results import TokenValues, UpdateResult
 from gdpo_nemo.errors import RunError
 from gdpo_nemo.megatron.attention import local_positions, make_packing
@@ -99,13 +99,24 @@ class Policy:
             and parallel_state.get_tensor_model_parallel_rank() == 0
         )
 
+    @property
+    def data_parallel_rank(self) -> int:
+        """Number of the share of every update that this rank computes, with its tensor, pipeline and context peers."""
+        return int(parallel_state.get_data_parallel_rank())
+
     def _parameters(self) -> Iterator[torch.nn.Parameter]:
         return (p for chunk in self.chunks for p in chunk.parameters())
 
     # -- update -------------------------------------------------------------------------------------------------
 
-    def train(self, sequences: Sequence[TrainSequence], assignment: Assignment, settings: LossSettings) -> UpdateResult:
-        """One optimizer update on a whole update batch; ``assignment`` comes from ``packing.assign``.
+    def train(
+        self, sequences: Sequence[TrainSequence], micro_batches: Sequence[Sequence[int]], settings: LossSettings
+    ) -> UpdateResult:
+        """One optimizer update.
+
+        Args:
+            sequences: those of this data-parallel rank; it may have none.
+            micro_batches: places in ``sequences``; equally many on every rank (see ``packing.assign``).
 
         Raises:
             RunError: a function of the user's own gave what no loss can be made of.
@@ -116,7 +127,7 @@ class Policy:
         self.built.optimizer.zero_grad()
         finish = partial(self._loss, sequences, settings, functions)
         try:
-            done = self._run(sequences, assignment, finish, forward_only=False)
+            done = self._run(sequences, micro_batches, finish, forward_only=False)
         except ValueError as error:
             if functions:  # whose they are, the sentence says
                 raise RunError(str(error)) from error
@@ -154,22 +165,31 @@ class Policy:
         return loss, tokens, (loss.detach(), metrics)
 
     def _fields(self, sequences: Sequence[TrainSequence], rows: PackedRows) -> TokenFields:
-        def column(read) -> torch.Tensor:
-            parts = [read(sequences[i])[rows.offset[rows.sequence == i]] for i in dict.fromkeys(rows.sequence.tolist())]
-            array = np.concatenate(parts) if parts else np.zeros(0, np.float32)
-            return torch.from_numpy(np.ascontiguousarray(array, dtype=np.float32)).to(self.runtime.device)
+        # The rows of a sequence stand together, so each sequence is read once.
+        starts = np.flatnonzero(np.diff(rows.sequence, prepend=-1))
+        members = [sequences[i] for i in rows.sequence[starts].tolist()]
+        counts = np.diff(starts, append=len(rows.sequence))
+        offsets = np.split(rows.offset, starts[1:])
 
-        def constant(read) -> torch.Tensor:
-            table = np.array([read(s) for s in sequences], np.float32)
-            return torch.from_numpy(table[rows.sequence]).to(self.runtime.device)
+        def column(name: str, kind: type = np.float32) -> torch.Tensor | None:
+            # Of a rank without a sequence nobody knows what the others have; no token of anything is right for all.
+            if sequences and getattr(sequences[0], name) is None:
+                return None
+            parts = [getattr(member, name)[places] for member, places in zip(members, offsets)]
+            array = np.concatenate(parts) if parts else np.zeros(0)
+            return torch.from_numpy(np.ascontiguousarray(array, dtype=kind)).to(self.runtime.device)
 
-        first = sequences[0]
+        def constant(name: str) -> torch.Tensor:
+            values = np.array([getattr(member, name) for member in members], np.float32)
+            return torch.from_numpy(np.repeat(values, counts)).to(self.runtime.device)
+
         return TokenFields(
-            sampler_logprobs=column(lambda s: s.sampler_logprobs),
-            old_logprobs=None if first.old_logprobs is None else column(lambda s: s.old_logprobs),
-            reference_logprobs=None if first.reference_logprobs is None else column(lambda s: s.reference_logprobs),
-            advantages=constant(lambda s: s.advantage),
-            weights=constant(lambda s: s.weight),
+            sampler_logprobs=column("sampler_logprobs"),
+            old_logprobs=column("old_logprobs"),
+            reference_logprobs=column("reference_logprobs"),
+            advantages=constant("advantage"),
+            weights=constant("weight"),
+            staleness=column("staleness", np.int32),
             sequence_ids=torch.from_numpy(rows.sequence).to(self.runtime.device),
             num_sequences=len(sequences),
         )
@@ -227,11 +247,11 @@ class Policy:
     def logprobs(
         self,
         sequences: Sequence[TrainSequence],
-        assignment: Assignment,
+        micro_batches: Sequence[Sequence[int]],
         reference: bool = False,
         temperature: float | None = None,
     ) -> TokenValues | None:
-        """Log-probs of all completion tokens under the current (or reference) weights.
+        """Log-probs of all completion tokens of this rank's sequences under the current (or reference) weights.
 
         ``temperature`` replaces the sampling temperature for this call.
 
@@ -240,7 +260,7 @@ class Policy:
         """
         with self._reference_weights() if reference else contextlib.nullcontext(), self._at_temperature(temperature):
             self._training(False)
-            done = self._run(sequences, assignment, self._collect, forward_only=True)
+            done = self._run(sequences, micro_batches, self._collect, forward_only=True)
             self._training(True)
         if not self.reports:
             return None
@@ -288,18 +308,17 @@ class Policy:
 
     # -- Megatron's schedule ------------------------------------------------------------------------------------
 
-    def _run(self, sequences, assignment: Assignment, finish, forward_only: bool) -> list:
+    def _run(self, sequences, micro_batches: Sequence[Sequence[int]], finish, forward_only: bool) -> list:
         """Run this rank's micro-batches through Megatron's schedule; ``finish(rows, output)`` closes each on the last
         stage."""
-        mine = assignment[parallel_state.get_data_parallel_rank()]
         layout = self.layout
         context_size = layout.context_parallel_size
         total_multiple = context_size * layout.tensor_model_parallel_size if layout.sequence_parallel else 1
         if layout.fp8:  # the tokens of each rank's matrix products come in blocks
             total_multiple = _FP8_BLOCK * context_size * layout.tensor_model_parallel_size
 
-        def micro_batches():
-            for members in mine:
+        def packed():
+            for members in micro_batches:
                 rows = pack_rows(
                     sequences,
                     members,
@@ -320,12 +339,12 @@ class Policy:
             return model(tokens[None], packing, places, targets), partial(finish, rows)
 
         wrapped = self.built.wrapped
-        iterators = [micro_batches() for _ in wrapped]
+        iterators = [packed() for _ in wrapped]
         done = self._forward_backward(
             forward_step_func=step,
             data_iterator=iterators if len(iterators) > 1 else iterators[0],
             model=wrapped if len(wrapped) > 1 else wrapped[0],
-            num_microbatches=len(mine),
+            num_microbatches=len(micro_batches),
             seq_length=1,  # shapes vary and are exchanged (variable_seq_lengths)
             micro_batch_size=1,
             forward_only=forward_only,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 import html
+import math
 import os
 from pathlib import Path
 from typing import Any, Iterable, Sequence
@@ -17,11 +18,13 @@ from gdpo_nemo.observe.history import WINDOW, History
 from gdpo_nemo.observe.metric_registry import about_of, title_of
 from gdpo_nemo.observe.metrics import read_metrics
 from gdpo_nemo.observe.plot import diagnostics_png, measured_diagnostics, rewards_png
-from gdpo_nemo.observe.rollouts import read_rollouts, rollout_files
+from gdpo_nemo.observe.rollouts import read_columns, rollout_files
 from gdpo_nemo.observe.summary import facts, reward_rows
 
 FILE = "report.html"
 _MOST_CHARACTERS = 4000
+_SHOWN = ("prompt", "completion", "rewards", "advantage", "outcome")
+"""Columns of the samples that the page needs."""
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #22272e; max-width: 1080px; margin: 2rem auto; padding: 0 1rem }
 h1 { margin-bottom: 0 } h2 { margin-top: 2.2rem; border-bottom: 1px solid #e6e9ed } img { max-width: 100% }
@@ -120,17 +123,26 @@ def _samples(run_dir: Path) -> list[str]:
 
 def _file_samples(step: int, path: Path) -> list[str]:
     try:
-        return _step_samples(step, read_rollouts(path))
+        return _step_samples(step, _first_group(path))
     except OSError as error:
         raise RunError(f"{path} cannot be read: {error.strerror}") from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise RunError(f"{path}: is not a file of rollouts ({type(error).__name__}: {error})") from None
 
 
-def _step_samples(step: int, records: list[dict[str, Any]]) -> list[str]:
-    if not records:
+def _first_group(path: Path) -> list[dict[str, Any]]:
+    """The samples of the file's first prompt, without their tokens."""
+    from gdpo_nemo.observe.sample_columns import values_of
+
+    ids = read_columns(path, ["prompt_id"]).column("prompt_id").to_pylist()
+    count = next((place for place, name in enumerate(ids) if name != ids[0]), len(ids))
+    table = read_columns(path, _SHOWN, count)
+    return [dict(zip(_SHOWN, row)) for row in zip(*(values_of(table.column(name)) for name in _SHOWN))]
+
+
+def _step_samples(step: int, group: list[dict[str, Any]]) -> list[str]:
+    if not group:
         return []
-    group = [r for r in records if r["prompt_id"] == records[0]["prompt_id"]]
     group.sort(key=lambda r: r.get("advantage") or 0.0, reverse=True)
     prompt = f"<pre>{_text(group[0]['prompt'])}</pre>"
     shown = [group[0], group[-1]] if len(group) > 1 else group
@@ -138,12 +150,14 @@ def _step_samples(step: int, records: list[dict[str, Any]]) -> list[str]:
 
 
 def _sample(record: dict[str, Any]) -> str:
-    rewards = ", ".join(
-        f"{name} {'n/a' if value is None else f'{value:g}'}" for name, value in record["rewards"].items()
-    )
+    rewards = ", ".join(f"{name} {_value(value)}" for name, value in record["rewards"].items())
     advantage = record.get("advantage")
     line = rewards + ("" if advantage is None else f"; advantage {advantage:+.3f}") + f"; {record['outcome']}"
     return f"<div class=dim>{html.escape(line)}</div><pre>{_text(record['completion'])}</pre>"
+
+
+def _value(reward: float | None) -> str:
+    return "n/a" if reward is None or math.isnan(reward) else f"{reward:g}"
 
 
 def _text(text: str) -> str:

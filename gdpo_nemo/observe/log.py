@@ -19,8 +19,10 @@ from gdpo_nemo.data.records import Group
 from gdpo_nemo.observe.alerts import write_alert
 from gdpo_nemo.observe.console import make_console
 from gdpo_nemo.observe.history import History
+from gdpo_nemo.observe.journal import Journal, TrainedBatch
 from gdpo_nemo.observe.metrics import MetricsLog, clean, read_metrics
-from gdpo_nemo.observe.rollouts import remove_rollouts_after, write_rollouts
+from gdpo_nemo.observe.rollouts import remove_rollouts_after
+from gdpo_nemo.observe.sample_writer import SampleWriter
 from gdpo_nemo.observe.trace import TraceLog
 from gdpo_nemo.observe.trackers import wanted
 
@@ -31,7 +33,7 @@ class RunLog:
     max_num_steps.
 
     Raises:
-        RunError: the metrics cannot be written, here or in ``step`` and ``validation``.
+        RunError: metrics or journal cannot be written, here or in ``trained``, ``step`` and ``validation``.
     """
 
     def __init__(self, config: Config, run_dir: str | Path, start_step: int = 0, last_step: int | None = None) -> None:
@@ -41,6 +43,8 @@ class RunLog:
         self._failed: set[str] = set()
         self._metrics = MetricsLog(run_dir)
         self._metrics.truncate_after(start_step)
+        self._journal = Journal(run_dir)
+        self._journal.truncate_after(start_step)
         self._history = History.of(read_metrics(run_dir))
         self._console = None
         self._console = self._try(
@@ -52,6 +56,7 @@ class RunLog:
             self._history,
         )
         self._try("rollouts", remove_rollouts_after, run_dir, start_step)
+        self._samples = SampleWriter(run_dir, self.alert) if config.rollout.save_samples else None
         self._trace = self._try("the trace", TraceLog, run_dir)
         self._trackers = {}
         if config.logger.tensorboard.enabled:
@@ -59,17 +64,35 @@ class RunLog:
         for name, tracker in wanted(config).items():
             self._trackers[name] = self._try(name, tracker, config, run_dir, start_step, config_to_dict(config))
 
+    def trained(self, step: int, batch: TrainedBatch, published: int | None, total_updates: int) -> None:
+        """Note in the journal what ``step`` trained, at once: ``step`` follows when the weights are published.
+
+        Args:
+            published: version of the weights that the engines had meanwhile.
+            total_updates: optimizer updates of the whole run.
+        """
+        self._journal.append(
+            step,
+            batch.groups,
+            batch.dropped,
+            position=batch.next_position,
+            published=published,
+            total_updates=total_updates,
+        )
+
     def step(
         self,
         row: Mapping[str, Any],
         groups: Sequence[Group] | None = None,
         advantages: np.ndarray | None = None,
         trainer_logprobs: Sequence[np.ndarray] | None = None,
+        terms: Mapping[str, np.ndarray] | None = None,
     ) -> None:
-        """Record a finished step; ``row["step"]`` counts from 1. ``advantages`` [trajectories], in group order."""
+        """Record a finished step; ``row["step"]`` counts from 1. ``advantages`` [trajectories], in group order, and
+        ``terms`` alike by component. The groups are written meanwhile: nobody may change them from here on."""
         self._record(row)
-        if groups is not None and self._config.rollout.save_samples:
-            self._try("rollouts", write_rollouts, self._run_dir, row["step"], groups, advantages, trainer_logprobs)
+        if groups is not None and self._samples:
+            self._try("rollouts", self._samples.write, row["step"], groups, advantages, trainer_logprobs, terms)
         if self._console:
             self._try("the console", self._console.step, clean(row))
 
@@ -78,6 +101,11 @@ class RunLog:
         self._record(row)
         if self._console:
             self._try("the console", self._console.validation, clean(row))
+
+    def flush(self, step: int) -> None:
+        """Return when the samples of the steps up to ``step`` are on the disk."""
+        if self._samples:
+            self._try("rollouts", self._samples.flush, step)
 
     def alert(self, text: str) -> None:
         """Tells the person who watches, and the report, what is wrong."""
@@ -121,6 +149,8 @@ class RunLog:
     def close(self, status: str) -> None:
         """Finishes every file and shows the summary; ``status`` is its title: complete, stopped, failed."""
         self._metrics.close()
+        if self._samples:
+            self._try("rollouts", self._samples.close)
         for what, log in (("the trace", self._trace), *self._trackers.items()):
             if log:
                 self._try(what, log.close)

@@ -18,9 +18,10 @@ from gdpo_nemo.config.load import load_config
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.errors import ConfigError
 from gdpo_nemo.observe.metrics import read_metrics
-from gdpo_nemo.observe.rollouts import read_rollouts
+from gdpo_nemo.observe.rollouts import read_columns, rollout_path
 from gdpo_nemo.planning.hardware import Device, Phase, Rates
 from gdpo_nemo.planning.shape import Shape, model_shape
+from gdpo_nemo.planning.simulation_records import Measured
 from gdpo_nemo.planning.speed import Lengths, Work, generation_work, sync_work, training_work
 
 WARM_UP = 1
@@ -48,38 +49,52 @@ class Run:
     lengths: list[Lengths]
 
 
-def read_run(folder: str | Path) -> Run:
-    """The run in ``folder``.
+def read_run(folder: str | Path, option: str = "--calibrate") -> Run:
+    """The run in ``folder``, which ``option`` of the command line names.
 
     Raises:
         ConfigError: it holds no run, too few steps, no samples, or a model whose shape is not known here.
     """
     folder = Path(folder)
     if not (folder / "config.yaml").is_file():
-        raise ConfigError(f"--calibrate: {folder} holds no run (no config.yaml)")
+        raise ConfigError(f"{option}: {folder} holds no run (no config.yaml)")
     config = load_config(folder / "config.yaml")
     rows = read_metrics(folder)
     rows = [row for row in rows if "time/train" in row][WARM_UP:]
     if not rows:
-        raise ConfigError(f"--calibrate: {folder} has fewer than {WARM_UP + 1} steps in metrics.jsonl")
+        raise ConfigError(f"{option}: {folder} has fewer than {WARM_UP + 1} steps in metrics.jsonl")
     shape = model_shape(config)
     if shape is None:
-        raise ConfigError(f"--calibrate: the model {config.policy.model_name} of {folder} is not here")
-    return Run(str(folder), config, shape, rows, [_lengths(folder, row) for row in rows])
+        raise ConfigError(f"{option}: the model {config.policy.model_name} of {folder} is not here")
+    return Run(str(folder), config, shape, rows, [_lengths(folder, row, option) for row in rows])
 
 
-def _lengths(folder: Path, row: dict[str, Any]) -> Lengths:
-    path = folder / "rollouts" / f"step_{row['step']:04d}.jsonl"
-    try:
-        samples = read_rollouts(path)
-        prompts, completions = ([len(sample[key]) for sample in samples] for key in ("prompt_ids", "completion_ids"))
-    except OSError as error:
-        raise ConfigError(f"--calibrate: {path} cannot be read ({error.strerror})") from None
-    except (ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"--calibrate: {path} is not a file of rollouts ({type(error).__name__}: {error})") from None
-    if not samples:
-        raise ConfigError(f"--calibrate: {path} is empty")
+def _lengths(folder: Path, row: dict[str, Any], option: str) -> Lengths:
+    prompts, completions = _sampled(folder, row, option)
     return Lengths(float(np.mean(prompts)), float(np.mean(completions)), float(max(completions)))
+
+
+def _sampled(folder: Path, row: dict[str, Any], option: str) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens of the prompts and of the completions of a step's samples."""
+    import pyarrow.compute as pc
+
+    path = rollout_path(folder, row["step"])
+    try:
+        table = read_columns(path, ["prompt_ids", "completion_ids"])
+        prompts, completions = (pc.list_value_length(column).to_numpy() for column in table.columns)
+    except OSError as error:
+        raise ConfigError(f"{option}: {path} cannot be read ({error.strerror})") from None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{option}: {path} is not a file of rollouts ({type(error).__name__}: {error})") from None
+    if not len(completions):
+        raise ConfigError(f"{option}: {path} is empty")
+    return prompts, completions
+
+
+def sampled_lengths(run: Run) -> Measured:
+    """The completions' lengths of every step of a run, as a distribution."""
+    lengths = [_sampled(Path(run.name), row, "--run")[1] for row in run.rows]
+    return Measured(tuple(float(tokens) for step in lengths for tokens in step))
 
 
 def calibrate(runs: Sequence[Run], device: Device, start: Rates) -> Rates:

@@ -7,7 +7,6 @@ if".
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
@@ -25,18 +24,24 @@ from gdpo_nemo.config.objective_checks import kl_in_reward
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.data.records import Group, Outcome, Prompt, Trajectory
 from gdpo_nemo.errors import ConfigError
-from gdpo_nemo.observe.rollouts import loss_mask_of, read_rollouts
+from gdpo_nemo.observe.rollouts import read_columns
+from gdpo_nemo.observe.sample_columns import values_of
 from gdpo_nemo.rollouts.learning import advantages_of, reward_columns
 
 _EQUAL = 1e-5
 """Advantages closer than this, relative to the largest, count as equal: epsilon sets them apart by less."""
 _PAIRS_SHOWN = 3
+_COLUMNS = (
+    "prompt_id", "sample_index", "environment", "prompt", "completion", "rewards", "outcome", "finish_reason",
+    "policy_version", "prompt_ids", "completion_ids", "logprobs", "turns", "loss_mask", "advantage",
+)  # fmt: skip
+"""What advantages are computed from, and what is shown of it."""
 
 
 def explain_step(
     path: str | Path, config_path: str | Path | None, overrides: Sequence[str], shown: int
 ) -> RenderableType:
-    """The explanation of one ``rollouts/step_*.jsonl``, for a rich console.
+    """The explanation of one file of ``rollouts/``, for a rich console.
 
     Args:
         config_path: None takes the config.yaml of the run that the file lies in.
@@ -85,36 +90,35 @@ def read_step(path: Path) -> tuple[list[Group], np.ndarray]:
     """
     groups: list[Group] = []
     try:
-        records = read_rollouts(path)
-        for record in records:
-            trajectory = _trajectory(record)
+        table = read_columns(path, _COLUMNS)
+        for row in zip(*(values_of(table.column(name)) for name in _COLUMNS)):
+            trajectory = _trajectory(dict(zip(_COLUMNS, row)))
             last = groups[-1].trajectories[-1] if groups else None
             if last is None or last.prompt.id != trajectory.prompt.id or last.sample_index >= trajectory.sample_index:
                 groups.append(Group(trajectory.prompt, []))
             groups[-1].trajectories.append(trajectory)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
-    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"{path}: is not a file of rollouts ({type(error).__name__}: {error})") from None
     if not groups:
         raise ConfigError(f"{path}: holds no trajectory")
-    return groups, np.array([np.nan if (a := r.get("advantage")) is None else a for r in records], np.float64)
+    return groups, table.column("advantage").to_numpy().astype(np.float64)
 
 
 def _trajectory(record: dict[str, Any]) -> Trajectory:
-    ids = np.array(record["prompt_ids"], np.int32)
     return Trajectory(
-        prompt=Prompt(record["prompt_id"], ids, record["prompt"], record["environment"]),
+        prompt=Prompt(record["prompt_id"], record["prompt_ids"], record["prompt"], record["environment"]),
         sample_index=record["sample_index"],
-        completion_ids=np.array(record["completion_ids"], np.int32),
-        logprobs=np.array(record["logprobs"], np.float32),
+        completion_ids=record["completion_ids"],
+        logprobs=record["logprobs"],
         policy_version=record["policy_version"],
         text=record["completion"],
         finish_reason=record["finish_reason"],
         rewards=record["rewards"],
         outcome=Outcome(record["outcome"]),
-        loss_mask=loss_mask_of(record),
-        turns=record.get("turns", 1),
+        loss_mask=record["loss_mask"],
+        turns=record["turns"],
     )
 
 

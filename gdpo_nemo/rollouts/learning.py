@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import chain
 from typing import Sequence
 
 import numpy as np
@@ -144,14 +145,38 @@ def _number(value: float | None) -> float:
     return np.nan if value is None else float(value)
 
 
-def updates_of(trajectories: Sequence[Trajectory], advantages: np.ndarray, config: Config) -> list[list[TrainSequence]]:
-    """The training sequences of each optimizer update of a step; token weights add up per update."""
+def updates_of(
+    trajectories: Sequence[Trajectory], advantages: np.ndarray, config: Config, version: int | None = None
+) -> list[list[TrainSequence]]:
+    """The training sequences of each optimizer update of a step; token weights add up per update.
+
+    Args:
+        version: of the weights that the step starts from; every token gets its staleness to it, where loss or
+            correction read that.
+    """
     loss = config.loss_fn
     size = config.policy.train_global_batch_size or len(trajectories)
-    return [
+    updates = [
         _weighted(trajectories[start : start + size], advantages[start : start + size], loss, config)
         for start in range(0, len(trajectories), size)
     ]
+    if version is not None and loss.reads_staleness:
+        for trajectory, sequence in zip(trajectories, chain.from_iterable(updates), strict=True):
+            sequence.staleness = token_staleness(trajectory, version)
+    return updates
+
+
+def token_staleness(trajectory: Trajectory, version: int) -> np.ndarray:
+    """Versions between the weights that sampled a token and those of ``version``: int32 [completion tokens]; 0 where
+    the policy did not write."""
+    spans = trajectory.spans or ((trajectory.policy_version, trajectory.num_policy_tokens),)
+    versions, tokens = np.array(spans, np.int64).T
+    written = np.repeat(version - versions, tokens).astype(np.int32)
+    if trajectory.loss_mask is None:
+        return written
+    staleness = np.zeros(len(trajectory.completion_ids), np.int32)
+    staleness[trajectory.loss_mask] = written
+    return staleness
 
 
 def _weighted(
@@ -202,6 +227,10 @@ METRICS = {
         {"label": "failed", "max": 0.05, "why": "verdicts are missing"},
     ),
     "rollout/env_failed/NAME": ("share", "Trajectories of environment NAME that it could not judge"),
+    "rollout/skipped_zero_adv": (
+        "share",
+        "Sequences of advantage or weight 0, left out by policy.skip_zero_advantage: trained tokens are the others'",
+    ),
     "rollout/aborted": ("share", "Trajectories cut as stragglers, once their group had enough verdicts"),
     "staleness/mean": ("updates", "Weight versions between sampling and training of a trajectory, mean"),
     "staleness/max": (
@@ -349,6 +378,10 @@ def update_metrics(results: Sequence[UpdateResult], on_policy: bool) -> dict[str
     }
     for name in results[0].packing:
         row[f"packing/{name}"] = float(np.mean([r.packing[name] for r in results]))
+    if results[0].skipped_sequences is not None:
+        row["rollout/skipped_zero_adv"] = sum(r.skipped_sequences or 0 for r in results) / sum(
+            r.sequences for r in results
+        )
     known = {"entropy": "policy/entropy", "clipped": "policy/clip_fraction", "ratio": "policy/ratio_mean"}
     for name, value in sums.items():
         if not name.startswith("parity_"):

@@ -7,8 +7,12 @@ a reason, which happens to every position exactly once.
 With P groups a step, a window W and a bound S on staleness, a group is admitted only while fewer than
 B = (S + 1) * P - (W - 1) are outstanding, and trained only while it is less than W behind the oldest outstanding one.
 So group i, admitted after u updates, has i <= u * P + B - 1 and is trained at rank r <= i + W - 1, in update v with
-v * P <= r; hence v - u <= (B + W - 2) / P, which is at most S. Dropped groups only lower the rank. S = 0 makes W = 1 and
-B = P: a step's groups, in order.
+v * P <= r; hence v - u <= (B + W - 2) / P, which is at most S. Dropped groups only lower the rank. S = 0 makes W = 1
+and B = P: a step's groups, in order.
+
+That holds for groups admitted under the trainer's own weights. Where published weights are up to L updates behind these
+(``rollout.sync_every`` - 1), B is that of S - L; where they are n more behind, as while they are under way, only
+B - n * P may be outstanding.
 """
 
 from __future__ import annotations
@@ -16,6 +20,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Iterable, Mapping
+
+from gdpo_nemo.config.rollout_bounds import admission_bound as admission_bound
 
 
 class Stage(StrEnum):
@@ -27,11 +33,6 @@ class Stage(StrEnum):
     READY = "ready"
 
 
-def admission_bound(groups: int, staleness: int, window: int) -> int:
-    """B: groups that may be outstanding, for ``groups`` a step (P), a bound S and a reorder window W."""
-    return (staleness + 1) * groups - (window - 1)
-
-
 @dataclass
 class LedgerState:
     """What a checkpoint holds of a ledger."""
@@ -40,11 +41,17 @@ class LedgerState:
     """Every position before this one is trained or dropped."""
     retired: list[int] = field(default_factory=list)
     """Later ones that are, too, in order."""
+    dropped: list[tuple[int, str]] = field(default_factory=list)
+    """Of all these, (position, reason) of those dropped since the last update, which the next one accounts for."""
 
     @classmethod
-    def of(cls, saved: Mapping[str, Any]) -> LedgerState:
-        """What ``dataclasses.asdict`` made of a state."""
-        return cls(int(saved["position"]), [int(p) for p in saved["retired"]])
+    def of(cls, saved: Mapping[str, Any], position: int = 0) -> LedgerState:
+        """What ``dataclasses.asdict`` made of a state; where ``saved`` is empty, as in older checkpoints, all prompts
+        before ``position`` are trained or dropped."""
+        if not saved:
+            return cls(position)
+        dropped = [(int(p), str(reason)) for p, reason in saved.get("dropped", ())]
+        return cls(int(saved["position"]), [int(p) for p in saved["retired"]], dropped)
 
 
 @dataclass
@@ -65,10 +72,19 @@ class Ledger:
         bound: B, those that may be outstanding; see ``admission_bound``.
         window: W.
         limit: positions of the whole run; None: no end.
+        updates: those done before ``start``.
+        late: L, updates that published weights may be behind; ``bound`` is of that.
     """
 
     def __init__(
-        self, groups: int, bound: int, window: int, start: LedgerState | None = None, limit: int | None = None
+        self,
+        groups: int,
+        bound: int,
+        window: int,
+        start: LedgerState | None = None,
+        limit: int | None = None,
+        updates: int = 0,
+        late: int = 0,
     ):
         start = start or LedgerState()
         if not groups <= bound or window < 1:
@@ -77,7 +93,10 @@ class Ledger:
         self.bound = bound
         self.window = window
         self.limit = limit
-        self.dropped: list[tuple[int, str]] = []
+        self.late = late
+        self.updates = updates
+        """Calls of ``trained``, those of before a resume included: the version of the trainer's weights."""
+        self.dropped: list[tuple[int, str]] = list(start.dropped)
         """(position, reason) of those dropped since the last ``trained``."""
         self._outstanding: dict[int, Entry] = {}
         self._next = start.position
@@ -102,11 +121,11 @@ class Ledger:
     def admit(self, version: int, most: int | None = None) -> list[int]:
         """Admit the next positions under published weights of ``version``: while fewer than ``most`` (at most B; None:
         B) are outstanding and the limit is not reached. Returns them, in order."""
-        room = self.bound if most is None else min(most, self.bound)
+        room = self.bound - max(0, self.updates - version - self.late) * self.groups
+        room = room if most is None else min(most, room)
         admitted = []
         while len(self._outstanding) < room:
             while self._next in self._retired:  # before a resume
-                self._retired.discard(self._next)
                 self._next += 1
             if self.limit is not None and self._next >= self.limit:
                 break
@@ -151,8 +170,10 @@ class Ledger:
         for position in positions:
             del self._outstanding[position]
             self._retired.add(position)
+        self.updates += 1
         first = min(self._outstanding, default=self._next)
-        self._retired = {p for p in self._retired if p > first}
+        # At ``first`` itself, too: after a resume it may be one that is not to be admitted again.
+        self._retired = {p for p in self._retired if p >= first}
         dropped = self.dropped
         self.dropped = []
         return dropped
@@ -162,4 +183,4 @@ class Ledger:
         first = min(self._outstanding, default=self._next)
         while first in self._retired:
             first += 1
-        return LedgerState(first, sorted(p for p in self._retired if p >= first))
+        return LedgerState(first, sorted(p for p in self._retired if p >= first), list(self.dropped))

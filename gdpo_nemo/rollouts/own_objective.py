@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Callable
 
 from gdpo_nemo.algorithms.own_functions import Functions, is_place
 from gdpo_nemo.algorithms.rewards import check_shaping, creates, parse_condition, rule_name
-from gdpo_nemo.config.objective_checks import check_estimator
+from gdpo_nemo.config.objective_checks import check_estimator, check_skipping
 from gdpo_nemo.config.objects import load_functions
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.errors import ConfigError
@@ -48,7 +48,9 @@ def check_own_functions(config: Config) -> None:
     if rules := own_rules(config):
         _try_rules(config, rules)
     if places := config.loss_fn.places:
-        _try_loss(config.loss_fn, load_functions("loss_fn", places))
+        functions = load_functions("loss_fn", places)
+        _try_loss(config.loss_fn, functions)
+        check_skipping(config, functions)
 
 
 def _try_rules(config: Config, functions: Functions) -> None:
@@ -120,6 +122,7 @@ def _tokens(distance: float) -> tuple[TokenFields, torch.Tensor]:
         weights=torch.from_numpy(token_weights(_LENGTHS, "token_mean")).float()[ids],
         sequence_ids=ids,
         num_sequences=len(_LENGTHS),
+        staleness=(torch.arange(count) % 3).int(),
         old_logprobs=logprobs + noise[0],
         sampler_logprobs=logprobs + noise[1],
         reference_logprobs=logprobs + noise[2],

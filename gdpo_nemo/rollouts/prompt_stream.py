@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Protocol, Sequence
+from typing import Any, Protocol, Sequence
 
 from gdpo_nemo.config.layout import prompts_per_round
 from gdpo_nemo.config.schema import Config
@@ -24,20 +25,27 @@ class Batch(Protocol):
 
 
 class BatchStream(Protocol):
-    """Where the trainer gets its batches: ``RolloutStream`` where the algorithm samples, else ``PromptStream``."""
+    """Where the trainer gets its batches: ``RolloutScheduler`` where the algorithm samples, else ``PromptStream``."""
 
     @property
     def in_flight(self) -> int:
-        """Batches under way or waiting to be taken."""
+        """Groups under way or waiting to be trained."""
 
-    def schedule(self, version: int) -> None:
-        """Start every batch that weights of ``version`` may make."""
+    def schedule(self, step: int) -> None:
+        """Account for the updates of ``step`` steps, and start everything that the published weights may make."""
 
-    def get_batch(self, step: int) -> Batch:
-        """Batch number ``step``; waits for it."""
+    def get_batch(self, step: int) -> Batch | None:
+        """Batch number ``step``; waits for it. None once the prompts are used up."""
 
-    def evaluate(self, prompts: Sequence[Prompt]) -> Sequence[object]:
-        """What an algorithm's ``validate`` is given for the held-out prompts."""
+    def evaluate(self, prompts: Sequence[Prompt]) -> Future[Any]:
+        """Start to make what an algorithm's ``validate`` is given for the held-out prompts."""
+
+    def take_events(self) -> list[str]:
+        """What somebody should know of the time since the last call, a sentence each."""
+
+    def ledger(self) -> dict[str, Any]:
+        """Which prompts are trained or dropped, for a checkpoint (``LedgerState`` as a dictionary); empty where the
+        number of prompts dealt says it."""
 
     def close(self) -> None:
         """Drop what is in flight."""
@@ -66,7 +74,7 @@ class PromptStream:
         self._prompts = prompts
         self._position = position
 
-    def schedule(self, version: int) -> None:
+    def schedule(self, step: int) -> None:
         """Nothing has to be made ahead."""
 
     def get_batch(self, step: int) -> PromptBatch:
@@ -75,9 +83,19 @@ class PromptStream:
         self._position += self._count
         return PromptBatch(prompts, self._position)
 
-    def evaluate(self, prompts: Sequence[Prompt]) -> Sequence[Prompt]:
+    def evaluate(self, prompts: Sequence[Prompt]) -> Future[Sequence[Prompt]]:
         """The prompts as they are."""
-        return prompts
+        done: Future[Sequence[Prompt]] = Future()
+        done.set_result(prompts)
+        return done
+
+    def take_events(self) -> list[str]:
+        """Nothing happens here."""
+        return []
+
+    def ledger(self) -> dict[str, Any]:
+        """Prompts are dealt in order."""
+        return {}
 
     def close(self) -> None:
         """Nothing is in flight."""

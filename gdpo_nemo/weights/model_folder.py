@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any, Callable, Mapping
 
@@ -53,6 +54,23 @@ def open_weights(folder: str | Path) -> Callable[[str], torch.Tensor]:
         return handles[file].get_tensor(name)
 
     return read
+
+
+def differences(folder: str | Path, other: str | Path) -> list[str]:
+    """A sentence for each tensor of two folders that is not the same, bit for bit, the largest difference first."""
+    before, now = open_weights(folder), open_weights(other)
+    (names, others) = (set(_places(folder)), set(_places(other)))
+    found: list[tuple[float, str]] = [(math.inf, f"{name} is in one of the two only") for name in names ^ others]
+    for name in sorted(names & others):
+        (a, b) = (before(name), now(name))
+        if a.dtype != b.dtype or a.shape != b.shape:
+            found.append((math.inf, f"{name} is {a.dtype} {list(a.shape)} and {b.dtype} {list(b.shape)}"))
+        elif not torch.equal(a.view(torch.uint8), b.view(torch.uint8)):  # of NaN, too, and of -0
+            same = (a == b) | (a.isnan() & b.isnan())
+            gap = torch.where(same, 0.0, (a.double() - b.double()).abs())
+            largest = float(gap.nan_to_num(nan=math.inf, posinf=math.inf).max())
+            found.append((largest, f"{name} differs by up to {largest:.3g}"))
+    return [sentence for _, sentence in sorted(found, key=lambda pair: (-pair[0], pair[1]))]
 
 
 def _places(folder: str | Path) -> dict[str, str]:

@@ -124,7 +124,7 @@ def ours(folder: Path, arguments):
         fullest = max(assignment[0], key=lambda members: sum(lengths[i] for i in members))
         load = [sum(lengths[i] for i in fullest), sum(len(batch[i].completion_ids) for i in fullest)]
         update.predicted = predicted(folder / "model", config, *load)
-        result = policy.train(batch, assignment, LossSettings())
+        result = policy.train(batch, assignment[0], LossSettings())
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         return result.loss

@@ -220,6 +220,41 @@ def test_each_value_gets_the_verdict_it_deserves(tmp_path, change, key, expected
     assert ("policy.generation.backend" in translation.blockers) == ("sglang" in change)
 
 
+@pytest.mark.parametrize(
+    "change, kv, differing",
+    [
+        ("grpo.async_grpo.enabled=true", "drain", []),
+        ("grpo.async_grpo={enabled: true, in_flight_weight_updates: true}", "keep", []),
+        (
+            "grpo.async_grpo={enabled: true, in_flight_weight_updates: true, "
+            "recompute_kv_cache_after_weight_updates: true}",
+            "recompute",
+            [],
+        ),
+        ("grpo.async_grpo={enabled: true, recompute_kv_cache_after_weight_updates: true}", "drain", []),
+        ("async_rl.max_inflight_prompts=8", "keep", []),
+        ("async_rl.sampler={name: weight_fifo}", "keep", ["async_rl.sampler.name"]),
+        (
+            "async_rl={recompute_kv_cache_after_weight_updates: true, sampler: {name: windowed, "
+            "sample_freshest_first: true}}",
+            "recompute",
+            ["async_rl.sampler.name", "async_rl.sampler.sample_freshest_first"],
+        ),
+    ],
+)
+def test_when_new_weights_reach_samples_under_way_is_as_there(tmp_path, change, kv, differing):
+    path = tmp_path / "recipe.yaml"
+    changes = OmegaConf.from_dotlist([change, "grpo.use_dynamic_sampling=false"])
+    OmegaConf.save(OmegaConf.merge({"defaults": str(EVERY_KEY)}, changes), path)
+    translation = translate(path)
+    config = config_of(translation, tmp_path)
+    validate(config)
+    assert config.rollout.kv == kv
+    assert [
+        key for key, verdict in verdicts(translation).items() if "async" in key and verdict == DIFFERENT
+    ] == differing
+
+
 @pytest.mark.parametrize("recipe", ["every_key.yaml", "gdpo.yaml"])
 def test_what_is_called_translated_is_in_the_result(recipe):
     translation = translate(RECIPES / recipe)

@@ -131,8 +131,12 @@ def test_what_fits_is_accepted(minimal, overrides):
         (["loss_fn.type=target_po", "loss_fn.aggregation=sequence_mean"], ["loss_fn.aggregation: has no effect"]),
         (["loss_fn.type=cispo", "loss_fn.ratio_clip_c=3.0"], ["loss_fn.ratio_clip_c: has no effect"]),
         (
-            ["gdpo.dynamic_sampling.enabled=true", "rollout.max_staleness=1"],
-            ["gdpo.dynamic_sampling.enabled", "rollout.max_staleness"],
+            ["gdpo.dynamic_sampling={enabled: true, batch_multiplier: 2}", "rollout.max_staleness=1"],
+            ["gdpo.dynamic_sampling.batch_multiplier", "rollout.max_staleness 0, not 1", "one by one"],
+        ),
+        (
+            ["gdpo.dynamic_sampling={enabled: true, leave_one_out: true}", "rollout.max_staleness=1"],
+            ["gdpo.dynamic_sampling.leave_one_out", "rollout.max_staleness 0, not 1", "replaced whole"],
         ),
         (["gdpo.kl_in_reward=0"], ["gdpo.kl_in_reward: must be more than 0"]),
         (["gdpo.kl_in_reward=-1"], ["gdpo.kl_in_reward: must be more than 0"]),
@@ -146,18 +150,6 @@ def test_what_fits_is_accepted(minimal, overrides):
                 "rollout.turns.max_turns: a step of 256 prompts x 8 samples x 33 turns has up to 67,584 turns",
                 "keeps 65,536",
                 "gdpo.num_prompts_per_step or gdpo.num_generations_per_prompt",
-            ],
-        ),
-        (
-            [
-                "rollout.endpoint.enabled=true",
-                "rollout.turns.max_turns=33",
-                "gdpo.num_prompts_per_step=128",
-                "rollout.max_staleness=1",
-            ],
-            [
-                "what is under way with rollout.max_staleness 1, 256 prompts x 8 samples x 33 turns has up to 67,584",
-                "keeps 65,536",
             ],
         ),
         (
@@ -187,6 +179,7 @@ def test_combinations_of_the_loss_that_cannot_work_name_every_key_involved(minim
         ["loss_fn.type=target_po", "policy.train_global_batch_size=16"],
         ["loss_fn.type=target_po", "loss_fn.aggregation=sequence_mean", "loss_fn.entropy_bonus=0.001"],
         ["gdpo.dynamic_sampling.enabled=true"],
+        ["gdpo.dynamic_sampling.enabled=true", "rollout.max_staleness=1"],
         ["loss_fn.reference_policy_kl_penalty=0.1", "loss_fn.reference_policy_kl_type=mse"],
     ],
 )

@@ -27,7 +27,9 @@ STATUS = {
     "base": SAME,
     "megatron": SAME,
     "async_untruncated": SAME,
-    "async_in_flight": DIFFERS,
+    "async_in_flight": SAME,
+    "single_controller": SAME,
+    "ready_first": DIFFERS,
     "mixture_seq_mask": SAME,
     "gspo_four_updates": SAME,
     "dapo": DIFFERS,
@@ -40,7 +42,7 @@ STATUS = {
 }
 
 DIFFERENCES = {
-    "async_in_flight": {"grpo.async_grpo.in_flight_weight_updates"},
+    "ready_first": {"async_rl.sampler.name"},
     "dapo": {"env.math.math_verify_impl"},
 }
 
@@ -79,12 +81,30 @@ VALUES = {
     },
     "async_untruncated": {
         "rollout.max_staleness": 1,
+        # Without in-flight updates the collector waits for what is under way (prepare_for_refit).
+        "rollout.kv": "drain",
+        "rollout.window": 1,
         "loss_fn.old_logprobs": "trainer",
         "loss_fn.off_policy.mode": "truncate",
         "loss_fn.off_policy.ratio_max": inf,
         "cluster.placement": "separate",
     },
-    "async_in_flight": {"loss_fn.off_policy.ratio_max": 2.0, "loss_fn.off_policy.mode": "truncate"},
+    "async_in_flight": {
+        "loss_fn.off_policy.ratio_max": 2.0,
+        "loss_fn.off_policy.mode": "truncate",
+        "rollout.kv": "keep",
+        "rollout.window": 1,
+    },
+    "single_controller": {
+        # Weights always arrive in flight (SingleControllerActor._sync_weights).
+        "rollout.max_staleness": 2,
+        "rollout.kv": "recompute",
+        "rollout.window": 1,
+        "loss_fn.old_logprobs": "trainer",
+        "cluster.placement": "separate",
+    },
+    # One version is ReadyFirstSamplerConfig's default.
+    "ready_first": {"rollout.max_staleness": 1, "rollout.kv": "keep", "rollout.window": None},
     "mixture_seq_mask": {
         # The geometric mean decides who stays; those keep the weights of their tokens.
         "loss_fn.off_policy.mode": "icepop",
@@ -329,7 +349,7 @@ def test_what_nemo_rl_fills_in_counts_where_a_recipe_says_nothing(tmp_path):
     assert translation.content["gdpo"]["num_generations_per_prompt"] == 16
 
 
-@pytest.mark.parametrize("name, status", [("base", 0), ("async_in_flight", 3), ("gym", 1)])
+@pytest.mark.parametrize("name, status", [("base", 0), ("ready_first", 3), ("gym", 1)])
 def test_the_exit_status_tells_the_three_apart_where_it_is_asked_to(name, status, tmp_path, capsys):
     recipe = ["config", "from-nemo-rl", str(FOLDER / f"{name}.yaml"), "--out", str(tmp_path / "ours.yaml")]
     assert cli.main([*recipe, "--strict"]) == status

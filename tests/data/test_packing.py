@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
+from gdpo_nemo.data import packing
 from gdpo_nemo.data.packing import (
     TrainSequence,
     assign,
@@ -170,3 +171,33 @@ def test_what_the_policy_wrote_is_what_the_mask_says_and_all_without_one():
     assert (len(whole), whole.num_policy_tokens, len(masked), masked.num_policy_tokens) == (5, 3, 5, 2)
     values = np.array([1.0, np.nan, 3.0])
     assert masked.where_written(values).tolist() == [1, 3] and whole.where_written(values) is values
+
+
+def test_only_sequences_with_advantage_and_weight_are_computed_and_at_least_one():
+    a, b, c, d = make_sequences([(3, 9), (3, 2), (3, 5), (1, 3)])
+    a.advantage, a.weight = 1.0, 0.1
+    b.advantage, b.weight = 0.0, 0.1
+    c.advantage, c.weight = -1.0, 0.0
+    d.advantage, d.weight = float("nan"), 0.1
+    kept = packing.with_gradient([a, b, c, d])
+    assert [id(s) for s in kept] == [id(a), id(d)], "a broken advantage is to stop the run, not to be left out"
+    assert [id(s) for s in packing.with_gradient([c, b])] == [id(b)]
+
+
+@given(lengths=lengths_of_a_batch)
+def test_no_fit_is_tried_with_fewer_micro_batches_than_any_could_have(lengths):
+    """Proved by the greedy fit itself: it never finds room below the bound, and the result starts at the first that
+    it finds."""
+    least = packing._least_micro_batches(lengths, BUDGET)
+    assert all(packing._fit(lengths, count, BUDGET, 0.0) is None for count in range(1, least if lengths else 1))
+    assert len(assign(lengths, 1, BUDGET)[0]) == next(n for n in range(1, 100) if packing._fit(lengths, n, BUDGET, 0.0))
+
+
+def test_sequences_of_more_than_half_a_budget_are_placed_at_the_first_attempt(monkeypatch):
+    counts = []
+    fit = packing._fit
+    monkeypatch.setattr(
+        packing, "_fit", lambda lengths, count, *more: counts.append(count) or fit(lengths, count, *more)
+    )
+    assign([BUDGET // 2 + 1] * 40, 4, BUDGET)
+    assert counts == [40]

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
+import sys
 
 import pytest
-from launch import Launch, rows
+from launch import REPOSITORY, START_S, Launch, rows
 
 from gdpo_nemo.config.load import load_config
 
@@ -45,6 +47,18 @@ def changed(tmp_path_factory, digit_model):
         f"policy.megatron_cfg={{optimizer: {{lr: {LR}, weight_decay: 0.1}}, scheduler: {{lr_decay_style: cosine}}}}",
     )
     return folder, before, second.finish()
+
+
+def test_a_replay_gives_its_weights_bit_for_bit_through_the_change(changed, tmp_path):
+    """Estimator, batch, decay, reward and penalty change after step 2; the replay has neither engine nor
+    environment."""
+    folder, *_ = changed
+    command = [sys.executable, "-m", "gdpo_nemo", "replay", str(folder), "--check", "--out", str(tmp_path / "again")]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=START_S)
+    assert done.returncode == 0, (done.stdout, done.stderr)
+    assert "loss and grad_norm of every step are equal" in done.stdout
+    assert f"weights after step 4, against {folder / 'checkpoints' / 'step_4'}: bitwise equal" in done.stdout
+    assert not (tmp_path / "again" / "original").exists()
 
 
 def test_a_changed_run_goes_on_and_says_what_applies_from_which_step(changed):

@@ -30,7 +30,7 @@ def test_run_folder_holds_what_the_contract_names(undisturbed):
     for name in ("config.yaml", "metrics.jsonl", "rewards.png", "report.html", "trace.json", "model/model.safetensors"):
         assert (run_dir / name).stat().st_size > 0, name
     assert sorted(p.name for p in (run_dir / "checkpoints").iterdir()) == ["step_4", "step_6"]
-    samples = [json.loads(line) for line in (run_dir / "rollouts" / "step_0006.jsonl").read_text().splitlines()]
+    samples = read_rollouts(rollout_path(run_dir, 6))
     assert len(samples) == 4 * 8 and {"rewards", "advantage", "policy_version"} <= samples[0].keys()
 
 
@@ -58,7 +58,7 @@ def test_the_plans_batch_arithmetic_is_what_the_run_did(undisturbed):
     run_dir = undisturbed[0].run_dir
     config = load_config(run_dir / "config.yaml")
     first = next(row for row in rows(run_dir) if "loss" in row)
-    samples = [json.loads(line) for line in (run_dir / "rollouts" / "step_0001.jsonl").read_text().splitlines()]
+    samples = read_rollouts(rollout_path(run_dir, 1))
     prompts = len({sample["prompt_id"] for sample in samples})
     lengths = [len(sample["prompt_ids"]) + len(sample["completion_ids"]) for sample in samples]
     batches = len(assign(lengths, 1, config.policy.micro_batch_tokens)[0])

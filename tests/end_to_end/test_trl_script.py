@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from launch import rows
+
+from gdpo_nemo.observe.rollouts import read_rollouts, rollout_path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SCRIPT = REPOSITORY / "tests" / "config" / "trl" / "stranger.py"
@@ -49,7 +50,7 @@ def test_a_trl_script_is_translated_and_trains_its_two_steps(tmp_path, byte_mode
         assert row["reward_function/share"] == pytest.approx(row["reward/some_of_it/mean"])
     # transformers' warm-up of one update: the first has a rate of 0, the second that of the top.
     assert [row["lr"] for row in made] == pytest.approx([0.0, 1e-3])
-    samples = [json.loads(line) for line in (run / "rollouts" / "step_0001.jsonl").read_text().splitlines()]
+    samples = read_rollouts(rollout_path(run, 1))
     assert len(samples) == 8 and {s["extra"]["solution"] for s in samples} <= {"13", "24", "5", "6"}
     assert {len(s["rewards"]) for s in samples} == {2}
     adapters = list((run / "model").glob("adapter_model.safetensors")) or list((run / "model").glob("*.safetensors"))

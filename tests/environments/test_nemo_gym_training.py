@@ -11,6 +11,7 @@ from real_nemo_gym import REPOSITORY
 
 from gdpo_nemo.cli import main
 from gdpo_nemo.observe.metric_registry import unknown_metrics
+from gdpo_nemo.observe.rollouts import read_rollouts, rollout_path
 
 CONFIG = str(REPOSITORY / "configs" / "gdpo_nemo_gym_multireward.yaml")
 TOOLS = "example_tool_call_multireward"
@@ -48,10 +49,7 @@ def test_three_steps_on_three_named_rewards(real_gym, tool_model, tmp_path):
         assert row["rollout/env_failed/tools"] == 0.0 and row["reward/format/missing"] == 0.0
         assert row["parity/max_abs"] < 1e-3
     assert rows[0]["reward/format/std"] > 0 and rows[0]["grad_norm"] > 0
-    samples = [
-        json.loads(line) for line in (tmp_path / "run" / "rollouts" / "step_0001.jsonl").read_text().splitlines()
-    ]
-    for sample in samples:  # the verdicts are of these very completions
+    for sample in read_rollouts(rollout_path(tmp_path / "run", 1)):  # the verdicts are of these very completions
         calls = sample["completion"].count("<tool_call>{") == sample["completion"].count("}</tool_call>") == 1
         alone = sample["completion"].startswith("<tool_call>") and sample["completion"].endswith("</tool_call>")
         assert not sample["rewards"]["format"] or (calls and alone), sample["completion"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -9,6 +10,7 @@ import numpy as np
 
 from gdpo_nemo.config.schema import GenerationConfig, LoraConfig, PolicyConfig
 from gdpo_nemo.data.packing import assign, assign_singly
+from gdpo_nemo.data.shares import Share
 
 
 @dataclass
@@ -54,24 +56,27 @@ def build_policy(
 
 
 def spread(place, batch, budget=80):
-    """The batch's assignment to this layout's data-parallel ranks; without a budget each sequence is alone."""
+    """The micro-batches of this rank's share of the batch; without a budget each sequence is alone."""
     from megatron.core import parallel_state
 
     layout = place.layout
     ranks = parallel_state.get_data_parallel_world_size()
     multiple = layout.pipeline_model_parallel_size if layout.virtual_pipeline_model_parallel_size else 1
     if not budget:
-        return assign_singly(len(batch), ranks, multiple)
-    return assign([len(s) for s in batch], ranks, budget, multiple)
+        shares = assign_singly(len(batch), ranks, multiple)
+    else:
+        shares = assign([len(s) for s in batch], ranks, budget, multiple)
+    return shares[parallel_state.get_data_parallel_rank()]
 
 
 def train(policy, batch, assignment, count, settings=None) -> np.ndarray:
-    """(loss, gradient norm, mean entropy) of ``count`` updates."""
+    """(loss, gradient norm, mean entropy) of ``count`` updates, of the sequences that the driver would send here."""
     from gdpo_nemo.algorithms.policy_loss import LossSettings
 
+    share = pickle.loads(pickle.dumps(Share.of(batch, assignment)))
     rows = []
     for _ in range(count):
-        result = policy.train(batch, assignment, settings or LossSettings())
+        result = policy.train(share.sequences(), share.micro_batches, settings or LossSettings())
         rows.append((result.loss, result.grad_norm, result.sums["entropy"] / result.sums["tokens"]))
     return np.array(rows)
 

@@ -13,6 +13,7 @@ from hf_reference import relative_error
 
 from gdpo_nemo.algorithms import OffPolicySettings
 from gdpo_nemo.algorithms.policy_loss import LossSettings
+from gdpo_nemo.data.packing import with_gradient
 
 LONGEST = max(len(s) for s in tiny_models.make_batch())
 
@@ -82,6 +83,18 @@ def losses(on_ranks, model_folder):
 def test_every_loss_is_the_same_in_every_layout(losses, layout):
     for name, steps in losses(layout).items():
         assert relative_error(steps, losses("TP1")[name]) < 1e-5, name
+
+
+@pytest.mark.parametrize("layout", ["TP1", "DP2", "PP2"])
+def test_sequences_of_advantage_0_may_be_left_out_of_an_update(on_ranks, model_folder, layout):
+    """Of nine four have no advantage and a fifth no weight; what is left takes fewer micro-batches."""
+    batch = [replace(s, advantage=0.0) if i % 2 else s for i, s in enumerate(off_policy_batch())]
+    live = with_gradient(batch)
+    assert len(live) == 4
+    whole, part = (on_ranks(layout, rank_cases.updates, model_folder("qwen2"), b, 2) for b in (batch, live))
+    assert relative_error(part[0].steps[:, :2], whole[0].steps[:, :2]) < 1e-5
+    for name, expected in whole[0].weights.items():
+        np.testing.assert_allclose(part[0].weights[name], expected, rtol=0, atol=1e-6, err_msg=name)
 
 
 @pytest.mark.parametrize("layout", ["TP2+SP", "DP2+OVERLAP", "PP2"])

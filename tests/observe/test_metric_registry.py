@@ -143,7 +143,7 @@ def samples(**changes) -> list[Trajectory]:
 def rows_of_the_real_functions() -> list[dict[str, float]]:
     sums, maxima = every_measurement_of_a_loss()
     packing = measure([[[0, 1]]], [3, 4], 1, 1, 0.0)
-    update = UpdateResult(0.1, 1.0, 1e-4, False, sums, maxima, packing)
+    update = UpdateResult(0.1, 1.0, 1e-4, False, sums, maxima, packing, sequences=2, skipped_sequences=1)
     advantages = compute_advantages({"a": [0.0, 1.0, 1.0, 1.0]}, [0, 0, 1, 1])
     trajectories = [*samples(), *samples(outcome=Outcome.ENV_FAILED)]
     group = Group(trajectories[0].prompt, samples())

@@ -8,12 +8,10 @@ import math
 
 import numpy as np
 import pytest
-from demo_run import NASTY, demo_groups
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 from gdpo_nemo.errors import RunError
 from gdpo_nemo.observe.metrics import MetricsLog, read_metrics
-from gdpo_nemo.observe.rollouts import read_rollouts, remove_rollouts_after, rollout_files, write_rollouts
 from gdpo_nemo.observe.trace import TraceLog, read_trace
 
 numbers = st.one_of(st.integers(-(2**53), 2**53), st.floats(), st.none())
@@ -75,37 +73,6 @@ def test_a_full_disk_is_a_run_error_that_says_so(tmp_path):
     log._file = open("/dev/full", "w")
     with pytest.raises(RunError, match="No space left"):
         log.append({"step": 1})
-
-
-def test_rollouts_read_back_at_full_precision_in_group_order(tmp_path):
-    groups = demo_groups(step=7)
-    advantages = np.random.default_rng(0).normal(size=6)
-    trainer = [t.logprobs + np.float32(1e-6) for g in groups for t in g.trajectories]
-    path = write_rollouts(tmp_path, 7, groups, advantages, trainer)
-    assert path.name == "step_0007.jsonl"
-    records = read_rollouts(path)
-    for index, (record, (group, member)) in enumerate(
-        zip(records, [(g, t) for g in groups for t in g.trajectories], strict=True)
-    ):
-        assert record["prompt_id"] == group.prompt.id and record["sample_index"] == member.sample_index
-        assert record["completion_ids"] == member.completion_ids.tolist()
-        assert np.array_equal(np.array(record["logprobs"], dtype=np.float32), member.logprobs)
-        assert np.array_equal(np.array(record["trainer_logprobs"], dtype=np.float32), trainer[index])
-        assert record["advantage"] == advantages[index]
-        assert record["rewards"] == {"correctness": member.rewards["correctness"], "format": None, "length": None}
-    assert records[0]["completion"] == NASTY and records[0]["outcome"] == "truncated"
-
-
-def test_advantages_that_do_not_match_the_trajectories_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="5 entries for 6"):
-        write_rollouts(tmp_path, 1, demo_groups(), np.zeros(5))
-
-
-def test_rollouts_of_steps_that_will_be_redone_are_removed(tmp_path):
-    for step in (1, 2, 10):
-        write_rollouts(tmp_path, step, demo_groups(step))
-    remove_rollouts_after(tmp_path, 2)
-    assert [step for step, _ in rollout_files(tmp_path)] == [1, 2]
 
 
 @pytest.mark.parametrize("torn", [False, True])

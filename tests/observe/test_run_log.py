@@ -13,7 +13,7 @@ from rich.console import Console
 from gdpo_nemo import cli
 from gdpo_nemo.config.load import save_config
 from gdpo_nemo.errors import RunError
-from gdpo_nemo.observe import console, html_report as report, log
+from gdpo_nemo.observe import console, html_report as report, log, sample_writer
 from gdpo_nemo.observe.alerts import read_alerts
 from gdpo_nemo.observe.history import History
 from gdpo_nemo.observe.log import RunLog
@@ -70,7 +70,7 @@ def test_a_run_that_starts_over_leaves_nothing_of_the_first_try(config, run_dir)
     [
         (log, "_plot"),
         (log, "_report"),
-        (log, "write_rollouts"),
+        (sample_writer, "write_rollouts"),
         (console.PlainConsole, "step"),
         (log, "_tensorboard"),
         (log, "TraceLog"),

@@ -60,7 +60,7 @@ def test_a_recorded_step_reads_back_with_the_advantages_of_the_run(tmp_path, cap
     again = advantages_of(groups, load_config(tmp_path / "config.yaml")).values.numpy()
     np.testing.assert_array_equal(again, advantages)
     out = shown(capsys, path)
-    assert "step_0007.jsonl: 2 groups, 8 samples; 1 correctness + 1 format + 1 length by gdpo" in out
+    assert "step_0007.parquet: 2 groups, 8 samples; 1 correctness + 1 format + 1 length by gdpo" in out
     assert "The advantages recorded by the run are these." in out
     assert all(f"{value:+.4f}" in out for value in advantages)
 

@@ -11,8 +11,8 @@ from gdpo_nemo.data.records import NOT_CONTIGUOUS, Group, Outcome, Prompt, Traje
 from gdpo_nemo.data.results import UpdateResult
 from gdpo_nemo.errors import RunError
 from gdpo_nemo.generation.requests import Completion, CompletionBatch
+from gdpo_nemo.rollouts.groups import apply_verdicts, grouped, sample_seed
 from gdpo_nemo.rollouts.learning import check_failures, rollout_metrics, update_metrics, validation_metrics
-from gdpo_nemo.rollouts.stream import apply_verdicts, grouped, sample_seed
 
 
 def sample(version: int = 0, tokens: int = 3, environment: str = "toy", **changes) -> Trajectory:
@@ -126,3 +126,10 @@ def test_metrics_of_a_step_are_means_over_its_tokens_and_maxima_over_its_updates
     assert row["parity/max_prob"] == pytest.approx(0.3)
     assert row["parity/kl"] == pytest.approx(0.125)
     assert not any(key.startswith(("parity/", "policy/parity")) for key in update_metrics(results, on_policy=False))
+
+
+def test_the_share_of_sequences_left_out_is_that_of_all_updates_of_the_step():
+    update = dict(loss=0.0, grad_norm=0.0, lr=0.0, skipped=False, sums={"tokens": 1.0}, maxima={})
+    made = [UpdateResult(**update, sequences=n, skipped_sequences=k) for n, k in ((6, 3), (2, 1))]
+    assert update_metrics(made, False)["rollout/skipped_zero_adv"] == 0.5
+    assert "rollout/skipped_zero_adv" not in update_metrics([UpdateResult(**update, sequences=6)], False)

@@ -14,7 +14,7 @@ import pytest
 from gdpo_nemo.config.load import load_config
 from gdpo_nemo.data.records import Prompt, TrainerState, Verdict
 from gdpo_nemo.generation.requests import Completion, CompletionBatch
-from gdpo_nemo.rollouts.stream import RolloutStream, sample_seed
+from gdpo_nemo.rollouts.groups import RolloutStream, sample_seed
 
 DEMO = Path(__file__).resolve().parents[2] / "configs" / "gdpo_tiny_cpu.yaml"
 SMALL = [
@@ -71,7 +71,11 @@ def test_a_batch_starts_no_sooner_than_the_staleness_bound_allows_and_no_later(s
         assert world.stream.in_flight == len(world.asked) - version
         rollout = world.stream.get_batch(version)
         assert world.places(rollout) == [3 * version, 3 * version + 1, 3 * version + 2]
-        assert rollout.next_position == 3 * version + 3 and {t.policy_version for t in rollout.trajectories} == {7}
+        assert (
+            rollout.version == version
+            and rollout.next_position == 3 * version + 3
+            and {t.policy_version for t in rollout.trajectories} == {7}
+        )
     # Batch k is for update k + 1; none is made that no step would train.
     assert started == [min(version + staleness + 1, 5) for version in range(5)]
     world.stream.close()

@@ -18,8 +18,9 @@ from gdpo_nemo.data.records import Prompt, Trajectory
 from gdpo_nemo.errors import ConfigError, RunError
 from gdpo_nemo.generation.requests import Sampling
 from gdpo_nemo.observe.metric_registry import unknown_metrics
+from gdpo_nemo.observe.rollouts import read_rollouts, rollout_path
 from gdpo_nemo.rollouts.functions import RolloutKind, RolloutRunner, SamplingJob, needs_verdict, rollout_methods
-from gdpo_nemo.rollouts.stream import sample_seed
+from gdpo_nemo.rollouts.groups import sample_seed
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 OWN = Path(__file__).with_name("own_rollouts.py")
@@ -127,7 +128,7 @@ def test_two_turns_train_three_steps_and_sampler_and_trainer_agree(digit_model, 
     assert len({row["grad_norm"] for row in steps}) == 3 and steps[0]["reward/first/std"] > 0
     assert any("validation/second" in row for row in rows)
     for row in steps:
-        samples = [json.loads(line) for line in open(tmp_path / "run" / "rollouts" / f"step_{row['step']:04d}.jsonl")]
+        samples = read_rollouts(rollout_path(tmp_path / "run", row["step"]))
         assert row["rollout/tokens"] == sum(sum(s["loss_mask"]) for s in samples)
         for s in samples:
             assert len(s["loss_mask"]) == len(s["completion_ids"]) == len(s["logprobs"])

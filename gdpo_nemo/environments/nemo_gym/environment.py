@@ -46,6 +46,7 @@ class NemoGym(Environment):
     instant = True
 
     remote = True
+    by_sample = True
     """Verdicts come from other processes, in bounded time and size: no worker process is needed around this one."""
 
     def __init__(self, options: Mapping[str, Any] | None = None):

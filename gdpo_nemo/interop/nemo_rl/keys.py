@@ -108,9 +108,9 @@ GRPO = [
     ("grpo.async_grpo.max_trajectory_age_steps", gated("grpo.async_grpo.enabled", combined("rollout.max_staleness"))),
     ("grpo.async_grpo.max_generation_failures", idle("rollout.max_env_failure_share counts failed samples; a dead "
                                                      "engine is replaced")),
-    ("grpo.async_grpo.in_flight_weight_updates", gated(
-        "grpo.async_grpo.enabled", missing("a sample is of one version: engines change weights between batches"))),
-    ("grpo.async_grpo.recompute_kv_cache_after_weight_updates", idle("the prefix cache is dropped with every update")),
+    ("grpo.async_grpo.in_flight_weight_updates", gated("grpo.async_grpo.enabled", combined("rollout.kv"))),
+    ("grpo.async_grpo.recompute_kv_cache_after_weight_updates", gated(
+        "grpo.async_grpo.enabled", combined("rollout.kv"))),
     ("grpo.async_grpo", combined("rollout.max_staleness")),
 ]  # fmt: skip
 

@@ -21,6 +21,21 @@ def _ends(value, recipe):
     return missing("the model's end tokens, and stop_strings")(value, recipe)
 
 
+_SAMPLERS = {
+    "in_order": combined("rollout.window"),
+    "weight_fifo": missing("groups are trained in the order of their prompts; there those of one version as they come"),
+    "ready_first": missing("no group is older than rollout.max_staleness; there one that comes late may be"),
+    "windowed": missing("no group is begun that could become too old; there they are begun and thrown away"),
+}
+
+
+def _sampler(value, recipe):
+    """What chooses the groups of a step of the single controller (``staleness_sampler.py``)."""
+    if not recipe.stale:
+        return fixed("in_order", "a step is generated and trained with one version")(value, recipe)
+    return _SAMPLERS.get(recipe.sampler, missing("one way to choose a step's groups"))(value, recipe)
+
+
 def _verifies(recipe):
     """Whether the environment ``math`` is the one in use."""
     return recipe.get("data.default.env_name", "math") in ("math", "math_default")
@@ -130,10 +145,11 @@ REST = [
     ("on_policy_distillation.*", gated("on_policy_distillation.enabled", missing("no distillation"))),
     ("on_policy_distillation", missing("no distillation")),
     ("async_rl.sampler.max_*_versions", combined("rollout.max_staleness")),
-    ("async_rl.sampler.name", where(
-        lambda r: not r.stale, fixed("in_order", "a step is generated and trained with one version"),
-        missing("one loop schedules and updates; rollout.max_staleness bounds the age"))),
-    ("async_rl.sampler*", missing("one loop schedules and updates; rollout.max_staleness bounds the age")),
+    ("async_rl.sampler.name", _sampler),
+    ("async_rl.sampler.sample_freshest_first", missing("groups are trained oldest first")),
+    ("async_rl.sampler*", missing("an option of a sampler of the recipe's own")),
+    ("async_rl.recompute_kv_cache_after_weight_updates", where(
+        lambda r: r.stale, combined("rollout.kv"), idle("no sample is under way when weights change"))),
     ("async_rl.min_groups_for_streaming_train", idle("a step's gradient is gathered when all of its groups are there, "
                                                      "not as they arrive")),
     ("async_rl*", idle("limits and watchdogs of another scheduler")),

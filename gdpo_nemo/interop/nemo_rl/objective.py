@@ -11,6 +11,11 @@ from gdpo_nemo.interop.nemo_rl.keys import adapted
 from gdpo_nemo.interop.nemo_rl.recipe import Recipe
 
 _MEGATRON = "policy.megatron_cfg"
+_KV = {
+    "drain": "without in_flight_weight_updates engines finish what they have first",
+    "recompute": "weights arrive in flight, and recompute_kv_cache_after_weight_updates",
+    "keep": "weights arrive in flight, and without recompute_kv_cache_after_weight_updates the cache stays",
+}
 
 
 def learning(recipe: Recipe, account: Account) -> None:
@@ -179,6 +184,9 @@ def _loss(recipe: Recipe, account: Account) -> None:
         account.set("loss_fn.reference_policy_kl_gradient", "importance" if on_policy else "score", why)
     if recipe.stale:
         account.set("rollout.max_staleness", recipe.staleness, "how old a trajectory may be")
+        account.set("rollout.kv", recipe.kv, _KV[recipe.kv])
+        if recipe.sampler in ("in_order", "weight_fifo"):
+            account.set("rollout.window", 1, "a step trains the groups of its own prompts, or the oldest")
         account.set("loss_fn.old_logprobs", "trainer", "the ratio starts from the trainer's log-probs there")
 
     for name, all_tokens in (("top_p", 1.0), ("top_k", -1)):

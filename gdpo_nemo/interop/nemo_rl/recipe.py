@@ -78,8 +78,32 @@ class Recipe:
         """Steps that generation may run ahead of training."""
         if self.get("grpo.async_grpo.enabled"):
             return self.get("grpo.async_grpo.max_trajectory_age_steps", 1)
-        sampler = "async_rl.sampler"
-        return self.get(f"{sampler}.max_staleness_versions", self.get(f"{sampler}.max_lookahead_versions", 0))
+        if not self.single_controller:
+            return 0
+        key = "max_lookahead_versions" if self.sampler == "in_order" else "max_staleness_versions"
+        return self.get(f"async_rl.sampler.{key}", 1)
+
+    @property
+    def single_controller(self) -> bool:
+        """Whether ``run_grpo_single_controller.py`` runs it, which has async_rl in place of grpo.async_grpo."""
+        return any(key.startswith("async_rl.") for key in self.flat) and not self.get("grpo.async_grpo.enabled")
+
+    @property
+    def sampler(self) -> str:
+        """The single controller's choice of groups for a step; ``InOrderSamplerConfig`` where a recipe names none."""
+        return str(self.get("async_rl.sampler.name", "in_order"))
+
+    @property
+    def kv(self) -> str:
+        """``rollout.kv`` of a recipe whose generation runs ahead.
+
+        ``AsyncTrajectoryCollector.prepare_for_refit`` waits for what is under way unless weights arrive in flight;
+        ``SingleControllerActor._sync_weights`` never waits.
+        """
+        section = "async_rl" if self.single_controller else "grpo.async_grpo"
+        if not (self.single_controller or self.get(f"{section}.in_flight_weight_updates")):
+            return "drain"
+        return "recompute" if self.get(f"{section}.recompute_kv_cache_after_weight_updates") else "keep"
 
     @property
     def stale(self) -> bool:

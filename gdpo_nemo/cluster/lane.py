@@ -1,0 +1,332 @@
+"""One engine as the driver's event loop sees it: a long-poll, the requests it was given, its replacement when it dies.
+
+Everything here runs on the loop's thread. An engine reports what it finished as soon as it has; a request waits in its
+lane until then, so that the replacement of a dead engine can be given it again, with its seed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import time
+import uuid
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, Callable, Protocol
+
+from gdpo_nemo.cluster.session import WorkerDied, answer, ray
+from gdpo_nemo.errors import GdpoError, RunError
+from gdpo_nemo.generation.requests import Completion, EngineReport, SampleRequest, Sampling
+from gdpo_nemo.waits import WaitExpired, waiting
+
+START_S = 900.0
+"""vLLM loads the model, profiles memory and captures graphs before it answers."""
+REPLACEMENTS = 3
+"""Times that an engine may be replaced without a completion in between before it is given up."""
+POLL_S = 0.5
+"""Longest that an engine without news keeps a poll."""
+_NODE_POLL_S = 5.0
+"""How often an engine that starts again looks whether its node is still there."""
+FULL_KV = 0.9
+"""Share of the KV cache in use from which an engine with waiting requests gets no further group: vLLM would preempt."""
+
+# An engine may report requests of an earlier lane of its process, so names are unique.
+_names = (f"{uuid.uuid4().hex}/{number}" for number in itertools.count())
+
+
+class LaneState(StrEnum):
+    """What an engine is doing."""
+
+    STARTING = "starting"
+    """Its process loads the model."""
+    LOADED = "loaded"
+    """A replacement that has not been given the newest weights."""
+    READY = "ready"
+    UPDATING = "updating"
+    ASLEEP = "asleep"
+    DEAD = "dead"
+    """Given up."""
+
+
+@dataclass(eq=False)
+class PendingRequest:
+    """A request that an engine has not answered."""
+
+    name: str
+    request: SampleRequest
+    sampling: Sampling
+    answer: asyncio.Future[Completion]
+    lane: Lane = field(repr=False)
+    """Of the engine that samples it; another one once its engine died."""
+
+
+class LaneOwner(Protocol):
+    """What a lane asks of its fleet."""
+
+    exact: bool
+    """Whether an engine's samples must not move to another one: which requests meet in an engine can change their
+    log-probs in the last place."""
+    awake: asyncio.Event
+    """Whether an engine may start: where devices are shared, not while the policy has the memory."""
+
+    async def deliver(self, lane: Lane) -> None:
+        """Give a replacement the newest weights, if there are any."""
+
+    def reassign(self, lane: Lane, reason: str) -> None:
+        """Move the requests of a lane to those that can sample, if there are any."""
+
+    def changed(self) -> None:
+        """A state or a load has changed."""
+
+    def node_is_lost(self, lane: Lane) -> bool:
+        """Whether the engine's node has left the cluster; blocks."""
+
+
+class Lane:
+    """One engine of a fleet.
+
+    Args:
+        start: starts the engine's actor.
+        slots: requests that the engine samples at once.
+        timeout_s: seconds that it may take to finish a sample.
+    """
+
+    def __init__(self, index: int, start: Callable[[int], Any], slots: int, timeout_s: float, owner: LaneOwner):
+        self.index = index
+        self.slots = slots
+        self.version = -1
+        """Of the weights that the engine holds; -1: those of the model's folder."""
+        self.deaths = 0
+        """Since the last completion."""
+        self.replaced = 0
+        """In all."""
+        self.report = EngineReport([], -1, 0, 0, 0.0, 0.0, 0, 0)
+        """The newest."""
+        self._busy_s = 0.0
+        self.pending: dict[str, PendingRequest] = {}
+        self.promised = 0
+        """Samples of groups that were placed here and have not been submitted."""
+        self._cohort: list[PendingRequest] = []
+        """Requests since the engine was last without work, the finished ones included."""
+        self._outbox: list[PendingRequest] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._start = start
+        self._timeout_s = timeout_s
+        self._owner = owner
+        self._state = LaneState.STARTING
+        self._wanted = asyncio.Event()
+        """Set by the first request to a replacement."""
+        self._progress = time.monotonic()
+        self._wait = contextlib.ExitStack()
+        self.actor = start(index)
+        self.location = self.actor.process_location.remote()
+
+    @property
+    def state(self) -> LaneState:
+        """What the engine is doing."""
+        return self._state
+
+    def enter(self, state: LaneState) -> None:
+        """Note a change of state."""
+        self._state = state
+        self._owner.changed()
+
+    @property
+    def samples(self) -> bool:
+        """Whether it is at work, or will be after an update."""
+        return self._state in (LaneState.READY, LaneState.UPDATING)
+
+    def has_room(self, version: int) -> bool:
+        """Whether another group may go to the engine, to be sampled by weights of ``version`` or newer."""
+        full = self.report.kv_used > FULL_KV and self.report.waiting > 0
+        return self._state is LaneState.READY and self.version >= version and self.load < self.slots and not full
+
+    @property
+    def load(self) -> int:
+        """Requests that it has or will have."""
+        return len(self.pending) + self.promised
+
+    def keep_promise(self) -> None:
+        """A sample that was placed here is submitted, or will not be."""
+        self.promised -= 1
+        self._owner.changed()
+
+    def busy_since(self) -> float:
+        """Seconds of decode steps since the last call."""
+        before = self._busy_s
+        self._busy_s = self.report.busy_s
+        return max(0.0, self._busy_s - before)  # a replacement starts from 0
+
+    def submit(self, request: SampleRequest, sampling: Sampling) -> PendingRequest:
+        """Give the engine a request. Those of one turn of the event loop reach it together, in order."""
+        pending = PendingRequest(next(_names), request, sampling, asyncio.get_running_loop().create_future(), self)
+        self.adopt(pending)
+        return pending
+
+    def adopt(self, pending: PendingRequest) -> None:
+        """Take over a request."""
+        pending.lane = self
+        if not self.pending:
+            self._progress = time.monotonic()
+            self._begin_wait()
+        self.pending[pending.name] = pending
+        self._cohort.append(pending)
+        self._wanted.set()
+        if self.samples:
+            if not self._outbox:
+                asyncio.get_running_loop().call_soon(self._flush)
+            self._outbox.append(pending)
+
+    def abort(self, pending: PendingRequest) -> None:
+        """Drop a request that nobody waits for any more."""
+        if self.pending.pop(pending.name, None) is not None and self.samples:
+            self.actor.abort.remote([pending.name])
+        self._note_done()
+
+    def surrender(self) -> list[PendingRequest]:
+        """Hand out the unanswered requests, for other lanes."""
+        given = list(self.pending.values())
+        self.pending.clear()
+        self._outbox.clear()
+        self._note_done()
+        return given
+
+    def want_weights(self) -> None:
+        """Tell a replacement that waits for somebody to need it that a publication does."""
+        self._wanted.set()
+
+    def fail(self, error: GdpoError) -> None:
+        """Answer every request with an error."""
+        for pending in self.surrender():
+            if not pending.answer.done():
+                pending.answer.set_exception(error)
+
+    async def serve(self) -> None:
+        """Start the engine, ask it for what it finished, replace it when it dies; returns when it is given up.
+
+        Raises:
+            RunError: of another kind than a death; it ends the run.
+        """
+        while True:
+            try:
+                await self._begin()
+                while True:
+                    self._take(await self._poll())
+            except WorkerDied as error:
+                if not await self._replace(error):
+                    return
+
+    async def _begin(self) -> None:
+        self.version = -1
+        self.enter(LaneState.STARTING)
+        await self._started()
+        self.enter(LaneState.LOADED)
+        if self._owner.exact and self.replaced and not self.pending:
+            # The policy may be training, and some transports gather the weights from it anew. Nobody asks for samples
+            # then: the next publication, or the next request, finds it idle.
+            await self._wanted.wait()
+        await self._owner.deliver(self)
+        self.enter(LaneState.READY)
+        self._progress = time.monotonic()
+        # In exact runs with what was finished already: the engine must have the same requests beside each other.
+        again = list(self._cohort) if self._owner.exact else list(self.pending.values())
+        if self.pending:
+            self._send(again)
+
+    async def _started(self) -> None:
+        ready = self.actor.__ray_ready__.remote()
+        deadline = time.monotonic() + START_S
+        told = False
+        while True:
+            try:
+                await answer(ready, f"starting engine {self.index}", _NODE_POLL_S)
+                return
+            except WaitExpired:
+                if not told and await asyncio.to_thread(self._owner.node_is_lost, self):
+                    told = True
+                    # It is placed when a node joins in its stead, however late; until then the others have its work.
+                    deadline = float("inf")
+                    self._owner.reassign(self, "its node is lost")
+                if time.monotonic() > deadline:
+                    raise
+
+    async def _poll(self) -> EngineReport:
+        if not self.pending:
+            self._progress = time.monotonic()
+        left = max(0.0, self._progress + self._timeout_s - time.monotonic())
+        report: EngineReport = await answer(
+            self.actor.poll.remote(min(POLL_S, left)), f"sampling: engine {self.index}", left + POLL_S
+        )
+        if self.pending and not report.finished and left <= 0:
+            raise WaitExpired(f"sampling: engine {self.index} finished no sample within {self._timeout_s:.0f} s")
+        return report
+
+    def _take(self, report: EngineReport) -> None:
+        self.report = report
+        for done in report.finished:
+            pending = self.pending.pop(done.name, None)
+            if pending is not None and not pending.answer.done():
+                pending.answer.set_result(done.completion)
+        if report.finished:  # steps without a completion do not show that the engine is sound
+            self.deaths = 0
+            self._progress = time.monotonic()
+            self._begin_wait()
+            self._note_done()
+            self._owner.changed()
+
+    def _begin_wait(self) -> None:
+        """Make it known that somebody waits for the engine, and since when."""
+        self._wait.close()
+        self._wait.enter_context(waiting("sampling", f"engine {self.index}", self._timeout_s))
+
+    def _note_done(self) -> None:
+        if not self.pending:
+            self._cohort.clear()
+            self._wait.close()
+            self._wanted.clear()
+
+    def _flush(self) -> None:
+        given = [pending for pending in self._outbox if pending.name in self.pending]
+        self._outbox = []
+        if given and self.samples:
+            self._send(given)
+
+    def _send(self, requests: list[PendingRequest]) -> None:
+        task = asyncio.get_running_loop().create_task(self._submit(requests))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _submit(self, requests: list[PendingRequest]) -> None:
+        asked = {pending.name: (pending.request, pending.sampling) for pending in requests}
+        try:
+            await answer(self.actor.submit.remote(asked), f"sampling: engine {self.index}", self._timeout_s)
+        except WorkerDied:
+            return  # the poll finds out, too; the replacement is given all again
+        except GdpoError as error:
+            for pending in requests:
+                self.pending.pop(pending.name, None)
+                if not pending.answer.done():
+                    pending.answer.set_exception(error)
+            self._note_done()
+
+    async def _replace(self, error: WorkerDied) -> bool:
+        """Start another engine in place of a dead one; False once it is given up."""
+        self.deaths += 1
+        self.replaced += 1
+        self._outbox.clear()
+        if not self.pending:
+            self._wanted.clear()
+        with contextlib.suppress(RunError, ray.exceptions.RayError):
+            ray.kill(self.actor)  # of one that is only unreachable
+        if self.deaths > REPLACEMENTS:
+            self.enter(LaneState.DEAD)
+            self._owner.reassign(self, f"it died {self.deaths} times in a row: {error}")
+            return False
+        self.enter(LaneState.STARTING)
+        if not self._owner.exact:
+            self._owner.reassign(self, str(error))
+        await self._owner.awake.wait()
+        self.actor = self._start(self.index)
+        self.location = self.actor.process_location.remote()
+        return True

@@ -1,0 +1,475 @@
+"""The scheduler of rollouts: which prompts are drawn when, by which engine, and which groups a step trains.
+
+Who waits for whom: the trainer waits for P ready groups (``get_batch``); a group for room in an engine that holds
+weights at least as new as those of its admission, for its samples, and for its verdicts; admission for the ledger's
+bound. Nobody waits for a batch. With staleness 0 the bound is one step, so that the same rules give the synchronous
+run: all groups of a step are drawn at once, each by an engine that follows from its place alone, and every turn of all
+of them is submitted together (``Rendezvous``), so that nothing depends on timing.
+
+Tasks run on the event loop of the engines; the public methods are the trainer's, and block.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from concurrent.futures import Future
+from dataclasses import asdict, replace
+from typing import Any, Coroutine, Sequence
+
+from gdpo_nemo.cluster.fleet import EngineFleet
+from gdpo_nemo.config.layout import prompts_per_round, updates_per_step
+from gdpo_nemo.config.rollout_bounds import (
+    replaceable_groups,
+    resolved_bound,
+    resolved_depth,
+    resolved_window,
+    valid_needed,
+)
+from gdpo_nemo.config.schema import Config
+from gdpo_nemo.data.prompts import PromptSource, told_apart
+from gdpo_nemo.data.records import Group, Prompt, TrainerState
+from gdpo_nemo.environments.execution.executor import EnvironmentExecutor
+from gdpo_nemo.errors import GdpoError, RunError
+from gdpo_nemo.generation.requests import Sampling
+from gdpo_nemo.rollouts.functions import RolloutKind
+from gdpo_nemo.rollouts.group_maker import GroupJob, GroupMaker, MadeGroup
+from gdpo_nemo.rollouts.groups import Rollout, cut, num_samples
+from gdpo_nemo.rollouts.learning import part_with_signal
+from gdpo_nemo.rollouts.ledger import Ledger, LedgerState, Stage
+from gdpo_nemo.rollouts.prompt_stream import Span
+from gdpo_nemo.rollouts.rendezvous import Rendezvous
+from gdpo_nemo.waits import waiting
+
+METRICS = {
+    "queue/outstanding": ("groups", "Groups under way when the batch was complete, those of the batch among them"),
+    "queue/ready": ("groups", "Judged groups left for later steps when the batch was complete"),
+    "queue/age": ("s", "Time from the last verdict on a group to its training, mean over the batch"),
+    "driver/cpu": ("cores", "CPU time of the driver's process over time, since the batch before"),
+}
+NO_SIGNAL = "no signal"
+LATE = "late"
+SURPLUS = "surplus"
+"""Reasons for which a position is dropped: gdpo.dynamic_sampling found no signal in its group, or did not need it;
+fewer than rollout.min_valid of its samples were done in time."""
+_SPANS = 32
+"""Most groups of a step that get a line in the trace."""
+_MOST_ROUNDS = 2**20
+_LATE_ROUNDS = 4
+"""Rounds in which a synchronous step replaces late groups before it takes them as they are."""
+
+
+class RolloutScheduler:
+    """Makes rollouts ahead of the trainer, never further than the staleness bound.
+
+    Args:
+        start: where earlier steps left the prompts (``Ledger.state``).
+        step: steps done; the next batch is number ``step``.
+        limit: prompts of the whole run (``gdpo.max_num_epochs``); None: as many as the steps take.
+        updates: optimizer updates done, and those of the whole run, as reward functions are told.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        prompts: PromptSource,
+        fleet: EngineFleet,
+        pool: EnvironmentExecutor,
+        tokenizer: Any,
+        start: LedgerState,
+        step: int,
+        limit: int | None = None,
+        updates: tuple[int, int] = (0, 1),
+    ):
+        self._config = config
+        self._prompts = prompts
+        self._fleet = fleet
+        self._exact = config.rollout.max_staleness == 0
+        self._maker = GroupMaker(config, fleet, pool, tokenizer)
+        generation = config.policy.generation
+        self._sampling = Sampling(
+            generation.temperature,
+            generation.top_p,
+            generation.top_k,
+            generation.max_new_tokens,
+            tuple(generation.stop_strings),
+        )
+        self._groups = config.gdpo.num_prompts_per_step
+        self._ledger = Ledger(
+            self._groups,
+            # A synchronous step replaces groups before it is trained; nothing is stale then, however many they are.
+            resolved_bound(config) if not self._exact else _MOST_ROUNDS * prompts_per_round(config),
+            resolved_window(config),
+            start,
+            limit,
+            step,
+            config.rollout.sync_every - 1,
+        )
+        self._limit = limit
+        self._first = (step, start.position + len(start.retired))
+        self._step = step
+        self._consumed = self._first[1]
+        self._updates = updates
+        self._made: dict[int, MadeGroup] = {}
+        self._training: list[int] = []
+        """Positions of the batch that the trainer has."""
+        self._unwanted = 0
+        """Groups without signal since the last batch."""
+        self._seen: set[int] = set()
+        self._reasons: dict[int, str] = {}
+        """Of a synchronous step: positions that its batch has looked at, and why some are not wanted."""
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._failure: GdpoError | None = None
+        self._change = asyncio.Event()
+        self._door = asyncio.Lock()
+        """Groups are given room in the order of their positions."""
+        self._cpu = (time.process_time(), time.monotonic())
+
+    # -- the trainer's ---------------------------------------------------------------------------------------------
+
+    def schedule(self, step: int) -> None:
+        """Account for the updates of ``step`` steps, and start every group that the published weights may sample."""
+        self._fleet.spawn(self._schedule(step)).result()
+
+    def get_batch(self, step: int) -> Rollout | None:
+        """Wait for the groups of batch ``step``; None once too few prompts are left for a whole one.
+
+        Raises:
+            RunError: engines or environments failed for good.
+        """
+        with waiting(f"batch {step}", "rollouts"):
+            return self._fleet.spawn(self._next_batch()).result()
+
+    def evaluate(self, prompts: Sequence[Prompt]) -> Future[list[Group]]:
+        """Start to sample and judge held-out prompts with the published weights; seeds are the same at every call.
+
+        Their samples must be done before the next weights are published.
+        """
+        return self._fleet.spawn(self._evaluate(prompts))
+
+    def ledger(self) -> dict[str, Any]:
+        """What a checkpoint holds of the prompts (``LedgerState``), the batches accounted for by ``schedule``."""
+        return asdict(self._ledger.state())
+
+    def take_events(self) -> list[str]:
+        """What happened to engines since the last call, a sentence each."""
+        return self._fleet.take_events()
+
+    @property
+    def in_flight(self) -> int:
+        """Groups under way or finished but not yet trained."""
+        return len(self._ledger)
+
+    def close(self) -> None:
+        """Drop the groups in flight without waiting for them."""
+        self._fleet.spawn(self._cancel()).result()
+        self._maker.close()
+
+    # -- admission -------------------------------------------------------------------------------------------------
+
+    async def _schedule(self, step: int) -> None:
+        if self._training:
+            self._ledger.trained(self._training)
+            self._training = []
+        self._step = step
+        self._admit()
+
+    def _admit(self) -> None:
+        most = self._one_round() if self._exact else min(self._depth(), self._groups * self._steps_left())
+        self._start(self._ledger.admit(self._fleet.version, most))
+
+    def _one_round(self) -> int:
+        """Groups of a synchronous step, if none is under way and a whole round is left."""
+        count = prompts_per_round(self._config)
+        left = self._prompts_left() >= count and self._steps_left() > 0
+        return count if left and not len(self._ledger) else 0
+
+    def _depth(self) -> int:
+        return resolved_depth(self._config) or self._ledger.bound
+
+    def _steps_left(self) -> int:
+        return self._config.gdpo.max_num_steps - self._step
+
+    def _prompts_left(self) -> float:
+        """Prompts that were never admitted."""
+        return float("inf") if self._limit is None else self._limit - self._consumed - len(self._ledger)
+
+    def _start(self, positions: Sequence[int]) -> None:
+        """Start the tasks of positions that were admitted together."""
+        if not positions:
+            return
+        jobs = [
+            GroupJob(
+                prompt, position, self._config.gdpo.num_generations_per_prompt, self._sampling, self._told(position)
+            )
+            for position, prompt in zip(positions, self._prompts_at(positions))
+        ]
+        if self._exact:
+            self._place(jobs)
+            self._launch(self._exact_groups(jobs, self._settled))
+        else:
+            for job in jobs:
+                self._launch(self._one_group(job))
+
+    def _prompts_at(self, positions: Sequence[int]) -> list[Prompt]:
+        if positions[-1] - positions[0] + 1 == len(positions):
+            return self._prompts.batch(positions[0], len(positions))
+        return [self._prompts.batch(position, 1)[0] for position in positions]
+
+    def _told(self, position: int) -> TrainerState:
+        """What reward functions are told with a prompt: how far the run is before the step that will train it."""
+        step, first = self._first
+        ahead = (position - first) // self._groups
+        done, total = self._updates
+        if self._exact:
+            begun, step_of_it = self._consumed, self._step
+        else:
+            begun, step_of_it = first + ahead * self._groups, step + ahead
+        done += (step_of_it - step) * updates_per_step(self._config)
+        return TrainerState(done, total, begun / len(self._prompts))
+
+    def _launch(self, work: Coroutine[Any, Any, None]) -> None:
+        task = self._fleet.loop.create_task(self._watched(work))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _watched(self, work: Coroutine[Any, Any, None]) -> None:
+        try:
+            await work
+        except Exception as error:  # of any kind: the trainer would wait for ever
+            self._failure = self._failure or (
+                error if isinstance(error, GdpoError) else RunError(f"rollouts: {type(error).__name__}: {error}")
+            )
+            self._changed()
+
+    def _changed(self) -> None:
+        self._change.set()
+        self._change = asyncio.Event()
+
+    async def _until_changed(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+        await self._change.wait()
+
+    # -- groups ----------------------------------------------------------------------------------------------------
+
+    def _place(self, jobs: Sequence[GroupJob]) -> None:
+        """Give each group of a step its engine: a pure function of its place."""
+        engines = len(self._fleet.lanes)
+        for place, job in enumerate(jobs):
+            job.engine = place * engines // len(jobs)
+
+    async def _exact_groups(self, jobs: Sequence[GroupJob], settled: Any) -> None:
+        """Make groups that are drawn together, so that timing cannot change what they are."""
+        calls: dict[str, list[GroupJob]] = {}
+        alone = []
+        for job in jobs:
+            if self._maker.kind(job.prompt) is RolloutKind.CALL:
+                job.engine = None
+                calls.setdefault(job.prompt.environment, []).append(job)
+            else:
+                alone.append(job)
+        meeting = Rendezvous(self._fleet, sum(job.samples for job in alone)) if self._exact else None
+
+        async def one(job: GroupJob) -> None:
+            settled(await self._maker.make(job, meeting))
+
+        async def together(same: Sequence[GroupJob]) -> None:
+            for made in await self._maker.call(same):
+                settled(made)
+
+        await asyncio.gather(*map(one, alone), *map(together, calls.values()))
+
+    async def _one_group(self, job: GroupJob) -> None:
+        async with self._door:
+            version = self._ledger[job.position].version
+            job.engine = await self._fleet.room(version, job.samples)
+            job.promised = True
+        self._ledger.move(job.position, Stage.DRAWING)
+        if self._maker.kind(job.prompt) is RolloutKind.CALL:
+            (made,) = await self._maker.call([job])
+        else:
+            made = await self._maker.make(job)
+        self._settled(made)
+
+    def _settled(self, made: MadeGroup) -> None:
+        """Note a judged group: ready, or dropped and replaced by another prompt."""
+        position = made.group.position
+        reason = None if self._exact else self._reason_to_drop(made)
+        if reason is None:
+            self._made[position] = made
+            self._ledger.move(position, Stage.READY)
+        else:
+            self._ledger.drop(position, reason)
+            self._consumed += 1
+            self._admit()
+        self._changed()
+
+    def _reason_to_drop(self, made: MadeGroup) -> str | None:
+        if self._late(made):
+            return LATE
+        dynamic = self._config.gdpo.dynamic_sampling
+        if dynamic.enabled and part_with_signal(made.group, self._config) is None:
+            self._unwanted += 1
+            return NO_SIGNAL if self._unwanted <= replaceable_groups(self._config) else None
+        return None
+
+    def _late(self, made: MadeGroup) -> bool:
+        return made.valid < valid_needed(self._config)
+
+    # -- batches ---------------------------------------------------------------------------------------------------
+
+    async def _next_batch(self) -> Rollout | None:
+        rollout = await (self._exact_batch() if self._exact else self._ready_batch())
+        if rollout is None:
+            return None
+        self._unwanted = 0
+        dropped = self._ledger.dropped
+        self._ledger.dropped = []
+        self._consumed += len(self._training)
+        rollout.dropped = dropped
+        rollout.version = self._step
+        rollout.dropped_groups = rollout.dropped_groups or sum(reason == NO_SIGNAL for _, reason in dropped)
+        rollout.next_position = self._consumed
+        rollout.measured |= self._measure()
+        return rollout
+
+    async def _ready_batch(self) -> Rollout | None:
+        while (positions := self._ledger.get_batch()) is None:
+            if self._prompts_left() <= 0 and len(self._ledger) < self._groups:
+                return None
+            await self._until_changed()
+        made = [self._made.pop(position) for position in positions]
+        rollout = _rollout(made)
+        # Two passes over the data may meet in one batch.
+        for group, prompt in zip(rollout.groups, told_apart([group.prompt for group in rollout.groups])):
+            if prompt is not group.prompt:
+                group.prompt = prompt
+                for trajectory in group.trajectories:
+                    trajectory.prompt = replace(trajectory.prompt, id=prompt.id)
+        now = time.time()
+        rollout.measured = {
+            "queue/outstanding": float(len(self._ledger)),
+            "queue/ready": float(self._ledger.count(Stage.READY) - len(positions)),
+            "queue/age": sum(now - m.judged for m in made) / len(made),
+        }
+        self._training = positions
+        return rollout
+
+    async def _exact_batch(self) -> Rollout | None:
+        if not len(self._ledger):
+            return None
+        made = await self._round()
+        rollout = _rollout(made)
+        drawn = len(made)
+        size = self._config.gdpo.num_generations_per_prompt
+        wanted = self._groups * size
+        dynamic = self._config.gdpo.dynamic_sampling
+        kept, spare = self._split(made)
+        rounds = dynamic.max_rounds if dynamic.enabled else _LATE_ROUNDS
+        while (missing := wanted - num_samples(kept)) > 0 and rollout.rounds < rounds and self._prompts_left() > 0:
+            whole = prompts_per_round(self._config) if dynamic.enabled and dynamic.batch_multiplier else 0
+            count = int(min(whole or -(-missing // size), self._prompts_left()))
+            self._start(self._ledger.admit(self._fleet.version, len(self._ledger) + count))
+            extra = await self._round()
+            again = _rollout(extra)
+            kept += self._split(extra)[0]
+            rollout.generation_s += again.generation_s
+            rollout.verify_s += again.verify_s
+            rollout.spans += again.spans
+            rollout.rounds += 1
+            drawn += count
+        # The batch keeps its size, which the layout divides: groups without a replacement stay, with advantage 0.
+        rollout.groups = cut(kept + spare, wanted)
+        # At least 0: both parts of a group that was split may be kept, and then count as two.
+        rollout.dropped_groups = max(0, drawn - len(rollout.groups))
+        self._training = sorted({group.position for group in rollout.groups})
+        self._drop_the_rest()
+        return rollout
+
+    async def _round(self) -> list[MadeGroup]:
+        """The groups under way, in order, once all of them are judged."""
+        while len(self._made) < len(self._ledger) - len(self._seen):
+            await self._until_changed()
+        made = [self._made[position] for position in sorted(self._made)]
+        self._seen |= self._made.keys()
+        self._made = {}
+        return made
+
+    def _drop_the_rest(self) -> None:
+        """Give up positions that a synchronous step has drawn and does not train."""
+        for position in sorted(self._seen - set(self._training)):
+            self._ledger.drop(position, self._reasons.get(position, SURPLUS))
+            self._consumed += 1
+        self._seen = set()
+        self._reasons = {}
+
+    def _split(self, made: Sequence[MadeGroup]) -> tuple[list[Group], list[Group]]:
+        """Split groups into the parts that are kept and the rest: without signal, where dynamic sampling looks for it,
+        or late."""
+        kept = []
+        spare = []
+        for one in made:
+            group = one.group
+            part: Group | None = group
+            if self._late(one):
+                part = None
+                self._reasons[group.position] = LATE
+            elif self._config.gdpo.dynamic_sampling.enabled:
+                part = part_with_signal(group, self._config)
+                if part is None:
+                    self._reasons[group.position] = NO_SIGNAL
+            chosen = {t.sample_index for t in part.trajectories} if part else set()
+            rest = [t for t in group.trajectories if t.sample_index not in chosen]
+            if part:
+                kept.append(Group(group.prompt, part.trajectories, group.position))
+            if rest:
+                spare.append(Group(group.prompt, rest, group.position))
+        return kept, spare
+
+    def _measure(self) -> dict[str, float]:
+        cpu, wall = self._cpu
+        self._cpu = (time.process_time(), time.monotonic())
+        return {**self._fleet.measure(), "driver/cpu": (self._cpu[0] - cpu) / max(self._cpu[1] - wall, 1e-9)}
+
+    # -- validation ------------------------------------------------------------------------------------------------
+
+    async def _evaluate(self, prompts: Sequence[Prompt]) -> list[Group]:
+        gdpo = self._config.gdpo
+        generation = self._config.policy.generation
+        sampling = Sampling(gdpo.val_temperature, 1.0, -1, generation.max_new_tokens, tuple(generation.stop_strings))
+        done, total = self._updates
+        done += (self._step - self._first[0]) * updates_per_step(self._config)
+        state = TrainerState(done, total, self._consumed / len(self._prompts))
+        jobs = [
+            GroupJob(prompt, -1 - place, gdpo.val_generations_per_prompt, sampling, state)
+            for place, prompt in enumerate(prompts)
+        ]
+        self._place(jobs)
+        made: dict[int, Group] = {}
+
+        def settled(one: MadeGroup) -> None:
+            made[one.group.position] = one.group
+
+        await self._exact_groups(jobs, settled)
+        return [made[job.position] for job in jobs]
+
+    async def _cancel(self) -> None:
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _rollout(made: Sequence[MadeGroup]) -> Rollout:
+    """A rollout of groups, with the time from the first request to the last sample, and from there to the last
+    verdict."""
+    started = min(m.started for m in made)
+    sampled = max(m.sampled for m in made)
+    judged = max(m.judged for m in made)
+    spans: list[Span] = [
+        ("rollouts" if m.engine is None else f"engine {m.engine}", f"group {m.group.position}", m.started, m.sampled)
+        for m in made[:_SPANS]
+    ]
+    spans += [("verify", f"group {m.group.position}", m.sampled, m.judged) for m in made[:_SPANS]]
+    return Rollout([m.group for m in made], 0, sampled - started, max(0.0, judged - sampled), spans=spans)

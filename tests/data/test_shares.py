@@ -1,0 +1,111 @@
+"""What travels to a data-parallel rank is its own sequences and nothing else; what comes back finds its place."""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import fields
+from itertools import chain
+
+import numpy as np
+import pytest
+from hypothesis import given, strategies as st
+
+from gdpo_nemo.data.packing import TrainSequence, assign, assign_singly
+from gdpo_nemo.data.results import TokenValues
+from gdpo_nemo.data.shares import SCORING, TRAINING, Share, by_sequence
+from gdpo_nemo.errors import RunError
+
+shapes = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 20), st.booleans()), min_size=1, max_size=12)
+
+
+def make_batch(shapes, old="own") -> list[TrainSequence]:
+    """Sequences of random tokens; (prompt tokens, completion tokens, whether there is a mask) of each."""
+    draw = np.random.default_rng(0)
+    batch = []
+    for prompt, completion, masked in shapes:
+        sampled = draw.normal(size=completion).astype(np.float32)
+        batch.append(
+            TrainSequence(
+                draw.integers(0, 99, prompt).astype(np.int32),
+                draw.integers(0, 99, completion).astype(np.int32),
+                sampled,
+                advantage=float(draw.normal()),
+                weight=float(draw.random()),
+                old_logprobs={"own": draw.normal(size=completion).astype(np.float32), "sampler": sampled}.get(old),
+                loss_mask=draw.random(completion) < 0.5 if masked else None,
+            )
+        )
+    return batch
+
+
+def travelled(batch, assignment, names=TRAINING) -> list[Share]:
+    return [pickle.loads(pickle.dumps(Share.of(batch, micro_batches, names))) for micro_batches in assignment]
+
+
+@given(shapes=shapes, ranks=st.integers(1, 4), old=st.sampled_from(["own", "sampler", None]))
+def test_every_rank_gets_its_sequences_unchanged_and_in_order(shapes, ranks, old):
+    batch = make_batch(shapes, old)
+    assignment = assign([len(s) for s in batch], ranks, 60)
+    for share, micro_batches in zip(travelled(batch, assignment), assignment):
+        arrived = share.sequences()
+        assert list(map(len, share.micro_batches)) == list(map(len, micro_batches))
+        assert list(chain.from_iterable(share.micro_batches)) == list(range(len(arrived)))
+        for got, sent in zip(arrived, (batch[i] for i in chain.from_iterable(micro_batches)), strict=True):
+            for field in fields(TrainSequence):
+                mine, theirs = getattr(got, field.name), getattr(sent, field.name)
+                if field.name == "loss_mask" and theirs is None and mine is not None:
+                    assert mine.all() and len(mine) == len(sent.completion_ids)
+                else:
+                    np.testing.assert_array_equal(mine, theirs)
+
+
+@given(shapes=shapes, ranks=st.integers(1, 3), context=st.integers(1, 3), alone=st.booleans())
+def test_log_probs_of_all_ranks_come_back_to_their_tokens(shapes, ranks, context, alone):
+    batch = make_batch(shapes)
+    lengths = [len(s) for s in batch]
+    assignment = assign_singly(len(batch), ranks) if alone else assign(lengths, ranks, 60)
+    found = []
+    for rank, share in enumerate(travelled(batch, assignment, SCORING)):
+        written = [np.flatnonzero(np.ones(len(s.completion_ids)) if s.loss_mask is None else s.loss_mask)
+                   for s in share.sequences()]  # fmt: skip
+        owner = np.repeat(np.arange(len(written)), [len(w) for w in written])
+        offset = np.concatenate([*written, np.zeros(0, np.int64)]).astype(np.int64)
+        tokens = np.concatenate([*(s.completion_ids for s in share.sequences()), np.zeros(0)])
+        starts = np.cumsum(share.completion_lengths) - share.completion_lengths
+        values = tokens[starts[owner] + offset].astype(np.float32)
+        found.append((rank, None))  # a rank that does not report
+        for part in range(context):
+            mine = np.arange(len(owner)) % context == part
+            found.append((rank, share.flat(TokenValues(owner[mine], offset[mine], values[mine]), context == 1)))
+    for s, got in zip(batch, by_sequence(batch, assignment, found), strict=True):
+        expected = s.completion_ids.astype(np.float32)
+        np.testing.assert_array_equal(got, expected if s.loss_mask is None else np.where(s.loss_mask, expected, np.nan))
+
+
+def test_what_is_only_scored_travels_without_its_log_probs():
+    batch = make_batch([(3, 1000, False)] * 4)
+    scored, trained = (len(pickle.dumps(Share.of(batch, [[0, 1], [2, 3]], names))) for names in (SCORING, TRAINING))
+    assert scored < 1.1 * 4 * 4 * 1003 and trained > 2.9 * scored
+    share = Share.of(batch, [[0, 1], [2, 3]], SCORING)
+    assert all(np.isnan(s.sampler_logprobs).all() and s.old_logprobs is None for s in share.sequences())
+
+
+def test_equal_arrays_of_sampled_and_old_log_probs_travel_once():
+    twice, once = (
+        len(pickle.dumps(Share.of(make_batch([(3, 1000, False)], old), [[0]]))) for old in ("own", "sampler")
+    )
+    assert twice - once == pytest.approx(4 * 1000, abs=200)
+
+
+def test_a_share_does_not_grow_by_objects_with_its_sequences():
+    buffers: list[pickle.PickleBuffer] = []
+    shares = [Share.of(make_batch([(3, 5, True)] * count), [list(range(count))]) for count in (2, 200)]
+    small, large = (len(pickle.dumps(s, protocol=5, buffer_callback=buffers.append)) for s in shares)
+    assert large - small < 20 and len(buffers) == 2 * 9
+
+
+def test_log_probs_that_some_sequences_lack_end_the_run_in_a_sentence():
+    batch = make_batch([(3, 5, False)] * 2)
+    batch[1].old_logprobs = None
+    with pytest.raises(RunError, match="old_logprobs: some sequences of an update have it and others do not"):
+        Share.of(batch, [[0, 1]])

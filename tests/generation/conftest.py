@@ -1,0 +1,38 @@
+"""One engine for the tests of this folder, in this process, and two sets of weights for it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+MAX_MODEL_LEN = 256
+
+
+@pytest.fixture(scope="session")
+def engine_model(tmp_path_factory) -> Path:
+    """A random Qwen2 of two layers over bytes."""
+    sys.path.insert(0, str(EXAMPLES))
+    import make_tiny_model
+
+    folder = tmp_path_factory.mktemp("engine") / "model"
+    make_tiny_model.make_random_model(str(folder), seed=0)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def engine(engine_model):
+    """In one process, as on CPUs."""
+    from gdpo_nemo.config.schema import VllmConfig
+    from gdpo_nemo.generation.engine import CPU_ENVIRONMENT, ENVIRONMENT, Engine
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in (ENVIRONMENT | CPU_ENVIRONMENT | {"OMP_NUM_THREADS": "1"}).items():
+            patch.setitem(os.environ, name, value)
+        config = VllmConfig(kv_cache_memory_bytes=64 << 20, max_num_seqs=8)
+        engine = Engine(str(engine_model), config, "float32", MAX_MODEL_LEN, 0, on_cpu=True)
+        yield engine
+        engine.close()

@@ -1,0 +1,147 @@
+"""``journal.jsonl``: what was trained, whatever crashes; and the audit that finds what must not be in it."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from gdpo_nemo.data.records import Group, Outcome, Prompt, Trajectory
+from gdpo_nemo.errors import RunError
+from gdpo_nemo.observe.audit import audit
+from gdpo_nemo.observe.journal import FILE, Journal, read_journal
+
+
+def group(position: int, version: int = 0, spans=(), outcome=Outcome.OK, samples: int = 2) -> Group:
+    prompt = Prompt(f"row {position}", np.arange(2, dtype=np.int32), "", "digit_sort")
+    ids = np.arange(5, dtype=np.int32)
+    trajectories = [
+        Trajectory(prompt, j, ids, np.zeros(5, np.float32), version, "", "stop", outcome=outcome, spans=spans)
+        for j in range(samples)
+    ]
+    return Group(prompt, trajectories, position)
+
+
+def write(run_dir, *steps, first: int = 1) -> Journal:
+    """A journal of these steps: each a list of groups, or of groups and drops."""
+    journal = Journal(run_dir)
+    for step, trained in enumerate(steps, first):
+        groups, dropped = trained if isinstance(trained, tuple) else (trained, [])
+        journal.append(step, groups, dropped, position=2 * step, published=step - 1, total_updates=9)
+    return journal
+
+
+def ledger(position: int, retired=(), dropped=()) -> dict:
+    """As a checkpoint holds it."""
+    return {"position": position, "retired": list(retired), "dropped": [list(d) for d in dropped]}
+
+
+def test_a_line_names_groups_in_order_spans_outcomes_drops_and_versions(tmp_path):
+    spans = ((3, 4), (4, 1))
+    write(tmp_path, ([group(7, 3, spans), group(5, 4, outcome=Outcome.ABORTED, samples=1)], [(6, "timeout")]), first=5)
+    (line,) = (tmp_path / FILE).read_text().splitlines()
+    assert json.loads(line) == {
+        "step": 5,
+        "groups": [
+            [7, "row 7", [[0, [[3, 4], [4, 1]], "ok"], [1, [[3, 4], [4, 1]], "ok"]]],
+            [5, "row 5", [[0, [[4, 5]], "aborted"]]],
+        ],
+        "dropped": [[6, "timeout"]],
+        "position": 10,
+        "published": 4,
+        "total_updates": 9,
+    }
+    assert read_journal(tmp_path)[0].samples == [("row 7", 0), ("row 7", 1), ("row 5", 0)]
+
+
+@pytest.mark.parametrize("torn", [b'{"step": 3, "gro', b"\xff", b"{}"])
+def test_a_torn_last_line_is_dropped_and_the_resumed_run_writes_behind_the_others(tmp_path, torn):
+    journal = write(tmp_path, [group(0)], [group(1)])
+    with open(journal.path, "ab") as file:
+        file.write(torn)
+    assert [entry.step for entry in read_journal(tmp_path)] == [1, 2]
+    journal.truncate_after(2)
+    write(tmp_path, [group(2)], first=3)
+    assert [entry.step for entry in read_journal(tmp_path)] == [1, 2, 3]
+
+
+def test_steps_after_the_checkpoint_are_cut_and_those_before_it_keep_their_bytes(tmp_path):
+    journal = write(tmp_path, [group(0)], [group(1)])
+    before = journal.path.read_bytes()
+    write(tmp_path, [group(2)], [group(3)], first=3)
+    journal.truncate_after(2)
+    assert journal.path.read_bytes() == before
+    journal.truncate_after(0)
+    assert read_journal(tmp_path) == []
+
+
+def test_a_damaged_line_before_the_last_is_named(tmp_path):
+    journal = write(tmp_path, [group(0)])
+    journal.path.write_bytes(b"not a line\n" + journal.path.read_bytes())
+    with pytest.raises(RunError, match="journal.jsonl, line 1: not a step of a journal"):
+        read_journal(tmp_path)
+
+
+def test_a_journal_that_cannot_be_written_ends_the_run(tmp_path):
+    with pytest.raises(RunError, match="journal.jsonl cannot be written: No such file"):
+        write(tmp_path / "gone", [group(0)])
+
+
+def test_a_run_without_a_journal_has_none(tmp_path):
+    assert read_journal(tmp_path) == [] and audit(tmp_path, 0) == ["journal.jsonl holds no step"]
+    Journal(tmp_path).truncate_after(3)
+    assert not (tmp_path / FILE).exists()
+
+
+def test_the_audit_finds_nothing_in_a_sound_run(tmp_path):
+    write(tmp_path, [group(1), group(0)], ([group(2, 1), group(4, 0)], [(3, "timeout")]), [group(5, 1), group(7, 2)])
+    assert audit(tmp_path, staleness=1, window=2, ledger=ledger(6, [7])) == []
+
+
+FAULTS = {
+    "position 1 was trained in step 2, and trained in step 1": ([group(0), group(1)], [group(1, 1)]),
+    "position 2 was dropped in step 2, and trained in step 1": ([group(0), group(2)], ([group(1, 1)], [(2, "late")])),
+    "position 0 is in no step of the journal, but done by the newest checkpoint": ([group(1)], [group(2, 1)]),
+    "position 2 is in no step of the journal, but done by the newest checkpoint": ([group(0)], [group(1, 1)]),
+    "step 2 trained position 4 while position 1 was neither trained nor dropped; the window is 3": (
+        [group(0), group(2)],
+        [group(4, 1)],
+    ),
+    "step 3, position 2 (row 2), sample 0: tokens of version 0 are 2 updates old, of at most 1": (
+        [group(0)],
+        [group(1)],
+        [group(2, 2, ((0, 1), (2, 4)), samples=1)],
+    ),
+    "step 1, position 0 (row 0), sample 0: tokens of version 1 are -1 updates old, of at most 1": (
+        [group(0, 1, samples=1)],
+    ),
+}
+
+
+@pytest.mark.parametrize("sentence", FAULTS)
+def test_the_audit_names_what_must_not_be(tmp_path, sentence):
+    write(tmp_path, *FAULTS[sentence])
+    assert sentence in audit(tmp_path, staleness=1, window=3, ledger=ledger(3))
+
+
+def test_what_was_dropped_since_the_last_step_is_not_missing(tmp_path):
+    write(tmp_path, [group(0)])
+    assert audit(tmp_path, 0, ledger=ledger(2, dropped=[(1, "late")])) == []
+    assert len(audit(tmp_path, 0, ledger=ledger(2))) == 1
+
+
+def test_the_audit_finds_a_step_that_is_missing(tmp_path):
+    write(tmp_path, [group(0)])
+    write(tmp_path, [group(1)], first=3)
+    assert "step 3 follows step 1" in audit(tmp_path, staleness=9)
+
+
+def test_samples_that_are_masked_may_be_of_any_age(tmp_path):
+    write(tmp_path, [group(0)], [group(1, 0, outcome=Outcome.ABORTED)])
+    assert audit(tmp_path, staleness=0) == []
+
+
+def test_positions_of_runs_that_do_not_count_them_are_not_judged(tmp_path):
+    write(tmp_path, [group(-1), group(-1)], [group(-1, 1)])
+    assert audit(tmp_path, staleness=0, window=1, ledger=ledger(3)) == []

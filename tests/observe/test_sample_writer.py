@@ -1,0 +1,148 @@
+"""Samples are written beside the run: in order, by another thread, never more than two steps behind."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import numpy as np
+import pytest
+from demo_run import demo_groups, demo_row
+
+from gdpo_nemo import waits
+from gdpo_nemo.observe import sample_writer
+from gdpo_nemo.observe.alerts import read_alerts
+from gdpo_nemo.observe.log import RunLog
+from gdpo_nemo.observe.rollouts import read_rollouts, rollout_files
+from gdpo_nemo.observe.sample_writer import SampleWriter
+
+
+class Disk:
+    """Stands for ``write_rollouts``: writes a step when it is let, and remembers who wrote."""
+
+    def __init__(self, monkeypatch):
+        self.written: list[int] = []
+        self.threads: set[str] = set()
+        self.error: Exception | None = None
+        self.free = threading.Event()
+        monkeypatch.setattr(sample_writer, "write_rollouts", self.write)
+
+    def write(self, run_dir, step, *arguments):
+        assert self.free.wait(20)
+        self.threads.add(threading.current_thread().name)
+        if self.error:
+            raise self.error
+        self.written.append(step)
+
+
+@pytest.fixture
+def disk(monkeypatch) -> Disk:
+    return Disk(monkeypatch)
+
+
+@pytest.fixture
+def complaints() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def writer(disk, tmp_path, complaints) -> SampleWriter:
+    return SampleWriter(tmp_path, complaints.append)
+
+
+def waited_for(start, done: str) -> threading.Thread:
+    """``start`` in a thread, once it is known to wait for ``done``."""
+    thread = threading.Thread(target=start, daemon=True)
+    thread.start()
+    end = time.monotonic() + 20
+    while not any(done in wait.what and wait.owner == "driver" for wait in waits.current()):
+        assert time.monotonic() < end, waits.current()
+        time.sleep(0.005)
+    return thread
+
+
+def test_steps_are_written_in_order_by_a_thread_of_their_own(writer, disk):
+    writer.write(1, [])
+    writer.write(2, [])
+    assert disk.written == []
+    disk.free.set()
+    writer.write(3, [])
+    writer.close()
+    assert disk.written == [1, 2, 3] and disk.threads == {"samples"}
+
+
+def test_a_run_faster_than_its_disk_waits_and_says_so_once(writer, disk, complaints, monkeypatch):
+    monkeypatch.setattr(sample_writer, "_SLOW_S", 0.0)
+    writer.write(1, [])
+    writer.write(2, [])
+    third = waited_for(lambda: writer.write(3, []), "samples of step 3")
+    assert disk.written == []
+    disk.free.set()
+    third.join(20)
+    for step in range(4, 9):
+        writer.write(step, [])
+    writer.close()
+    assert disk.written == list(range(1, 9)) and waits.current() == []
+    assert len(complaints) == 1
+
+
+def test_flush_waits_for_the_steps_up_to_its_own_and_no_others(writer, disk):
+    disk.free.set()
+    writer.write(1, [])
+    writer.flush(1)
+    assert disk.written == [1]
+    disk.free.clear()
+    writer.write(2, [])
+    writer.flush(1)  # step 2 hangs, which is no matter of step 1
+    second = waited_for(lambda: writer.flush(2), "samples to reach the disk")
+    assert disk.written == [1]
+    disk.free.set()
+    second.join(20)
+    assert disk.written == [1, 2]
+    writer.close()
+
+
+@pytest.mark.parametrize("ask", [lambda w: w.write(2, []), lambda w: w.flush(1), lambda w: w.close()])
+def test_a_failure_is_raised_once_by_the_next_call(writer, disk, ask):
+    disk.error = OSError(28, "No space left on device")
+    writer.write(1, [])
+    disk.free.set()
+    while writer._steps:
+        time.sleep(0.005)
+    disk.error = None
+    with pytest.raises(OSError, match="No space left"):
+        ask(writer)
+    writer.close()
+    assert disk.written in ([], [2])
+
+
+def test_a_writer_that_got_nothing_starts_no_thread(writer):
+    writer.flush()
+    writer.close()
+    assert writer._thread is None
+
+
+def test_a_log_writes_the_samples_and_closes_with_all_of_them(config, run_dir):
+    log = RunLog(config, run_dir)
+    for step in range(1, 5):
+        log.step(demo_row(step), demo_groups(step), np.arange(6.0), terms={"format": np.ones(6)})
+    log.flush(4)
+    assert [step for step, _ in rollout_files(run_dir)] == [1, 2, 3, 4]
+    log.step(demo_row(5), demo_groups(5), np.arange(6.0))
+    log.close("complete")
+    records = {step: read_rollouts(path) for step, path in rollout_files(run_dir)}
+    assert list(records) == [1, 2, 3, 4, 5] and records[2][1]["terms"] == {"format": 1.0}
+    assert [record["advantage"] for record in records[5]] == [0, 1, 2, 3, 4, 5]
+    assert not any("failed" in alert["text"] for alert in read_alerts(run_dir))
+
+
+def test_a_disk_that_fails_for_samples_is_one_alert_and_no_end(config, run_dir, disk):
+    disk.error = OSError(28, "No space left on device")
+    disk.free.set()
+    log = RunLog(config, run_dir)
+    for step in range(1, 5):
+        log.step(demo_row(step), demo_groups(step))
+        log.flush(step)
+    log.close("complete")
+    (alert,) = read_alerts(run_dir)
+    assert "rollouts failed and is incomplete" in alert["text"] and "No space left" in alert["text"]

@@ -1,0 +1,118 @@
+"""Groups used again: never too old, never too often, and the same ones after a resume."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from gdpo_nemo.data.records import Group, Outcome, Prompt, Trajectory
+from gdpo_nemo.errors import RunError
+from gdpo_nemo.rollouts.replay_buffer import ReplayBuffer, oldest_version
+
+PER_STEP = 4
+
+
+def sample(version: int, *, spans=(), outcome: Outcome = Outcome.OK) -> Trajectory:
+    tokens = np.arange(3, dtype=np.int32)
+    prompt = Prompt("p", tokens, "p", "toy")
+    return Trajectory(prompt, 0, tokens, np.zeros(3, np.float32), version, "", "stop", outcome=outcome, spans=spans)
+
+
+def group(position: int, *versions: int, outcome: Outcome = Outcome.OK) -> Group:
+    trajectories = [sample(version, outcome=outcome) for version in versions]
+    return Group(Prompt(f"train/{position}", np.arange(3, dtype=np.int32), "p", "toy"), trajectories, position)
+
+
+def trained_in(step: int) -> list[Group]:
+    """The groups that are new in a step, sampled by weights of one to three steps before."""
+    return [group(step * PER_STEP + i, max(0, step - 1 - i % 3), max(0, step - 1)) for i in range(PER_STEP)]
+
+
+def run(buffer: ReplayBuffer, steps: range, count: int = 2) -> list[list[int]]:
+    """The positions that each step draws; step ``s`` trains weights of version s - 1."""
+    drawn = []
+    for step in steps:
+        drawn.append([group.position for group in buffer.draw(count, step - 1)])
+        buffer.add(step, trained_in(step))
+    return drawn
+
+
+def test_no_group_is_used_when_a_token_of_it_is_too_old_or_used_too_often():
+    buffer = ReplayBuffer(reuse=2, max_age=3, seed=0)
+    drawn = run(buffer, range(1, 60), count=3)
+    uses: dict[int, int] = {}
+    for version, positions in enumerate(drawn):
+        for position in positions:
+            origin = next(g for g in trained_in(position // PER_STEP) if g.position == position)
+            assert version - oldest_version(origin) <= 3
+            assert position // PER_STEP <= version, "a step uses groups of earlier steps alone"
+            uses[position] = uses.get(position, 0) + 1
+    assert max(uses.values()) == 2
+    assert len(drawn[0]) == 0 and all(len(positions) == 3 for positions in drawn[2:])
+
+
+def test_the_age_of_a_group_is_that_of_its_oldest_trained_token():
+    mixed = Group(group(0, 5).prompt, [sample(5), sample(4, spans=((4, 1), (6, 2)))], 0)
+    assert oldest_version(mixed) == 4
+    masked = Group(mixed.prompt, [*mixed.trajectories, sample(1, outcome=Outcome.ABORTED)], 0)
+    assert oldest_version(masked) == 4
+    with pytest.raises(ValueError, match="no sample that may be trained"):
+        oldest_version(group(0, 1, outcome=Outcome.ENV_FAILED))
+
+
+def test_draws_depend_on_seed_and_step_and_not_on_the_order_of_arrival():
+    orders = [trained_in(4), trained_in(4)[::-1]]
+    first, second = (ReplayBuffer(reuse=1, max_age=8, seed=3) for _ in orders)
+    for buffer, groups in zip((first, second), orders):
+        buffer.add(4, groups)
+    expected = [g.position for g in first.draw(2, 4)]
+    assert [g.position for g in second.draw(2, 4)] == expected == sorted(expected)
+    draws = set()
+    for seed in range(8):
+        other = ReplayBuffer(reuse=1, max_age=8, seed=seed)
+        other.add(4, trained_in(4))
+        draws.add(tuple(g.position for g in other.draw(2, 4)))
+    assert len(draws) > 2
+
+
+@pytest.mark.parametrize("saved_after", [1, 5, 12])
+def test_a_resumed_buffer_draws_what_an_undisturbed_one_does(saved_after):
+    undisturbed = run(ReplayBuffer(reuse=2, max_age=4, seed=1), range(1, 25))
+    before = ReplayBuffer(reuse=2, max_age=4, seed=1)
+    drawn = run(before, range(1, saved_after + 1))
+    after = ReplayBuffer(reuse=2, max_age=4, seed=1)
+    asked = []
+
+    def load(step: int, positions) -> list[Group]:
+        asked.append(step)
+        return [g for g in trained_in(step) if g.position in positions]
+
+    after.restore(before.state(), load)
+    assert asked == sorted(set(asked)), "each file is read once"
+    assert after.state() == before.state()
+    assert drawn + run(after, range(saved_after + 1, 25)) == undisturbed
+
+
+def test_a_group_that_cannot_be_read_back_ends_the_resume_with_its_place():
+    buffer = ReplayBuffer(reuse=1, max_age=4, seed=0)
+    buffer.add(3, trained_in(3))
+    with pytest.raises(RunError, match="samples of step 3 lack the groups of positions 13, which"):
+        ReplayBuffer(1, 4, 0).restore(buffer.state(), lambda *_: [g for g in trained_in(3) if g.position != 13])
+
+
+def test_the_newest_groups_stay_where_there_is_no_room_for_all():
+    buffer = ReplayBuffer(reuse=1, max_age=50, seed=0, size=6)
+    for step in (1, 2, 3):
+        buffer.add(step, trained_in(step))
+    assert len(buffer) == 6
+    assert [position for _, position, _ in buffer.state()] == [10, 11, 12, 13, 14, 15]
+
+
+def test_groups_that_train_nothing_are_not_kept_and_none_is_kept_twice():
+    buffer = ReplayBuffer(reuse=1, max_age=4, seed=0)
+    buffer.add(1, [group(0, 0, outcome=Outcome.ENV_FAILED), group(1, 0)])
+    assert len(buffer) == 1
+    with pytest.raises(ValueError, match="position 1 cannot be kept, or is already"):
+        buffer.add(2, [group(1, 1)])
+    with pytest.raises(ValueError, match="position -1"):
+        buffer.add(2, [group(-1, 1)])
