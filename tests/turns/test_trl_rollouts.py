@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from gdpo_nemo.rollouts.groups import apply_verdicts, sample_seed
 from local_server import JsonHandler, LocalServer
 from scripted_engines import TOKENIZER, ScriptedEngines
 
@@ -18,6 +17,7 @@ from gdpo_nemo.environments.execution.pool import EnvironmentPool
 from gdpo_nemo.errors import ConfigError, RunError
 from gdpo_nemo.generation.requests import Sampling
 from gdpo_nemo.rollouts.functions import RolloutRunner, SamplingJob, rollout_methods
+from gdpo_nemo.rollouts.groups import apply_verdicts, sample_seed
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 TRL = Path(__file__).with_name("trl_rollout_functions.py")
