@@ -20,6 +20,7 @@ from gdpo_nemo.interop.trl.from_trl import translate_trl
 from gdpo_nemo.interop.trl.trl_defaults import GRPO_CONFIG, LORA_CONFIG, MODEL_CONFIG, SCRIPT_ARGUMENTS
 from gdpo_nemo.interop.trl.trl_keys import OLDER, said_of
 from gdpo_nemo.interop.trl.trl_run import TrlRun
+from gdpo_nemo.rollouts.trl_rollouts import load_rollout_function
 
 STRANGER = Path(__file__).with_name("trl") / "stranger.py"
 HEAD = """\
@@ -295,6 +296,22 @@ def test_weights_that_do_not_fit_and_what_has_no_place_here_are_said(folder):
     translation = translate_trl([write_script(folder, "reward_weights=[1, 2]", trainer)], "ours.yaml")
     assert {"reward_weights", "environment_factory"} <= set(translation.blockers)
     assert translation.differences["callbacks"] == "[short] is not run"
+
+
+def test_a_rollout_function_at_the_top_of_a_script_is_the_runs_and_a_nested_one_is_said(folder):
+    before = "def play(prompts, trainer):\n    return {}\n"
+    trainer = 'model="Qwen/Qwen2.5-0.5B-Instruct", reward_funcs=[short], rollout_func=play'
+    script = write_script(folder, "", trainer, before)
+    translation = translate_trl([script], "ours.yaml")
+    place = translation.content["rollout"]["function"]
+    assert place.endswith(":play") and "rollout_func" not in translation.blockers
+    load_rollout_function(place)
+    body = "\n".join(f"    {line}" for line in Path(script).read_text().splitlines())
+    Path("nested.py").write_text(f"def main():\n{body}\n\nif __name__ == '__main__':\n    main()\n")
+    nested = translate_trl(["nested.py"], "ours.yaml")
+    assert "inside a function; move it to the script's top level" in nested.blockers["rollout_func"]
+    off = translate_trl([write_script(folder, "", trainer.replace("=play", "=None"), before)], "ours.yaml")
+    assert "function" not in off.content.get("rollout", {}) and "rollout_func" not in off.blockers
 
 
 def test_arguments_alone_are_what_trl_grpo_would_do(folder):
