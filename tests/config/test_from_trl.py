@@ -388,7 +388,11 @@ def test_files_that_belong_to_the_config_are_written_with_out_only(folder, capsy
     [
         ("a.py", "x = 1\n", "has 0 calls of GRPOTrainer"),
         ("a.py", "def f(:\n", "is not valid Python"),
-        ("a.py", "SFTTrainer(model='a')\n", "trains with SFTTrainer; GRPOTrainer can be translated"),
+        (
+            "a.py",
+            "SFTTrainer(model='a')\n",
+            "trains with SFTTrainer; GRPOTrainer and AsyncGRPOTrainer can be translated",
+        ),
         ("a.py", "GRPOTrainer(**x)\n", "GRPOTrainer(**...) hides its arguments"),
         ("a.py", "GRPOTrainer(args=make())\n", "args is no GRPOConfig(...) that can be read"),
         ("a.py", "GRPOTrainer(args=GRPOConfig(**make()))\n", "**make() hides its arguments"),
@@ -397,6 +401,14 @@ def test_files_that_belong_to_the_config_are_written_with_out_only(folder, capsy
             "GRPOTrainer(args=GRPOConfig(learning_rat=1))\n",
             "learning_rat: GRPOConfig has no such field; did you",
         ),
+        ("a.py", "AsyncGRPOTrainer(args=GRPOConfig())\n", "args is no AsyncGRPOConfig(...) that can be read"),
+        ("a.py", "GRPOTrainer(args=AsyncGRPOConfig())\n", "args is no GRPOConfig(...) that can be read"),
+        (
+            "a.py",
+            "AsyncGRPOTrainer(args=AsyncGRPOConfig(max_stalenes=1))\n",
+            "max_stalenes: AsyncGRPOConfig has no such field; did you mean 'max_staleness'",
+        ),
+        ("a.py", "GRPOTrainer(args=GRPOConfig(max_staleness=1))\n", "max_staleness: GRPOConfig has no such field"),
         ("a.py", "GRPOTrainer()\nGRPOTrainer()\n", "has 2 calls of GRPOTrainer (lines 1, 2)"),
         ("a.yaml", "learning_rat: 1\n", "learning_rat: neither GRPOConfig nor `trl grpo` has it; did you mean"),
         ("a.yaml", "- 1\n", "expected fields of GRPOConfig"),

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from random import Random
+
 import numpy as np
 import pytest
 
+from gdpo_nemo.config.rollout_bounds import admission_bound
 from gdpo_nemo.data.records import Group, Outcome, Prompt, Trajectory
 from gdpo_nemo.errors import RunError
+from gdpo_nemo.rollouts.ledger import Ledger, Stage
 from gdpo_nemo.rollouts.replay_buffer import ReplayBuffer, oldest_version
 
 PER_STEP = 4
@@ -116,3 +120,30 @@ def test_groups_that_train_nothing_are_not_kept_and_none_is_kept_twice():
         buffer.add(2, [group(1, 1)])
     with pytest.raises(ValueError, match="position -1"):
         buffer.add(2, [group(-1, 1)])
+
+
+@pytest.mark.parametrize("staleness, again, reuse", [(1, 4, 1), (2, 3, 1), (3, 5, 2)])
+def test_steps_that_use_groups_again_stay_full_and_within_the_staleness_of_new_ones(staleness, again, reuse):
+    size = 8
+    fresh = size - again
+    window = 2 if (staleness + 1) * fresh > size else 1
+    ledger = Ledger(fresh, admission_bound(fresh, staleness, window), window)
+    buffer = ReplayBuffer(reuse, max_age=staleness + 2, seed=0)
+    random = Random(staleness)
+    made: dict[int, Group] = {}
+    for version in range(60):
+        old = buffer.draw(again, version)
+        ledger.groups = size - len(old)
+        while True:
+            made.update((position, group(position, version, version)) for position in ledger.admit(version))
+            if (batch := ledger.get_batch()) is not None:
+                break
+            waiting = sorted(p for p in made if p in ledger and ledger[p].stage is Stage.WAITING)
+            ledger.move(random.choice(waiting), Stage.READY)
+        new = [made[position] for position in batch]
+        assert len(old) + len(new) == size
+        assert max(version - oldest_version(g) for g in new) <= staleness
+        assert not {g.position for g in old} & set(batch)
+        ledger.trained(batch)
+        buffer.add(version + 1, new)
+    assert len(old) == again, "once there are groups of earlier steps, each step has its share of them"

@@ -13,7 +13,7 @@ from typing import Sequence
 from gdpo_nemo.errors import ConfigError
 from gdpo_nemo.interop.trl.static_names import Resolver, stored, used
 
-TRAINING = ("GRPOTrainer", "parse_args_and_config", "parse_args_into_dataclasses", "parse_args")
+TRAINING = ("GRPOTrainer", "AsyncGRPOTrainer", "parse_args_and_config", "parse_args_into_dataclasses", "parse_args")
 """Calls that no part may make: they train, or read the command line."""
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom)
 
@@ -100,7 +100,7 @@ class CodeModule:
 
 
 def _says(called: set[str]) -> str:
-    return "builds the trainer" if "GRPOTrainer" in called else "reads the command line"
+    return "builds the trainer" if called & {"GRPOTrainer", "AsyncGRPOTrainer"} else "reads the command line"
 
 
 def _backwards(body: Sequence[ast.stmt], wanted: set[str], before: int | None = None) -> list[ast.stmt]:

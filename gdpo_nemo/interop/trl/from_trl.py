@@ -80,11 +80,11 @@ def _said(run: TrlRun, account: Account) -> dict[str, tuple[Any, RuleResult | No
     said: dict[str, tuple[Any, RuleResult | None]] = {}
     for key, value in run.given.items():
         if isinstance(value, Unresolved):
-            text = f"is worked out when the script runs; TRL's default {GRPO_CONFIG.get(key)!r} stands"
+            text = f"is worked out when the script runs; TRL's default {run.defaults.get(key)!r} stands"
             said[key] = (value, RuleResult(text=text, matters=True))
         else:
             said[key] = (value, said_of(key, value, run))
-    for key, value in GRPO_CONFIG.items():
+    for key, value in run.defaults.items():
         outcome = said_of(key, value, run)
         if key not in run.given and outcome is not None and outcome.values:
             outcome.text = f"{outcome.text}; TRL's default".removeprefix("; ")
@@ -106,10 +106,11 @@ def _of_trainer(key: str, account: Account) -> RuleResult:
 
 
 def _check_fields(run: TrlRun) -> None:
-    known = [*GRPO_CONFIG, *OLDER]
+    known = [*run.defaults, *OLDER]
+    of = "AsyncGRPOConfig" if run.asynchronous else "GRPOConfig"
     for key in run.given:
         if key not in known:
-            raise ConfigError(f"{key}: GRPOConfig has no such field{nearest(key, known)}")
+            raise ConfigError(f"{key}: {of} has no such field{nearest(key, known)}")
 
 
 # -- arguments without a script ---------------------------------------------------------------------------------

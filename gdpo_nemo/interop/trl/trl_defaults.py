@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from gdpo_nemo.interop.trl.trl_async import ASYNC_GRPO_CONFIG
+
 GRPO_CONFIG: dict[str, Any] = {
     "output_dir": None,
     "per_device_train_batch_size": 8,
@@ -238,6 +240,7 @@ MODEL_CONFIG: dict[str, Any] = {
 
 PARSED = {
     "GRPOConfig": GRPO_CONFIG,
+    "AsyncGRPOConfig": GRPO_CONFIG | ASYNC_GRPO_CONFIG,
     "ScriptArguments": SCRIPT_ARGUMENTS,
     "GRPOScriptArguments": SCRIPT_ARGUMENTS,
     "ModelConfig": MODEL_CONFIG,

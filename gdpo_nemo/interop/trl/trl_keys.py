@@ -7,6 +7,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from gdpo_nemo.interop.rules import Act, RuleResult, combined, fixed, idle, missing, to, where
+from gdpo_nemo.interop.trl import trl_async
 from gdpo_nemo.interop.trl.trl_run import TrlRun
 
 _OPTIMIZER = "policy.megatron_cfg.optimizer"
@@ -192,7 +193,7 @@ OLDER = (
 
 def said_of(key: str, value: Any, run: TrlRun) -> RuleResult | None:
     """The answer of the first rule that fits; None where none does."""
-    act = next((act for pattern, act in RULES if fnmatchcase(key, pattern)), None)
+    act = next((act for pattern, act in (*RULES, *trl_async.RULES) if fnmatchcase(key, pattern)), None)
     if act is None and any(fnmatchcase(key, pattern) for pattern in _IDLE):
         act = _FILES
     return None if act is None else act(value, run)

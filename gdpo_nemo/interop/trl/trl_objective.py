@@ -9,6 +9,7 @@ import math
 from typing import Any
 
 from gdpo_nemo.interop.account import Account
+from gdpo_nemo.interop.trl.trl_async import asynchronous
 from gdpo_nemo.interop.trl.trl_run import TrlRun
 
 _AGGREGATION = {
@@ -40,6 +41,8 @@ def learning(run: TrlRun, account: Account) -> None:
     _batches(run, account)
     _length(run, account)
     _schedule(run, account)
+    if run.asynchronous:
+        asynchronous(run, account)
 
 
 def _rewards(run: TrlRun, account: Account) -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gdpo_nemo.interop.trl.static_names import Unresolved
+from gdpo_nemo.interop.trl.trl_async import ASYNC_GRPO_CONFIG, WITHOUT_A_FIELD
 from gdpo_nemo.interop.trl.trl_defaults import GRPO_CONFIG
 
 
@@ -41,7 +42,7 @@ class TrlRun:
     """A run of TRL's, and the ``Recipe`` that rules ask.
 
     Args:
-        given: fields of ``GRPOConfig`` that the script or its arguments set.
+        given: fields of ``GRPOConfig`` (or ``AsyncGRPOConfig``) that the script or its arguments set.
         processes: data-parallel processes, which the launcher decides and no script says.
     """
 
@@ -62,12 +63,19 @@ class TrlRun:
     """Files to write beside the config: name -> text."""
     notes: dict[str, str] = field(default_factory=dict)
     """Key -> why what it says could not be read."""
+    asynchronous: bool = False
+    """Whether ``AsyncGRPOTrainer`` runs it."""
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """Every field of the trainer's config, with TRL's default."""
+        return GRPO_CONFIG | ASYNC_GRPO_CONFIG | WITHOUT_A_FIELD if self.asynchronous else GRPO_CONFIG
 
     def get(self, key: str, default: Any = None) -> Any:
         """The field, or TRL's default for it; ``default`` where both are None or only running would tell."""
-        value = self.given.get(key, GRPO_CONFIG.get(key))
+        value = self.given.get(key, self.defaults.get(key))
         if isinstance(value, Unresolved):
-            value = GRPO_CONFIG.get(key)
+            value = self.defaults.get(key)
         return default if value is None else value
 
     @property

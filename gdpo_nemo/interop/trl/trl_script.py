@@ -1,4 +1,5 @@
-"""Reading a TRL script: the one ``GRPOTrainer(...)`` in it, its arguments, functions and data. It is never run."""
+"""Reading a TRL script: the one ``GRPOTrainer(...)``, or ``AsyncGRPOTrainer(...)``, in it, its arguments, functions and
+data. It is never run."""
 
 from __future__ import annotations
 
@@ -8,13 +9,16 @@ from pathlib import Path
 from typing import Any, Mapping
 
 from gdpo_nemo.errors import ConfigError
+from gdpo_nemo.interop.trl import trl_async
 from gdpo_nemo.interop.trl.code_module import CodeModule
 from gdpo_nemo.interop.trl.script_data import rows_of
 from gdpo_nemo.interop.trl.static_names import Names, Parsed, Resolver, Unresolved, is_main_guard
-from gdpo_nemo.interop.trl.trl_defaults import GRPO_CONFIG, MODEL_CONFIG, PARSED
+from gdpo_nemo.interop.trl.trl_defaults import MODEL_CONFIG, PARSED
 from gdpo_nemo.interop.trl.trl_run import Reward, Rows, TrlRun
 
 _POSITIONAL = ("model", "reward_funcs", "args", "train_dataset", "eval_dataset", "processing_class")
+_CONFIGS = {"GRPOTrainer": "GRPOConfig", trl_async.TRAINER: trl_async.CONFIG}
+"""Trainers that can be translated, and what their ``args`` are."""
 _LOADERS = ("from_pretrained",)
 
 
@@ -62,14 +66,17 @@ class _Reader:
         self._arguments = arguments
         self._code = f"{stem}_rewards.py"
         self._row_code = f"{stem}_rows.py"
-        self._run = TrlRun({})
+        self._kind = _class_name(self._call)
+        self._run = TrlRun({}, asynchronous=self._kind == trl_async.TRAINER)
 
     def run(self) -> TrlRun:
         """All that the call says."""
-        given = dict(zip(_POSITIONAL, self._call.args))
+        # The asynchronous trainer has no eval_dataset.
+        names = [name for name in _POSITIONAL if not (self._run.asynchronous and name == "eval_dataset")]
+        given = dict(zip(names, self._call.args))
         for keyword in self._call.keywords:
             if keyword.arg is None:
-                raise ConfigError(f"{self._path}:{self._call.lineno}: GRPOTrainer(**...) hides its arguments")
+                raise ConfigError(f"{self._path}:{self._call.lineno}: {self._kind}(**...) hides its arguments")
             given[keyword.arg] = keyword.value
         run = self._run
         run.given = self._config(given.pop("args", None))
@@ -99,7 +106,7 @@ class _Reader:
     # -- arguments ----------------------------------------------------------------------------------------------
 
     def _config(self, node: ast.expr | None) -> dict[str, Any]:
-        """Fields of ``GRPOConfig`` that are set."""
+        """Fields of the trainer's config that are set."""
         if node is None:
             return {}
         name = node.id if isinstance(node, ast.Name) else ""
@@ -112,10 +119,11 @@ class _Reader:
         }
         found = self._names.value(node)
         if isinstance(found, Parsed):
-            return {key: value for key, value in self._arguments.items() if key in GRPO_CONFIG} | set_later
+            return {key: value for key, value in self._arguments.items() if key in self._run.defaults} | set_later
         call = self._followed(node)
-        if not (isinstance(call, ast.Call) and ast.unparse(call.func).rpartition(".")[2] == "GRPOConfig"):
-            raise ConfigError(f"{self._path}:{node.lineno}: args is no GRPOConfig(...) that can be read: {found}")
+        kind = _CONFIGS[self._kind]
+        if not (isinstance(call, ast.Call) and _class_name(call) == kind):
+            raise ConfigError(f"{self._path}:{node.lineno}: args is no {kind}(...) that can be read: {found}")
         return self._keywords(call) | set_later
 
     def _keywords(self, call: ast.Call) -> dict[str, Any]:
@@ -239,12 +247,17 @@ def lora_of_arguments(arguments: Mapping[str, Any]) -> dict[str, Any] | None:
     return {name: model[key] for name, key in names.items()} | {"target_modules": model["lora_target_modules"]}
 
 
+def _class_name(call: ast.Call) -> str:
+    """The name of what is called, without its module."""
+    return ast.unparse(call.func).rpartition(".")[2]
+
+
 def _trainer(path: str, tree: ast.Module) -> tuple[ast.Call, list[ast.AST]]:
     """The call of the trainer, and the statements that it stands in, outermost first."""
     found: list[tuple[ast.Call, list[ast.AST]]] = []
 
     def visit(node: ast.AST, around: list[ast.AST]) -> None:
-        if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] == "GRPOTrainer":
+        if isinstance(node, ast.Call) and _class_name(node) in _CONFIGS:
             found.append((node, around))
         for child in ast.iter_child_nodes(node):
             visit(child, [*around, node])
@@ -254,7 +267,9 @@ def _trainer(path: str, tree: ast.Module) -> tuple[ast.Call, list[ast.AST]]:
         name for n in ast.walk(tree) if isinstance(n, ast.Call) and (name := ast.unparse(n.func)).endswith("Trainer")
     }
     if not found and others:
-        raise ConfigError(f"{path}: trains with {', '.join(sorted(others))}; GRPOTrainer can be translated")
+        raise ConfigError(
+            f"{path}: trains with {', '.join(sorted(others))}; {' and '.join(_CONFIGS)} can be translated"
+        )
     if len(found) != 1:
         lines = f" (lines {', '.join(str(call.lineno) for call, _ in found)})" if found else ""
         raise ConfigError(f"{path}: has {len(found)} calls of GRPOTrainer{lines}; one can be translated")
