@@ -38,7 +38,7 @@ from gdpo_nemo.rollouts.learning import (
 if TYPE_CHECKING:
     from gdpo_nemo.cluster.policy_group import PolicyGroup
     from gdpo_nemo.observe.log import RunLog
-    from gdpo_nemo.rollouts.groups import Rollout
+    from gdpo_nemo.rollouts.rollout_batch import Rollout
 
 METRICS = {
     "reward/total/mean": ("reward", "Weighted sum of the components' means: what GRPO would call the reward"),

@@ -18,8 +18,8 @@ from gdpo_nemo.data.records import Group, Outcome, Prompt, Trajectory
 from gdpo_nemo.data.results import UpdateResult
 from gdpo_nemo.errors import RunError
 from gdpo_nemo.observe.metric_registry import unknown_metrics
-from gdpo_nemo.rollouts.groups import Rollout
 from gdpo_nemo.rollouts.prompt_stream import PromptBatch
+from gdpo_nemo.rollouts.rollout_batch import Rollout
 from gdpo_nemo.trainer import METRICS, Trainer
 
 DEMO = Path(__file__).resolve().parents[1] / "configs" / "gdpo_tiny_cpu.yaml"

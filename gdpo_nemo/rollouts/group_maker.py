@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import copy
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Sequence
 
 from gdpo_nemo.cluster.fleet import EngineFleet
@@ -16,9 +18,12 @@ from gdpo_nemo.environments.execution.executor import EnvironmentExecutor
 from gdpo_nemo.environments.registry import judges_by_sample
 from gdpo_nemo.generation.requests import Completion, CompletionBatch, SampleRequest, Sampling
 from gdpo_nemo.rollouts.functions import RolloutKind, RolloutRunner, SamplingJob, needs_verdict
-from gdpo_nemo.rollouts.groups import aborted, apply_verdicts, decode, sample_seed, sampled
 from gdpo_nemo.rollouts.rendezvous import Rendezvous
+from gdpo_nemo.rollouts.rollout_batch import aborted, apply_verdicts, decode, sample_seed, sampled
 from gdpo_nemo.rollouts.turns import EpisodeJob
+
+_CALLS = 1024
+"""Most calls of rollout functions and agents at once, one for each group under way."""
 
 
 @dataclass
@@ -63,6 +68,8 @@ class GroupMaker:
         self._runner = RolloutRunner(config, fleet, pool, tokenizer)
         # Of our own: texts are decoded in threads, while others may set the padding of the run's tokenizer.
         self._tokenizer = copy.deepcopy(tokenizer)
+        # Beside the threads of the loop: a call lasts as long as its episodes, and must not keep verdicts waiting.
+        self._calls = ThreadPoolExecutor(_CALLS, thread_name_prefix="calls")
         self._by_sample = {name for name, options in config.env.items() if judges_by_sample(name, dict(options or {}))}
 
     def kind(self, prompt: Prompt) -> RolloutKind:
@@ -70,8 +77,9 @@ class GroupMaker:
         return self._runner.kind(prompt.environment)
 
     def close(self) -> None:
-        """Stop the endpoint."""
+        """Stop the endpoint; calls under way end by themselves."""
         self._runner.close()
+        self._calls.shutdown(wait=False, cancel_futures=True)
 
     async def make(self, job: GroupJob, meeting: Rendezvous | None = None) -> MadeGroup:
         """Sample and judge one group.
@@ -104,7 +112,8 @@ class GroupMaker:
         def sample(requests: Sequence[SampleRequest]) -> CompletionBatch:
             return self._fleet.generate(requests, first.sampling, first.engine)
 
-        made = await asyncio.to_thread(self._runner.call, [job.prompt for job in jobs], asked, sample)
+        call = partial(self._runner.call, [job.prompt for job in jobs], asked, sample)
+        made = await asyncio.get_running_loop().run_in_executor(self._calls, call)
         done = time.time()
         await self._judge([t for group in made for t in group], first.state, decoded=True)
         now = time.time()

@@ -13,7 +13,7 @@ from gdpo_nemo.data.records import Group, Outcome, Prompt, Trajectory
 from gdpo_nemo.errors import RunError
 from gdpo_nemo.observe.journal import JournalEntry, read_journal
 from gdpo_nemo.observe.rollouts import read_rollouts, rollout_files
-from gdpo_nemo.rollouts.groups import Rollout
+from gdpo_nemo.rollouts.rollout_batch import Rollout
 
 
 class RecordedStream:

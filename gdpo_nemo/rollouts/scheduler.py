@@ -36,12 +36,12 @@ from gdpo_nemo.rollouts.accounts import LATE, NO_SIGNAL, SURPLUS, Accounts
 from gdpo_nemo.rollouts.depth import AutoDepth
 from gdpo_nemo.rollouts.functions import RolloutKind
 from gdpo_nemo.rollouts.group_maker import GroupJob, GroupMaker, MadeGroup
-from gdpo_nemo.rollouts.groups import Rollout, cut, num_samples
 from gdpo_nemo.rollouts.learning import part_with_signal
 from gdpo_nemo.rollouts.ledger import Stage
 from gdpo_nemo.rollouts.prompt_stream import Span
 from gdpo_nemo.rollouts.recorded_stream import recorded
 from gdpo_nemo.rollouts.rendezvous import Rendezvous
+from gdpo_nemo.rollouts.rollout_batch import Rollout, cut, num_samples
 from gdpo_nemo.waits import waiting
 
 METRICS = {

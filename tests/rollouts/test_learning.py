@@ -155,7 +155,7 @@ def test_groups_are_the_samples_of_one_prompt_and_not_one_sample_of_every_prompt
 
 def test_the_stream_gives_every_completion_to_the_prompt_it_was_sampled_for():
     from gdpo_nemo.generation.requests import Completion, CompletionBatch
-    from gdpo_nemo.rollouts.groups import grouped
+    from gdpo_nemo.rollouts.rollout_batch import grouped
 
     prompts = [group(name, {}).prompt for name in "abc"]
     completions = [Completion(np.array([i], np.int32), np.zeros(1, np.float32), "stop") for i in range(12)]

@@ -11,8 +11,8 @@ from gdpo_nemo.data.records import NOT_CONTIGUOUS, Group, Outcome, Prompt, Traje
 from gdpo_nemo.data.results import UpdateResult
 from gdpo_nemo.errors import RunError
 from gdpo_nemo.generation.requests import Completion, CompletionBatch
-from gdpo_nemo.rollouts.groups import apply_verdicts, grouped, sample_seed
 from gdpo_nemo.rollouts.learning import check_failures, rollout_metrics, update_metrics, validation_metrics
+from gdpo_nemo.rollouts.rollout_batch import apply_verdicts, grouped, sample_seed
 
 
 def sample(version: int = 0, tokens: int = 3, environment: str = "toy", **changes) -> Trajectory:

@@ -19,7 +19,7 @@ from gdpo_nemo.config.load import load_config
 from gdpo_nemo.data.records import Outcome, Prompt, TrainerState, Verdict
 from gdpo_nemo.errors import RunError
 from gdpo_nemo.rollouts.accounts import LATE, NO_SIGNAL, SURPLUS
-from gdpo_nemo.rollouts.groups import sample_seed
+from gdpo_nemo.rollouts.rollout_batch import sample_seed
 from gdpo_nemo.rollouts.scheduler import RolloutScheduler
 
 DEMO = Path(__file__).resolve().parents[2] / "configs" / "gdpo_tiny_cpu.yaml"
@@ -66,12 +66,12 @@ class World:
         return Prompt(str(place), np.array([place], np.int32), "", "digit_sort", {"digits": "12345"})
 
     def verify(self, trajectories):
-        if any(int(t.prompt.id) in self.hanging for t in trajectories):
+        if any(int(t.prompt.token_ids[0]) in self.hanging for t in trajectories):
             self.release.wait(10)
         return [self.verdict(t) for t in trajectories]
 
     def verdict(self, t):
-        return Verdict({"correctness": float(t.sample_index) * (int(t.prompt.id) not in self.dead)})
+        return Verdict({"correctness": float(t.sample_index) * (int(t.prompt.token_ids[0]) not in self.dead)})
 
     def train(self, kv="drain"):
         """A step: its batch, and the weights behind it."""
@@ -120,8 +120,8 @@ def eventually(condition, limit_s=10.0):
 
 def test_a_synchronous_step_is_submitted_at_once_in_order_with_its_own_seeds(world):
     w = world()
-    for step in range(2):
-        w.train()
+    w.train()
+    w.train()
     seeds = [[sample_seed(0, 3 * step + i, j) for i in range(3) for j in range(2)] for step in range(2)]
     assert w.submitted() == seeds
 
@@ -375,7 +375,8 @@ def test_killing_one_of_two_engines_draws_its_samples_again_and_no_others(world)
 
 def test_a_synchronous_steps_samples_are_drawn_again_beside_the_same_ones(world):
     """So that the composition of the engine's batch, and with it the last digits, are those of an undisturbed step."""
-    script = Script(lambda engine, request: 0.0 if request.seed == sample_seed(0, 0, 0) or len(script.engines) > 1 else 60)
+    first = sample_seed(0, 0, 0)
+    script = Script(lambda engine, request: 0.0 if request.seed == first or len(script.engines) > 1 else 60.0)
     w = world(script=script)
     w.scheduler.schedule(0)
     eventually(lambda: len(w.fleet.lanes[0].pending) == 5)  # one of six is done

@@ -24,7 +24,7 @@ from gdpo_nemo.endpoint.server import Endpoint
 from gdpo_nemo.endpoint.service import Budgets, Service
 from gdpo_nemo.generation.requests import Sampling
 from gdpo_nemo.rollouts.context import RolloutContext
-from gdpo_nemo.rollouts.groups import sample_seed
+from gdpo_nemo.rollouts.rollout_batch import sample_seed
 from gdpo_nemo.rollouts.turns import EpisodeJob, Limits, play_episode
 
 REPOSITORY = Path(__file__).resolve().parents[2]

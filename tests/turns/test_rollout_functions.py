@@ -20,7 +20,7 @@ from gdpo_nemo.generation.requests import Sampling
 from gdpo_nemo.observe.metric_registry import unknown_metrics
 from gdpo_nemo.observe.rollouts import read_rollouts, rollout_path
 from gdpo_nemo.rollouts.functions import RolloutKind, RolloutRunner, SamplingJob, needs_verdict, rollout_methods
-from gdpo_nemo.rollouts.groups import sample_seed
+from gdpo_nemo.rollouts.rollout_batch import sample_seed
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 OWN = Path(__file__).with_name("own_rollouts.py")

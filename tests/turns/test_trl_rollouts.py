@@ -17,7 +17,7 @@ from gdpo_nemo.environments.execution.pool import EnvironmentPool
 from gdpo_nemo.errors import ConfigError, RunError
 from gdpo_nemo.generation.requests import Sampling
 from gdpo_nemo.rollouts.functions import RolloutRunner, SamplingJob, rollout_methods
-from gdpo_nemo.rollouts.groups import apply_verdicts, sample_seed
+from gdpo_nemo.rollouts.rollout_batch import apply_verdicts, sample_seed
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 TRL = Path(__file__).with_name("trl_rollout_functions.py")
