@@ -19,6 +19,7 @@ from gdpo_nemo.checkpoints import UPDATES_UNKNOWN, Checkpoints, RunState, check_
 from gdpo_nemo.config.files import check_folder_can_be
 from gdpo_nemo.config.layout import updates_per_step
 from gdpo_nemo.config.load import load_config
+from gdpo_nemo.config.rollout_bounds import resolved_window
 from gdpo_nemo.config.schema import Config, LoggerConfig
 from gdpo_nemo.data.tokenizer import load_tokenizer
 from gdpo_nemo.errors import ConfigError
@@ -75,18 +76,16 @@ def audit_run(run_dir: Path) -> list[str]:
     """``audit`` of a run by its own configs and newest checkpoint. Raises ConfigError, RunError."""
     _journal(run_dir)
     configs = [load_config(path) for _, path in config_files(run_dir)]
-    windows = [_window(config) for config in configs]
+    window = max(resolved_window(config) for config in configs)
     ledger = None
     checkpoints = _checkpoints(run_dir)
     if checkpoints.steps():
         state = read_state(checkpoints.path(checkpoints.steps()[-1]))
         ledger = state.ledger or None
     staleness = max(config.rollout.max_staleness for config in configs)
-    return audit(run_dir, staleness, None if None in windows else max(w for w in windows if w), ledger)
-
-
-def _window(config: Config) -> int | None:
-    return config.rollout.window or (None if config.rollout.max_staleness else 1)
+    buffers = [config.rollout.replay_buffer for config in configs]
+    reuse = max(buffer.reuse if buffer.groups else 0 for buffer in buffers)
+    return audit(run_dir, staleness, window, ledger, reuse, max(buffer.max_age for buffer in buffers))
 
 
 def plan_rerun(run_dir: Path, to: int | None, out: Path | None, start: int = 0, check: bool = False) -> Plan:

@@ -304,11 +304,14 @@ class EngineFleet:
         completions = [completion for completion, _ in drawn]
         return CompletionBatch(completions, min(c.version for c in completions), time.monotonic() - start)
 
+    def _check_awake(self) -> None:
+        if not self.awake.is_set():
+            raise RunError("the engines cannot sample: they sleep")
+
     def _lane(self, engine: int | None) -> Lane:
         if self.failure is not None:
             raise self.failure
-        if not self.awake.is_set():
-            raise RunError("the engines cannot sample: they sleep")
+        self._check_awake()
         if engine is not None:
             lane = self.lanes[engine]
             if lane.samples or (self.exact and lane.state is not LaneState.DEAD):
@@ -353,9 +356,9 @@ class EngineFleet:
             self._delivering.release()
 
     async def _update(self, kv: str) -> None:
-        lanes = [lane for lane in self.lanes if lane.samples or lane.state is LaneState.LOADED]
+        lanes = [lane for lane in self.lanes if lane.state not in (LaneState.STARTING, LaneState.DEAD)]
         for lane in lanes:
-            if lane.state is not LaneState.LOADED:
+            if lane.samples:
                 lane.enter(LaneState.UPDATING)
         await self._deliver(lanes, kv)
         for lane in lanes:
@@ -415,6 +418,7 @@ class EngineFleet:
         return again
 
     async def _score(self, sequences: Sequence[np.ndarray]) -> dict[int, list[np.ndarray]]:
+        self._check_awake()
         await self.until(lambda: any(lane.samples for lane in self.lanes))
         lanes = [lane for lane in self.lanes if lane.samples]
         refs = [lane.actor.score.remote(list(sequences)) for lane in lanes]

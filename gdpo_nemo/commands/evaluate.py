@@ -23,7 +23,7 @@ from gdpo_nemo.checkpoints import Checkpoints, check_whole, read_state
 from gdpo_nemo.commands.arguments import add_overrides, terminal
 from gdpo_nemo.config.files import check_folder_can_be
 from gdpo_nemo.config.load import load_config
-from gdpo_nemo.config.schema import Config, MegatronConfig
+from gdpo_nemo.config.schema import Config, MegatronConfig, RolloutConfig
 from gdpo_nemo.data.records import Group, Outcome
 from gdpo_nemo.errors import ConfigError
 from gdpo_nemo.observe.installation import require_libraries
@@ -158,7 +158,9 @@ def without_policy(config: Config) -> None:
     config.policy.megatron_cfg = MegatronConfig(data_parallel_size=engines)
     config.cluster.placement = "colocated"
     config.cluster.env_nodes = 0
-    config.rollout = replace(config.rollout, max_staleness=0, kv="recompute", window=None, depth="auto", sync_every=1)
+    ahead = ("max_staleness", "kv", "window", "depth", "sync_every", "replay_buffer")
+    defaults = RolloutConfig()
+    config.rollout = replace(config.rollout, **{key: getattr(defaults, key) for key in ahead})
     config.weights.transport = "auto"
 
 

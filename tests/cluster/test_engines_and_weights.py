@@ -4,7 +4,6 @@ tests."""
 from __future__ import annotations
 
 import copy
-import operator
 import os
 import signal
 import sys
@@ -69,7 +68,7 @@ def requests(count: int, prompt_length: int = 6) -> list[SampleRequest]:
 
 
 def draw(fleet: EngineFleet, wanted: list[SampleRequest]):
-    return fleet.collect(fleet.submit(wanted, SAMPLING))
+    return fleet.generate(wanted, SAMPLING)
 
 
 def train_once(policy: PolicyGroup, learning_rate_sign: float = 1.0) -> None:
@@ -138,7 +137,7 @@ def test_published_weights_reach_every_engine_and_stale_prefixes_are_forgotten(p
 def test_engines_that_hold_other_weights_are_found_by_the_probe(parts):
     train_once(parts.policy)
     parts.sync.transport.prepare(3)
-    parts.fleet.update(parts.sync.transport)
+    parts.fleet.update(parts.sync.transport, 3)
     train_once(parts.policy)
     train_once(parts.policy)
     with pytest.raises(RunError, match="does not hold the weights of version 3"):
@@ -198,7 +197,7 @@ def test_adapters_alone_give_the_engines_the_merged_weights_on_every_transport(p
 
     lost = type(manifest)(33, manifest.entries[2:], manifest.adapters)
     with pytest.raises(RunError, match="2 tensors missing, for instance base_model.model.model.layers.0"):
-        gather([parts.fleet._actors[0].expect.remote(lost)], "asking", 60)
+        gather([parts.fleet.lanes[0].actor.prepare_update.remote(lost)], "asking", 60)
 
 
 def test_an_engine_whose_vllm_has_a_process_of_its_own_gets_the_same_weights(parts, digit_model, tmp_path, monkeypatch):
@@ -214,7 +213,7 @@ def test_an_engine_whose_vllm_has_a_process_of_its_own_gets_the_same_weights(par
         assert WeightSync(parts.policy, fleet, parts.probe, transport).publish(version)["parity/probe"] < 1e-4
     nobody = IpcReceiver((("\0nobody", b"key"),), 1, 1.0)
     with pytest.raises(PeerLost, match="weight update 53: the other end of the shared memory is gone"):
-        gather([fleet._actors[0].update_weights.remote(transport.manifest, nobody)], "from nobody", 60)
+        gather([fleet.lanes[0].actor.update_weights.remote(transport.manifest, nobody)], "from nobody", 60)
     fleet.close()
 
 
@@ -249,10 +248,10 @@ def test_sleeping_engines_sample_again_only_when_all_their_memory_is_back(parts)
     sync.publish(30)
     before = draw(parts.fleet, requests(8))
     sync.sleep_engines()
-    with pytest.raises(RunError, match="the engine cannot sample: it sleeps"):
+    with pytest.raises(RunError, match="the engines cannot sample: they sleep"):
         draw(parts.fleet, requests(8))
     parts.fleet.wake("weights")
-    with pytest.raises(RunError, match="the engine cannot sample: it sleeps"):
+    with pytest.raises(RunError, match="the engines cannot sample: they sleep"):
         parts.fleet.score([WORDS])
     parts.fleet.wake("kv_cache")
     sync.sleep_engines()
@@ -287,10 +286,10 @@ def test_a_killed_engine_is_replaced_with_newest_weights_and_its_samples_redrawn
     sync.publish(20)
     wanted = requests(16)
     before = draw(parts.fleet, wanted)
-    ticket = parts.fleet.submit(wanted, SAMPLING)
+    drawing = parts.fleet.spawn(parts.fleet.sample_all(wanted, SAMPLING))
     _kill_one_engine()
     train_once(parts.policy)
-    after = parts.fleet.collect(ticket)
+    after = drawing.result()
     assert same(before, after) and after.version == 20
     assert sync.publish(21)["parity/probe"] < 1e-4
     assert draw(parts.fleet, wanted).version == 21
@@ -300,14 +299,14 @@ def test_an_engine_replaced_by_an_update_is_not_replaced_again_by_those_who_wait
     """The engine is stopped while it is asked, so that it dies with the call, and the update is the first to notice."""
     parts.sync.publish(22)
     wanted = requests(16)
-    stopped = _engines()[0]
+    stopped = _engine(parts, 0)
+    before = [lane.replaced for lane in parts.fleet.lanes]
     stopped.suspend()
-    ticket = parts.fleet.submit(wanted, SAMPLING)
+    drawing = parts.fleet.spawn(parts.fleet.sample_all(wanted, SAMPLING))
     stopped.kill()
     parts.sync.publish(23)
-    replaced = list(parts.fleet._actors)
-    drawn = parts.fleet.collect(ticket)
-    assert all(map(operator.is_, parts.fleet._actors, replaced)) and len(_engines()) == 2
+    drawn = drawing.result()
+    assert [lane.replaced for lane in parts.fleet.lanes] == [before[0] + 1, before[1]] and len(_engines()) == 2
     assert same(drawn, draw(parts.fleet, wanted)) and drawn.version == 22  # the older of the two that drew
 
 
@@ -333,7 +332,7 @@ def test_an_engine_with_half_an_update_does_not_sample_before_a_whole_one(parts)
     before = draw(parts.fleet, requests(8))
     train_once(parts.policy)
     manifest, buffer = packed(parts.policy, 41)
-    engine = parts.fleet._actors[0]
+    engine = parts.fleet.lanes[0].actor
     with pytest.raises(PeerLost, match="halfway"):
         gather([engine.update_weights.remote(manifest, BreaksOff(buffer))], "half an update", 60)
     with pytest.raises(RunError, match="the engine cannot sample: it holds part of a weight update"):
@@ -365,6 +364,11 @@ def test_nodes_that_are_not_there_and_folders_that_a_node_does_not_see_are_named
 
 def _engines() -> list[psutil.Process]:
     return [p for p in psutil.Process().children(recursive=True) if p.name().startswith("ray::Engine")]
+
+
+def _engine(parts, number: int) -> psutil.Process:
+    (_, pid) = parts.fleet.process_locations()[number]
+    return psutil.Process(pid)
 
 
 def _kill_one_engine() -> None:

@@ -223,8 +223,9 @@ def test_the_plan_says_what_runs_ahead_and_by_how_much(minimal, overrides, line)
 def test_an_evaluation_of_an_asynchronous_run_is_valid_whatever_it_set():
     from gdpo_nemo.commands.evaluate import without_policy
 
-    ahead = ["max_staleness=2", "kv=keep", "window=8", "depth=20", "sync_every=2"]
-    config = load_config(CONFIGS / "gdpo_tiny_cpu.yaml", [f"rollout.{text}" for text in ahead])
+    ahead = ["max_staleness=2", "kv=keep", "window=2", "depth=20", "sync_every=2", "replay_buffer.groups=5"]
+    overrides = ["loss_fn.old_logprobs=trainer", *(f"rollout.{text}" for text in ahead)]
+    config = load_config(CONFIGS / "gdpo_tiny_cpu.yaml", overrides)
     validate(config)
     without_policy(config)
     validate(config)
