@@ -3,6 +3,7 @@ tests/end_to_end."""
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -31,6 +32,12 @@ SMALL = [
 ]
 
 
+def done(result) -> Future:
+    future: Future = Future()
+    future.set_result(result)
+    return future
+
+
 class Recorder:
     """The parts of a run: they note what they are asked, and answer like a policy whose log-probs rise with every
     update."""
@@ -55,7 +62,8 @@ class Recorder:
                                  finish_save=lambda: self.calls.append("files"),
                                  save_is_written=lambda: True)  # fmt: skip
         stream = SimpleNamespace(schedule=lambda step: self.calls.append(f"schedule {step}"), get_batch=self.get_batch,
-                                 evaluate=lambda p: self.groups(0), ledger=self.ledger)  # fmt: skip
+                                 evaluate=lambda p: done(self.groups(0)), ledger=self.ledger,
+                                 take_events=list)  # fmt: skip
         sync = SimpleNamespace(version=None, publish=self.publish, sleep_engines=lambda: self.calls.append("sleep"))
         self.checkpoints = checkpoints
         self.parts = SimpleNamespace(
@@ -131,8 +139,11 @@ def of(recorder: Recorder, *words: str) -> list[str]:
 def test_every_step_takes_its_batch_trains_and_publishes_the_next_version():
     recorder = Recorder("gdpo.val_period=0", "gdpo.val_at_start=false", "checkpointing.enabled=false")
     recorder.trainer.fit()
-    steps = [[f"schedule {k}", f"get batch {k}", "sleep", "train", f"publish {k + 1}"] for k in range(4)]
-    assert recorder.calls == ["publish 0", *(call for step in steps for call in step)]
+    steps = [
+        [f"get batch {k}", "sleep", "train", f"publish {k + 1}", f"schedule {k + 1}", f"schedule {k + 1}"]
+        for k in range(4)
+    ]
+    assert recorder.calls == ["publish 0", "schedule 0", *(call for step in steps for call in step)]
     assert [row["step"] for row, *_ in recorder.rows] == [1, 2, 3, 4]
     assert (recorder.trainer.state.step, recorder.trainer.state.position) == (4, 8)
 
@@ -318,7 +329,8 @@ def without_engines(recorder: Recorder, kind: type[Algorithm]) -> Recorder:
         ledger=dict,
         schedule=lambda step: None,
         get_batch=lambda step: PromptBatch([np.arange(2, dtype=np.int32)] * 2, 2 * step + 2),
-        evaluate=lambda prompts: prompts,
+        evaluate=done,
+        take_events=list,
     )
     parts.log.step = lambda row: recorder.rows.append(row)
     recorder.trainer = Trainer(recorder.config, parts, RunState())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, replace
 from typing import Any, Mapping, Sequence
 
-from gdpo_nemo.config.rollout_bounds import resolved_bound, resolved_window
+from gdpo_nemo.config.rollout_bounds import new_groups, resolved_bound, resolved_window
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.data.records import Group
 from gdpo_nemo.rollouts.ledger import Ledger, LedgerState
@@ -38,8 +38,9 @@ class Accounts:
         exact = config.rollout.max_staleness == 0
         self._limit = limit
         self._step = step
+        self._groups = config.gdpo.num_prompts_per_step
         self.ledger = Ledger(
-            config.gdpo.num_prompts_per_step,
+            new_groups(config),
             # A synchronous step replaces groups before it is trained; nothing is stale then, however many they are.
             _UNBOUNDED if exact else resolved_bound(config),
             resolved_window(config),
@@ -66,7 +67,7 @@ class Accounts:
     @property
     def wanted(self) -> int:
         """New groups of the next batch."""
-        return self.ledger.groups - len(self.again)
+        return self._groups - len(self.again)
 
     @property
     def prompts_left(self) -> float:

@@ -232,6 +232,11 @@ METRICS = {
         "Sequences of advantage or weight 0, left out by policy.skip_zero_advantage: trained tokens are the others'",
     ),
     "rollout/aborted": ("share", "Trajectories cut as stragglers, once their group had enough verdicts"),
+    "rollout/versions": (
+        "versions",
+        "Weights that wrote a trajectory, mean; above 1 some arrived while it was sampled",
+    ),
+    "staleness/tokens/NAME": ("share", "Tokens of the policy that weights of NAME versions before wrote"),
     "staleness/mean": ("updates", "Weight versions between sampling and training of a trajectory, mean"),
     "staleness/max": (
         "updates",
@@ -290,9 +295,26 @@ def rollout_metrics(trajectories: Sequence[Trajectory], version: int) -> dict[st
         "rollout/aborted": outcomes.count(Outcome.ABORTED) / len(outcomes),
         **_failed_by_environment(trajectories),
         **logged_metrics(trajectories),
+        "rollout/versions": (
+            "versions",
+            "Weights that wrote a trajectory, mean; above 1 some arrived while it was sampled",
+        ),
+        "staleness/tokens/NAME": ("share", "Tokens of the policy that weights of NAME versions before wrote"),
         "staleness/mean": float(np.mean(stale)),
         "staleness/max": float(max(stale)),
+        **(_token_ages(trajectories, version) if any(stale) else {}),
     }
+
+
+def _token_ages(trajectories: Sequence[Trajectory], version: int) -> dict[str, float]:
+    """How the policy's tokens spread over the versions that wrote them."""
+    spans = [t.spans or ((t.policy_version, t.num_policy_tokens),) for t in trajectories]
+    tokens: dict[int, int] = {}
+    for of_version, count in (span for of_one in spans for span in of_one):
+        tokens[version - of_version] = tokens.get(version - of_version, 0) + count
+    total = max(1, sum(tokens.values()))
+    shares = {f"staleness/tokens/{age}": tokens[age] / total for age in sorted(tokens)}
+    return {"rollout/versions": float(np.mean([len(of_one) for of_one in spans])), **shares}
 
 
 def _turn_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:

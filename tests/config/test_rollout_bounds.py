@@ -41,12 +41,12 @@ def refused(minimal, *overrides: str) -> str:
     "overrides, ahead, window, bound, depth",
     [
         ([], 0, 1, 16, 16),
-        (["max_staleness=1"], 1, 4, 29, None),
-        (["max_staleness=4"], 4, 4, 77, None),
-        (["max_staleness=1", "window=1"], 1, 1, 32, None),
+        (["max_staleness=1"], 1, 1, 32, None),
+        (["max_staleness=4"], 4, 1, 80, None),
+        (["max_staleness=4", "window=4"], 4, 4, 77, None),
         (["max_staleness=1", "window=17"], 1, 17, 16, None),
-        (["max_staleness=2", "depth=20"], 2, 4, 45, 20),
-        (["max_staleness=3", "sync_every=3"], 1, 4, 29, None),
+        (["max_staleness=2", "depth=20"], 2, 1, 48, 20),
+        (["max_staleness=3", "sync_every=3"], 1, 1, 32, None),
         (["max_staleness=1", "sync_every=2"], 0, 1, 16, 16),
         (["max_staleness=1", "gdpo.num_prompts_per_step=1"], 1, 1, 2, None),
     ],
@@ -82,7 +82,7 @@ def test_no_group_that_the_bound_admits_is_trained_too_late(staleness, sync_ever
         (["max_staleness=2", "sync_every=2", "window=18"], "B = (2 - 1 + 1) * 16 - (18 - 1) = 15"),
         (["window=0"], "rollout.window: must be at least 1"),
         (["max_staleness=1", "depth=15"], "rollout.depth: 15 groups under way never fill a step of 16"),
-        (["max_staleness=1", "depth=30"], "rollout.depth: 30 is above B = (1 + 1) * 16 - (4 - 1) = 29"),
+        (["max_staleness=1", "depth=33"], "rollout.depth: 33 is above B = (1 + 1) * 16 - (1 - 1) = 32"),
         (["depth=17"], "rollout.depth: 17 is above B = (0 + 1) * 16 - (1 - 1) = 16"),
         (["depth=automatic"], "rollout.depth: must be auto or a whole number of groups, got 'automatic'"),
         (["max_staleness=1", "depth=17.5"], "rollout.depth: must be auto or a whole number"),
@@ -159,7 +159,8 @@ def test_what_cannot_be_used_again_is_refused_with_the_arithmetic(minimal, overr
 @pytest.mark.parametrize(
     "overrides, window, bound",
     [
-        (["max_staleness=1", "replay_buffer.groups=4"], 3, 22),
+        (["max_staleness=1", "replay_buffer.groups=4"], 1, 24),
+        (["max_staleness=1", "window=3", "replay_buffer.groups=4"], 3, 22),
         (["max_staleness=1", "replay_buffer.groups=8"], 1, 16),
         (["max_staleness=3", "replay_buffer={groups: 10, reuse: 2}"], 1, 24),
     ],
@@ -178,7 +179,7 @@ def test_groups_that_are_trained_again_leave_fewer_to_be_under_way(minimal, over
         ["max_staleness=1", "kv=drain", "depth=16"],
         [*AGAIN, "replay_buffer={groups: 8, max_age: 2}", "loss_fn.off_policy.mode=truncate"],
         [f"{REROLL}, max_rerolls: 3}}", "max_staleness=2"],
-        ["max_staleness=1", "depth=29"],
+        ["max_staleness=1", "depth=32"],
         ["window=1", "depth=16"],
         ["group_timeout_s=9"],
         ["group_timeout_s=9", "min_valid=1", "max_staleness=3"],
@@ -206,8 +207,8 @@ def test_rounds_count_the_groups_that_a_step_may_replace(minimal):
         ([], "staleness  0, exactly on-policy"),
         (
             ["max_staleness=2"],
-            "staleness  at most 2 steps, bound B = (2 + 1) * 16 - (4 - 1) = 45 groups, window 4, depth auto (16 to "
-            "45), new weights every step, kv recompute",
+            "staleness  at most 2 steps, bound B = (2 + 1) * 16 - (1 - 1) = 48 groups, window 1, depth auto (16 to "
+            "48), new weights every step, kv recompute",
         ),
         (
             ["max_staleness=1", "sync_every=2", "group_timeout_s=30"],

@@ -157,7 +157,13 @@ def test_every_measured_key_is_described_and_every_described_one_is_measured():
     rows = rows_of_the_real_functions()
     assert unknown_metrics(rows) == []
     described = {find_metric(key).pattern for row in rows for key in row}
-    elsewhere = ("algorithm.py", "trainer.py", "weight_sync.py")  # tests/test_trainer.py, tests/end_to_end
+    elsewhere = (
+        "algorithm.py",
+        "trainer.py",
+        "weight_sync.py",
+        "fleet.py",
+        "scheduler.py",
+    )  # tests/end_to_end, tests/test_trainer
     computed = {m.pattern for m in metrics().values() if Path(m.source).name not in elsewhere}
     assert described == computed - {"policy/NAME"}  # which is for losses of a user's own
 

@@ -153,23 +153,6 @@ def test_groups_are_the_samples_of_one_prompt_and_not_one_sample_of_every_prompt
     assert np.sign(values_of(across, settings)).tolist() == [1, -1] * 4
 
 
-def test_the_stream_gives_every_completion_to_the_prompt_it_was_sampled_for():
-    from gdpo_nemo.generation.requests import Completion, CompletionBatch
-    from gdpo_nemo.rollouts.rollout_batch import grouped
-
-    prompts = [group(name, {}).prompt for name in "abc"]
-    completions = [Completion(np.array([i], np.int32), np.zeros(1, np.float32), "stop") for i in range(12)]
-    tokenizer = SimpleNamespace(batch_decode=lambda ids, **_: [str(i) for (i,) in ids])
-    groups = grouped(prompts, CompletionBatch(completions, version=3, seconds=0.0), tokenizer)
-    assert [g.prompt.id for g in groups] == ["a", "b", "c"]
-    assert [[t.text for t in g.trajectories] for g in groups] == [
-        ["0", "1", "2", "3"],
-        ["4", "5", "6", "7"],
-        ["8", "9", "10", "11"],
-    ]
-    assert all(t.prompt is g.prompt and t.sample_index == j for g in groups for j, t in enumerate(g.trajectories))
-
-
 def test_the_order_of_groups_and_of_samples_within_them_changes_nothing():
     groups = two_groups()
     expected = dict(zip(map(id, all_of(groups)), values_of(groups, config())))

@@ -10,9 +10,9 @@ import pytest
 from gdpo_nemo.data.records import NOT_CONTIGUOUS, Group, Outcome, Prompt, Trajectory, Verdict
 from gdpo_nemo.data.results import UpdateResult
 from gdpo_nemo.errors import RunError
-from gdpo_nemo.generation.requests import Completion, CompletionBatch
+from gdpo_nemo.generation.requests import Completion
 from gdpo_nemo.rollouts.learning import check_failures, rollout_metrics, update_metrics, validation_metrics
-from gdpo_nemo.rollouts.rollout_batch import apply_verdicts, grouped, sample_seed
+from gdpo_nemo.rollouts.rollout_batch import apply_verdicts, decode, sample_seed, sampled
 
 
 def sample(version: int = 0, tokens: int = 3, environment: str = "toy", **changes) -> Trajectory:
@@ -31,13 +31,15 @@ def test_staleness_is_the_age_of_the_weights_that_sampled(versions, mean, most):
 
 def test_a_trajectory_carries_version_log_probs_and_end_of_its_own_completion():
     ends = ["stop", "length", "stop", "length"]
-    completions = [Completion(np.full(2, i, np.int32), np.full(2, -i, np.float32), ends[i]) for i in range(4)]
+    completions = [
+        Completion(np.full(2, i, np.int32), np.full(2, -i, np.float32), ends[i], ((7, 1), (8, 1))) for i in range(4)
+    ]
     tokenizer = SimpleNamespace(
         batch_decode=lambda ids, skip_special_tokens: [f"{skip_special_tokens} {i[0]}" for i in ids]
     )
-    prompts = [sample().prompt, sample().prompt]
-    groups = grouped(prompts, CompletionBatch(completions, version=7, seconds=0.0), tokenizer)
-    found = [t for g in groups for t in g.trajectories]
+    found = [sampled(sample().prompt, j, completion) for j, completion in enumerate(completions)]
+    decode(found, tokenizer)
+    assert [t.spans for t in found] == [((7, 1), (8, 1))] * 4
     assert [t.policy_version for t in found] == [7] * 4
     assert [t.finish_reason for t in found] == ends
     assert [t.logprobs.tolist() for t in found] == [[-i, -i] for i in range(4)]

@@ -391,7 +391,7 @@ def test_a_replacement_is_given_the_newest_weights_before_it_samples(world):
     w.train()
     w.script.now(0).dead = True
     rollout = w.train()
-    assert w.script.now(0).version == 2 and len(w.script.engines) == 2
+    eventually(lambda: len(w.script.engines) == 2 and w.fleet.lanes[0].version == w.script.now(0).version == 2)
     assert {version for t in rollout.trajectories for version, _ in t.spans} <= {0, 1}
 
 
