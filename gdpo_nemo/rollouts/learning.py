@@ -295,11 +295,6 @@ def rollout_metrics(trajectories: Sequence[Trajectory], version: int) -> dict[st
         "rollout/aborted": outcomes.count(Outcome.ABORTED) / len(outcomes),
         **_failed_by_environment(trajectories),
         **logged_metrics(trajectories),
-        "rollout/versions": (
-            "versions",
-            "Weights that wrote a trajectory, mean; above 1 some arrived while it was sampled",
-        ),
-        "staleness/tokens/NAME": ("share", "Tokens of the policy that weights of NAME versions before wrote"),
         "staleness/mean": float(np.mean(stale)),
         "staleness/max": float(max(stale)),
         **(_token_ages(trajectories, version) if any(stale) else {}),
