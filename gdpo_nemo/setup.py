@@ -105,7 +105,7 @@ class RunComponents:
         return {
             "step": self.state.step,
             "version": self.sync.version if self.sync else None,
-            "queues": {"groups in flight": self.stream.in_flight if "stream" in there else 0},
+            "queues": self.stream.queues() if "stream" in there else {},
             "roles": roles,
             "logs": str(logs) if logs else None,
         }

@@ -150,6 +150,13 @@ class Trainer:
         self.stream.schedule(self.state.step)
 
     @property
+    def _publishes(self) -> bool:
+        """Whether the engines get these weights: those of every ``rollout.sync_every`` steps, and those that are
+        validated."""
+        period = self.config.rollout.sync_every
+        return self.state.step % period == 0 or self._due(self.config.gdpo.val_period)
+
+    @property
     def _barrier(self) -> bool:
         """Whether validation comes next and has the engines to itself."""
         return self.config.rollout.max_staleness == 0 and self._due(self.config.gdpo.val_period)
@@ -173,7 +180,7 @@ class Trainer:
 
     def publish(self) -> dict[str, float]:
         """Give the engines, where there are any, the weights after the steps done; returns what it measured."""
-        if self.sync is None or (self.state.step % self.config.rollout.sync_every and self.sync.version is not None):
+        if self.sync is None or not (self.sync.version is None or self._publishes):
             return {}
         self.finish_validation()  # its samples are of the version before
         return self.sync.publish(self.state.step)

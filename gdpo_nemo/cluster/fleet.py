@@ -63,6 +63,7 @@ class EngineFleet:
         self.failure: GdpoError | None = None
         """Why sampling failed for good, once it did."""
         self._events: list[str] = []
+        self._spans: list[tuple[str, str, float, float]] = []
         self._weights: Transport | None = None
         """Holds the newest weights, for engines that are replaced."""
         self._version = -1
@@ -170,6 +171,12 @@ class EngineFleet:
     def wake(self, what: str) -> None:
         """Let the engines allocate ``weights`` or ``kv_cache`` again; a dead one is replaced by one that has both."""
         self.spawn(self._wake(what)).result()
+
+    def take_spans(self) -> list[tuple[str, str, float, float]]:
+        """(lane, name, start, end), in seconds since the epoch, of the updates of weights since the last call."""
+        taken = self._spans
+        self._spans = []
+        return taken
 
     def take_events(self) -> list[str]:
         """What happened to engines since the last call, a sentence each."""
@@ -360,7 +367,10 @@ class EngineFleet:
         for lane in lanes:
             if lane.samples:
                 lane.enter(LaneState.UPDATING)
+        start = time.time()
         await self._deliver(lanes, kv)
+        name = f"weights {self._version}"
+        self._spans += [(f"engine {lane.index}", name, start, time.time()) for lane in lanes]
         for lane in lanes:
             if lane.state is LaneState.UPDATING:
                 lane.enter(LaneState.READY)

@@ -116,7 +116,7 @@ class Ledger:
 
     def count(self, *stages: Stage) -> int:
         """Outstanding positions in these stages."""
-        return sum(entry.stage in stages for entry in self._outstanding.values())
+        return sum(entry.stage in stages for entry in list(self._outstanding.values()))
 
     def admit(self, version: int, most: int | None = None) -> list[int]:
         """Admit the next positions under published weights of ``version``: while fewer than ``most`` (at most B; None:

@@ -27,9 +27,8 @@ class Batch(Protocol):
 class BatchStream(Protocol):
     """Where the trainer gets its batches: ``RolloutScheduler`` where the algorithm samples, else ``PromptStream``."""
 
-    @property
-    def in_flight(self) -> int:
-        """Groups under way or waiting to be trained."""
+    def queues(self) -> dict[str, Any]:
+        """What is under way, for the status file; called from another thread."""
 
     def schedule(self, step: int) -> None:
         """Account for the updates of ``step`` steps, and start everything that the published weights may make."""
@@ -67,8 +66,6 @@ class PromptStream:
         position: prompts dealt by earlier steps (0, or what the checkpoint says).
     """
 
-    in_flight = 0
-
     def __init__(self, config: Config, prompts: PromptSource, position: int):
         self._count = prompts_per_round(config)
         self._prompts = prompts
@@ -88,6 +85,10 @@ class PromptStream:
         done: Future[Sequence[Prompt]] = Future()
         done.set_result(prompts)
         return done
+
+    def queues(self) -> dict[str, Any]:
+        """Nothing is in flight."""
+        return {}
 
     def take_events(self) -> list[str]:
         """Nothing happens here."""

@@ -26,8 +26,6 @@ class RecordedStream:
         entries: of the run's journal.
     """
 
-    in_flight = 0
-
     def __init__(self, run_dir: Path, entries: Iterable[JournalEntry]):
         self._entries = {entry.step: entry for entry in entries}
         self._files = dict(rollout_files(run_dir))
@@ -54,6 +52,10 @@ class RecordedStream:
 
     def ledger(self) -> dict[str, Any]:
         """A replay draws nothing, so nothing is outstanding."""
+        return {}
+
+    def queues(self) -> dict[str, Any]:
+        """Nothing is in flight."""
         return {}
 
     def take_events(self) -> list[str]:

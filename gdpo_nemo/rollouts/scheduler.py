@@ -154,6 +154,12 @@ class RolloutScheduler:
         """Groups under way or finished but not yet trained."""
         return len(self._ledger)
 
+    def queues(self) -> dict[str, Any]:
+        """How far the groups under way are, and what each engine does; from any thread."""
+        stages = {f"groups {stage}": self._ledger.count(stage) for stage in Stage}
+        lanes = {f"engine {n.index}": f"{n.state}, {len(n.pending)} samples" for n in self._fleet.lanes}
+        return {**stages, **lanes}
+
     def close(self) -> None:
         """Drop the groups in flight without waiting for them."""
         self._fleet.spawn(self._cancel()).result()
@@ -319,6 +325,7 @@ class RolloutScheduler:
         rollout.next_position = self._accounts.consumed + len({group.position for group in self._training})
         self._add_again(rollout)
         rollout.measured |= self._measure()
+        rollout.spans += self._fleet.take_spans()
         return rollout
 
     async def _ready_batch(self) -> Rollout | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +14,7 @@ from gdpo_nemo.cluster import fleet as fleets
 from gdpo_nemo.cluster.session import ray, session
 from gdpo_nemo.config.load import load_config
 from gdpo_nemo.errors import RunError
-from gdpo_nemo.generation.requests import Completion, FinishedRequest, SampleRequest, Sampling
+from gdpo_nemo.generation.requests import Completion, EngineReport, FinishedRequest, SampleRequest, Sampling
 
 SAMPLING = Sampling(1.0, 1.0, -1, 4)
 SEED = 40
@@ -25,6 +25,8 @@ class Mortal:
 
     def __init__(self, folder, vllm, precision, length, seed, on_cpu, sleeps, targets):
         self.file = Path(folder) / str(seed - SEED)
+        self.version = -1
+        self.asked = []
 
     def _live(self) -> None:
         left = self.file.read_text().splitlines() if self.file.exists() else []
@@ -35,15 +37,25 @@ class Mortal:
     def process_location(self):
         return "here", os.getpid()
 
-    def advance(self, new):
+    def submit(self, requests) -> None:
         self._live()
-        return [FinishedRequest(name, Completion(np.arange(2), np.zeros(2), "stop", ((7, 2),))) for name in new]
+        self.asked += requests
 
-    def expect(self, manifest) -> None:
+    def poll(self, wait_s):
+        self._live()
+        if not self.asked:
+            time.sleep(0.02)
+        spans = ((self.version, 2),)
+        done = [FinishedRequest(name, Completion(np.arange(2), np.zeros(2), "stop", spans)) for name in self.asked]
+        self.asked = []
+        return EngineReport(done, self.version, 0, 0, 0.0, 0.0, 0, 0)
+
+    def prepare_update(self, manifest, kv) -> None:
         self._live()
 
-    def update_weights(self) -> int:
-        return 7
+    def update_weights(self, version) -> int:
+        self.version = version
+        return version
 
 
 class ToEveryone:
@@ -52,7 +64,7 @@ class ToEveryone:
     manifest = None
 
     def send(self, engines):
-        return [engine.update_weights.remote() for engine in engines.values()], []
+        return [engine.update_weights.remote(7) for engine in engines.values()], []
 
 
 @pytest.fixture(scope="module")
@@ -68,43 +80,46 @@ def config():
 def fleet(config, tmp_path, monkeypatch):
     monkeypatch.setattr(fleets, "Engine", Mortal)
     fleet = fleets.EngineFleet(config, str(tmp_path))
+    fleet.ready()
     yield fleet
     fleet.close()
 
 
-def request(name: str) -> dict:
-    return {name: (SampleRequest(np.arange(3, dtype=np.int32), 1), SAMPLING)}
+def drawn(fleet, engine: int, limit_s: float = 300.0):
+    """(completion, number of the engine that drew it) of a request to ``engine``."""
+    request = SampleRequest(np.arange(3, dtype=np.int32), 1)
+    return fleet.spawn(fleet.sample(request, SAMPLING, engine)).result(limit_s)
 
 
-def test_an_engine_that_keeps_dying_ends_the_run_however_well_the_others_do(fleet, tmp_path):
-    fleet.advance(fleets.InflightRequests(1), request("before"))
+def test_an_engine_that_keeps_dying_is_given_up_and_the_other_draws_for_it(fleet, tmp_path):
+    assert drawn(fleet, 1)[1] == 1
     (tmp_path / "1").write_text("dies\n" * 12)
-    over = threading.Event()
-    drawn = []
+    assert drawn(fleet, 1)[1] == 0
+    assert [lane.state for lane in fleet.lanes] == ["ready", "dead"]
+    (line,) = fleet.take_events()
+    assert line.startswith("engine 1: it died 4 times in a row: ") and drawn(fleet, 0)[1] == 0
 
-    def beside() -> None:
-        while not over.is_set():
-            drawn.extend(fleet.advance(fleets.InflightRequests(0), request(str(len(drawn)))))
 
-    thread = threading.Thread(target=beside)
-    thread.start()
-    try:
-        with pytest.raises(RunError, match="engine 1 died 4 times in a row"):
-            fleet.advance(fleets.InflightRequests(1), request("mine"))
-    finally:
-        over.set()
-        thread.join()
-    assert len(drawn) > 4
+def test_without_an_engine_left_whoever_waits_is_told(fleet, tmp_path):
+    for engine in ("0", "1"):
+        (tmp_path / engine).write_text("dies\n" * 12)
+    with pytest.raises(RunError, match=r"no engine is left: engine \d: it died 4 times in a row"):
+        drawn(fleet, 0)
+    with pytest.raises(RunError, match="no engine is left"):
+        fleet.least_loaded()
 
 
 def test_several_engines_that_die_at_one_update_are_not_one_engine_that_dies_often(fleet, tmp_path):
     for engine in ("0", "1"):
         (tmp_path / engine).write_text("dies\n" * 2)
-    fleet.update(ToEveryone())
-    assert [len(fleet.advance(fleets.InflightRequests(engine), request("mine"))) for engine in (0, 1)] == [1, 1]
+    with fleet.delivering():
+        fleet.update(ToEveryone(), 7)
+    found = [drawn(fleet, engine) for engine in (0, 1)]
+    assert [(completion.version, engine) for completion, engine in found] == [(7, 0), (7, 1)]
 
 
 def test_a_completion_clears_the_count_of_the_engine_that_made_it(fleet, tmp_path):
-    for round in range(3):
+    for _ in range(3):
         (tmp_path / "1").write_text("dies\n" * 2)
-        assert len(fleet.advance(fleets.InflightRequests(1), request(f"mine {round}"))) == 1
+        assert drawn(fleet, 1)[1] == 1
+    assert fleet.lanes[1].deaths == 0 and fleet.lanes[1].replaced >= 3
