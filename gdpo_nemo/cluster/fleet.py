@@ -36,6 +36,7 @@ _THREADS = 256
 """Most verdicts, steps of environments and rollout functions that are waited for at once."""
 _CALLS = 8
 """Calls that an engine's actor takes at once: a poll, an update, new requests, questions."""
+_GONE = (LaneState.LOST, LaneState.DEAD)
 Result = TypeVar("Result")
 
 
@@ -238,7 +239,7 @@ class EngineFleet:
         if self.failure is not None:
             raise self.failure
         lanes = [lane for lane in self.lanes if lane.samples]
-        lanes = lanes or [lane for lane in self.lanes if lane.state is not LaneState.DEAD]
+        lanes = lanes or [lane for lane in self.lanes if lane.state not in _GONE]
         return min(lanes, key=lambda lane: (lane.load, lane.index)).index
 
     async def room(self, version: int, samples: int) -> int:
@@ -321,7 +322,7 @@ class EngineFleet:
         self._check_awake()
         if engine is not None:
             lane = self.lanes[engine]
-            if lane.samples or (self.exact and lane.state is not LaneState.DEAD):
+            if lane.samples or (self.exact and lane.state not in _GONE):
                 return lane
         return self.lanes[self.least_loaded()]
 
@@ -329,11 +330,16 @@ class EngineFleet:
         """Move a lane's requests to the others; without any, keep them for its replacement, or fail."""
         self._events.append(f"engine {lane.index}: {reason}")
         others = [other for other in self.lanes if other is not lane and other.samples]
-        given_up = lane.state is LaneState.DEAD
-        if given_up and not others and all(other.state is LaneState.DEAD for other in self.lanes):
-            self.fail(RunError(f"no engine is left: engine {lane.index}: {reason}"))
+        gone = lane.state in _GONE
+        if all(other.state in _GONE for other in self.lanes):
+            self.fail(
+                RunError(
+                    f"no engine is left: engine {lane.index}: {reason}; start the run again to resume from its last "
+                    "checkpoint"
+                )
+            )
             return
-        others = others or [other for other in self.lanes if given_up and other.state is not LaneState.DEAD]
+        others = others or [other for other in self.lanes if gone and other.state not in _GONE]
         if not others:
             return
         moved = lane.surrender()
@@ -345,9 +351,10 @@ class EngineFleet:
                 target[key] = min(others, key=lambda other: (other.load, other.index))
             target[key].adopt(pending)
 
-    def node_is_lost(self, lane: Lane) -> bool:
-        """Whether the engine's node has left the cluster; blocks."""
-        return self._placement.is_lost(self._placement.places.engines[lane.index])
+    def lost_node(self, lane: Lane) -> str | None:
+        """The address of the engine's node, if that has left the cluster; blocks."""
+        node = self._placement.places.engines[lane.index]
+        return self._placement.addresses[node] if self._placement.is_lost(node) else None
 
     async def deliver(self, lane: Lane) -> None:
         """Give a replaced engine the newest weights, if there are any."""
@@ -363,7 +370,7 @@ class EngineFleet:
             self._delivering.release()
 
     async def _update(self, kv: str) -> None:
-        lanes = [lane for lane in self.lanes if lane.state not in (LaneState.STARTING, LaneState.DEAD)]
+        lanes = [lane for lane in self.lanes if lane.state not in (LaneState.STARTING, *_GONE)]
         for lane in lanes:
             if lane.samples:
                 lane.enter(LaneState.UPDATING)

@@ -26,7 +26,7 @@ REPLACEMENTS = 3
 """Times that an engine may be replaced without a completion in between before it is given up."""
 POLL_S = 0.5
 """Longest that an engine without news keeps a poll."""
-_NODE_POLL_S = 5.0
+_NODE_POLL_S = 2.0
 """How often an engine that starts again looks whether its node is still there."""
 FULL_KV = 0.9
 """Share of the KV cache in use from which an engine with waiting requests gets no further group: vLLM would preempt."""
@@ -45,6 +45,8 @@ class LaneState(StrEnum):
     READY = "ready"
     UPDATING = "updating"
     ASLEEP = "asleep"
+    LOST = "lost"
+    """Its node has left the cluster; it starts again when another joins."""
     DEAD = "dead"
     """Given up."""
 
@@ -79,8 +81,8 @@ class LaneOwner(Protocol):
     def changed(self) -> None:
         """A state or a load has changed."""
 
-    def node_is_lost(self, lane: Lane) -> bool:
-        """Whether the engine's node has left the cluster; blocks."""
+    def lost_node(self, lane: Lane) -> str | None:
+        """The address of the engine's node, if that has left the cluster; blocks."""
 
 
 class Lane:
@@ -237,18 +239,18 @@ class Lane:
     async def _started(self) -> None:
         ready = self.actor.__ray_ready__.remote()
         deadline = time.monotonic() + START_S
-        told = False
         while True:
             try:
                 await answer(ready, f"starting engine {self.index}", _NODE_POLL_S)
                 return
             except WaitExpired:
-                if not told and await asyncio.to_thread(self._owner.node_is_lost, self):
-                    told = True
-                    # It is placed when a node joins in its stead, however late; until then the others have its work.
-                    deadline = float("inf")
-                    self._owner.reassign(self, "its node is lost")
-                if time.monotonic() > deadline:
+                if self._state is LaneState.STARTING:
+                    lost = await asyncio.to_thread(self._owner.lost_node, self)
+                    if lost is not None:
+                        # Ray places the actor when a node joins in its stead, however late.
+                        self.enter(LaneState.LOST)
+                        self._owner.reassign(self, f"its node {lost} is no longer in the cluster")
+                if self._state is LaneState.STARTING and time.monotonic() > deadline:
                     raise
 
     async def _poll(self) -> EngineReport:

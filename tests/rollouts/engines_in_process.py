@@ -37,6 +37,11 @@ class ScriptedEngine:
         self._running: dict[str, tuple[Any, float, list[tuple[int, int]]]] = {}
         self._lock = threading.Condition()
 
+    def ready(self):
+        while self.index in self.script.unplaced:
+            time.sleep(0.005)
+        self._live()
+
     def process_location(self):
         return "here", 1000 + self.index
 
@@ -110,6 +115,8 @@ class Script:
         self.delay = delay
         self.engines: list[ScriptedEngine] = []
         """Every one that was started, replacements included."""
+        self.unplaced: set[int] = set()
+        """Engines that wait for a node to start on."""
         self.stillborn: set[int] = set()
         """Engines that die as soon as they are started."""
 
@@ -143,7 +150,7 @@ class Actor:
 
     def __getattr__(self, name: str) -> Any:
         engine = self.engine
-        method = (lambda: engine._live()) if name == "__ray_ready__" else getattr(engine, name)
+        method = engine.ready if name == "__ray_ready__" else getattr(engine, name)
         return SimpleNamespace(remote=lambda *arguments: _Reference(_threads.submit(method, *arguments)))
 
 

@@ -15,6 +15,7 @@ import psutil
 import pytest
 from engines_in_process import InProcessFleet, Script, without_ray
 
+from gdpo_nemo.cluster import lane as lanes
 from gdpo_nemo.config.load import load_config
 from gdpo_nemo.data.records import Outcome, Prompt, TrainerState, Verdict
 from gdpo_nemo.errors import RunError
@@ -415,6 +416,36 @@ def test_a_run_without_any_engine_left_ends_at_once_and_says_why(world, stalenes
     with pytest.raises(RunError, match="no engine is left: engine . died|no engine is left: engine .: it died 4 times"):
         w.scheduler.get_batch(0)
     assert time.monotonic() - start < 5
+
+
+def test_a_node_with_engines_alone_may_be_lost_and_come_back(world, monkeypatch):
+    monkeypatch.setattr(lanes, "_NODE_POLL_S", 0.05)
+    w = world("rollout.max_staleness=1", "policy.generation.engines=2", "gdpo.max_num_steps=9")
+    monkeypatch.setattr(w.fleet, "lost_node", lambda lane: "10.0.0.2")
+    w.script.unplaced = {1}
+    w.script.now(1).dead = True
+    eventually(lambda: w.fleet.lanes[1].state == "lost")
+    assert [places(w.train()) for _ in range(2)] == [[0, 1, 2], [3, 4, 5]]
+    assert any("engine 1: its node 10.0.0.2 is no longer in the cluster" in line for line in w.fleet.take_events())
+    w.script.unplaced = set()
+    eventually(lambda: w.fleet.lanes[1].state == "ready" and w.fleet.lanes[1].version == 2)
+    w.train()
+    w.train()
+    assert w.script.now(1).batches
+
+
+def test_a_run_ends_when_the_node_of_its_last_engine_is_lost(world, monkeypatch):
+    monkeypatch.setattr(lanes, "_NODE_POLL_S", 0.05)
+    w = world(script=Script(lambda *_: 60.0))
+    monkeypatch.setattr(w.fleet, "lost_node", lambda lane: "10.0.0.2")
+    w.scheduler.schedule(0)
+    w.script.unplaced = {0}
+    w.script.now(0).dead = True
+    with pytest.raises(
+        RunError, match="no engine is left: engine 0: its node 10.0.0.2 is no longer in the cluster; start"
+    ):
+        w.scheduler.get_batch(0)
+    w.script.unplaced = set()
 
 
 def test_what_a_verifier_raises_ends_the_run_and_not_the_scheduler_alone(world):
