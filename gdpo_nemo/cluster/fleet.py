@@ -326,9 +326,12 @@ class EngineFleet:
                 return lane
         return self.lanes[self.least_loaded()]
 
+    def note(self, line: str) -> None:
+        """Keep a sentence for ``take_events``."""
+        self._events.append(line)
+
     def reassign(self, lane: Lane, reason: str) -> None:
         """Move a lane's requests to the others; without any, keep them for its replacement, or fail."""
-        self._events.append(f"engine {lane.index}: {reason}")
         others = [other for other in self.lanes if other is not lane and other.samples]
         gone = lane.state in _GONE
         if all(other.state in _GONE for other in self.lanes):

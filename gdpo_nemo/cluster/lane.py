@@ -75,8 +75,11 @@ class LaneOwner(Protocol):
     async def deliver(self, lane: Lane) -> None:
         """Give a replacement the newest weights, if there are any."""
 
+    def note(self, line: str) -> None:
+        """Keep a sentence for whoever watches the run."""
+
     def reassign(self, lane: Lane, reason: str) -> None:
-        """Move the requests of a lane to those that can sample, if there are any."""
+        """Move the requests of a lane, for the reason that it died or is gone, to those that can sample, if any can."""
 
     def changed(self) -> None:
         """A state or a load has changed."""
@@ -249,7 +252,9 @@ class Lane:
                     if lost is not None:
                         # Ray places the actor when a node joins in its stead, however late.
                         self.enter(LaneState.LOST)
-                        self._owner.reassign(self, f"its node {lost} is no longer in the cluster")
+                        reason = f"its node {lost} is no longer in the cluster"
+                        self._owner.note(f"engine {self.index}: {reason}; the others go on without it")
+                        self._owner.reassign(self, reason)
                 if self._state is LaneState.STARTING and time.monotonic() > deadline:
                     raise
 
@@ -258,10 +263,10 @@ class Lane:
             self._progress = time.monotonic()
         left = max(0.0, self._progress + self._timeout_s - time.monotonic())
         report: EngineReport = await answer(
-            self.actor.poll.remote(min(POLL_S, left)), f"sampling: engine {self.index}", left + POLL_S
+            self.actor.poll.remote(min(POLL_S, left)), f"engine {self.index}", left + POLL_S
         )
         if self.pending and not report.finished and left <= 0:
-            raise WaitExpired(f"sampling: engine {self.index} finished no sample within {self._timeout_s:.0f} s")
+            raise WaitExpired(f"engine {self.index} finished no sample within {self._timeout_s:.0f} s")
         return report
 
     def _take(self, report: EngineReport) -> None:
@@ -302,7 +307,7 @@ class Lane:
     async def _submit(self, requests: list[PendingRequest]) -> None:
         asked = {pending.name: (pending.request, pending.sampling) for pending in requests}
         try:
-            await answer(self.actor.submit.remote(asked), f"sampling: engine {self.index}", self._timeout_s)
+            await answer(self.actor.submit.remote(asked), f"engine {self.index}", self._timeout_s)
         except WorkerDied:
             return  # the poll finds out, too; the replacement is given all again
         except GdpoError as error:
@@ -323,9 +328,12 @@ class Lane:
             ray.kill(self.actor)  # of one that is only unreachable
         if self.deaths > REPLACEMENTS:
             self.enter(LaneState.DEAD)
-            self._owner.reassign(self, f"it died {self.deaths} times in a row: {error}")
+            reason = f"it died {self.deaths} times in a row, last: {error}"
+            self._owner.note(f"engine {self.index} is given up: {reason}")
+            self._owner.reassign(self, reason)
             return False
         self.enter(LaneState.STARTING)
+        self._owner.note(f"{error}; it is replaced, and its samples are drawn again")
         if not self._owner.exact:
             self._owner.reassign(self, str(error))
         await self._owner.awake.wait()

@@ -96,14 +96,16 @@ def test_an_engine_that_keeps_dying_is_given_up_and_the_other_draws_for_it(fleet
     (tmp_path / "1").write_text("dies\n" * 12)
     assert drawn(fleet, 1)[1] == 0
     assert [lane.state for lane in fleet.lanes] == ["ready", "dead"]
-    (line,) = fleet.take_events()
-    assert line.startswith("engine 1: it died 4 times in a row: ") and drawn(fleet, 0)[1] == 0
+    *replaced, given_up = fleet.take_events()
+    assert [line.endswith("; it is replaced, and its samples are drawn again") for line in replaced] == [True] * 3
+    assert given_up.startswith("engine 1 is given up: it died 4 times in a row, last: engine 1: a worker process died")
+    assert drawn(fleet, 0)[1] == 0
 
 
 def test_without_an_engine_left_whoever_waits_is_told(fleet, tmp_path):
     for engine in ("0", "1"):
         (tmp_path / engine).write_text("dies\n" * 12)
-    with pytest.raises(RunError, match=r"no engine is left: engine \d: it died 4 times in a row"):
+    with pytest.raises(RunError, match=r"no engine is left: engine \d: it died 4 times in a row, last"):
         drawn(fleet, 0)
     with pytest.raises(RunError, match="no engine is left"):
         fleet.least_loaded()

@@ -413,7 +413,7 @@ def test_a_run_without_any_engine_left_ends_at_once_and_says_why(world, stalenes
     for engine in list(w.script.engines):
         engine.dead = True
     start = time.monotonic()
-    with pytest.raises(RunError, match="no engine is left: engine . died|no engine is left: engine .: it died 4 times"):
+    with pytest.raises(RunError, match="no engine is left: engine .: it died 4 times"):
         w.scheduler.get_batch(0)
     assert time.monotonic() - start < 5
 
