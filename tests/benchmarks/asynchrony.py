@@ -5,16 +5,18 @@
     uv run tests/benchmarks/asynchrony.py kill       one of two engines dies: tokens a second around it (1 min)
     uv run tests/benchmarks/asynchrony.py trl        long-tailed lengths beside TRL, nothing paced (4 min)
 
-With ``--check`` the status is 1 where a bound is missed.
+Several may be named; the first three then share their engines. With ``--check`` the status is 1 where a bound is
+missed.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import tempfile
 import time
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Callable, Sequence
 
@@ -42,7 +44,7 @@ PACED = Work(
 longest sample takes 3.7 s."""
 Case = tuple[int, "int | str", int, int]
 """max_staleness, depth, steps, of these to warm up."""
-CASES: tuple[Case, ...] = ((0, "auto", 6, 1), (1, "auto", 8, 2), (2, "auto", 12, 3), (4, "auto", 22, 8), (4, 40, 22, 8))
+CASES: tuple[Case, ...] = ((0, "auto", 6, 1), (1, "auto", 8, 2), (2, "auto", 12, 3), (4, "auto", 20, 8), (4, 40, 20, 8))
 
 
 def simulated(work: Work, case: Case, publish_s: float) -> float:
@@ -69,13 +71,8 @@ def simulated(work: Work, case: Case, publish_s: float) -> float:
     ).step_s
 
 
-def compare(work: Work, cases: Sequence[Case]) -> list[str]:
+def compare(started: Rig, cases: Sequence[Case]) -> list[str]:
     """Run the cases, the synchronous one first; returns what missed a bound."""
-    with tempfile.TemporaryDirectory() as folder, rig(work, Path(folder)) as started:
-        return _table(started, cases)
-
-
-def _table(started: Rig, cases: Sequence[Case]) -> list[str]:
     work = started.work
     print(
         f"{work.engines} vLLM engines paced to {work.pace.fixed_s * 1000:g} ms + {work.pace.per_sequence_s * 1000:g} "
@@ -83,7 +80,10 @@ def _table(started: Rig, cases: Sequence[Case]) -> list[str]:
         f"{work.pace.lengths.mean:.0f} tokens in the mean, {work.pace.lengths.cap} at most; trainer paced to "
         f"{work.train_s:g} s, verifier to {work.verify_s:g} s\n"
     )
-    print("  S  depth  s a step  faster  trainer idle  engines idle  tokens/s  oldest  publish s  simulated s  error")
+    print(
+        "  S  depth  s a step  faster  trainer idle  engines idle  tokens/s  oldest  publish s  simulated s  error",
+        flush=True,
+    )
     missed = []
     base = best = 0.0
     idle = 1.0
@@ -115,39 +115,48 @@ def _row(case: Case, found: Timed, base: float, expected: float, error: float) -
     )
 
 
-def paced() -> list[str]:
+def paced(started: Rig) -> list[str]:
     """(a) and (f)."""
-    return compare(PACED, CASES)
+    return compare(started, CASES)
 
 
-def verifier() -> list[str]:
+def verifier(started: Rig) -> list[str]:
     """(b)."""
-    return compare(replace(PACED, verify_s=2.0), (CASES[0], CASES[2], CASES[4]))
+    return compare(started.changed(verify_s=2.0), (CASES[0], CASES[2], CASES[4]))
 
 
-def kill() -> list[str]:
+def kill(started: Rig) -> list[str]:
     """(d)."""
-    return lose_an_engine(replace(PACED, train_s=0.2))
+    return lose_an_engine(started.changed(train_s=0.2))
 
 
-COMMANDS: dict[str, Callable[[], list[str]]] = {
-    "paced": paced,
-    "verifier": verifier,
-    "kill": kill,
-    "trl": beside_trl.compare,
-}
+ON_ENGINES: dict[str, Callable[[Rig], list[str]]] = {"paced": paced, "verifier": verifier, "kill": kill}
 
 
 def main() -> int:
     """Command line; see the top of the file."""
     parser = argparse.ArgumentParser(description="Benchmarks of asynchronous rollouts.")
-    parser.add_argument("what", choices=COMMANDS)
+    parser.add_argument("what", nargs="+", choices=[*ON_ENGINES, "trl"])
     parser.add_argument("--check", action="store_true", help="end with status 1 where a bound is missed")
     arguments = parser.parse_args()
-    start = time.monotonic()
-    missed = COMMANDS[arguments.what]()
-    print(f"\n{time.monotonic() - start:.0f} s" + "".join(f"\nmissed: {line}" for line in missed))
+    missed = []
+    if on_engines := [name for name in arguments.what if name != "trl"]:
+        with tempfile.TemporaryDirectory() as folder, rig(PACED, Path(folder)) as started:
+            for name in on_engines:
+                missed += timed(name, partial(ON_ENGINES[name], started))
+    if "trl" in arguments.what:
+        missed += timed("trl", beside_trl.compare)
     return 1 if missed and arguments.check else 0
+
+
+def timed(name: str, measure: Callable[[], list[str]]) -> list[str]:
+    """Run one benchmark; prints how long it took and what missed a bound."""
+    start = time.monotonic()
+    load = os.getloadavg()[0]
+    missed = measure()
+    took = f"\n{name}: {time.monotonic() - start:.0f} s, load average {load:.0f} to {os.getloadavg()[0]:.0f}"
+    print(took + "".join(f"\nmissed: {line}" for line in missed) + "\n", flush=True)
+    return missed
 
 
 if __name__ == "__main__":

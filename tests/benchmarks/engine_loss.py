@@ -5,16 +5,14 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import tempfile
 import threading
 import time
 from collections import Counter
 from dataclasses import dataclass, field
-from pathlib import Path
 from statistics import fmean
 from typing import Iterator
 
-from paced_run import Rig, Work, rig
+from paced_run import Rig
 
 from gdpo_nemo.cluster.fleet import EngineFleet
 from gdpo_nemo.cluster.lane import Lane, LaneState, PendingRequest
@@ -22,7 +20,7 @@ from gdpo_nemo.cluster.lane import Lane, LaneState, PendingRequest
 BEFORE_S = 8
 AFTER_S = 10
 """Seconds that are watched before the death, and after the replacement is at work."""
-_LIMIT_S = 150.0
+_LIMIT_S = 600.0
 _EVERY_S = 0.05
 _PAUSE = 0.5
 """Least share of its tokens that the other engine has to draw in every second: its own start takes a core."""
@@ -103,17 +101,16 @@ class Loss:
     """Trained, in order."""
 
 
-def lose_an_engine(work: Work) -> list[str]:
+def lose_an_engine(started: Rig) -> list[str]:
     """Kill engine 0 of two; prints the account and returns what is wrong with it."""
-    with tempfile.TemporaryDirectory() as folder, rig(work, Path(folder)) as started:
-        watch = Watch(started.fleet)
-        thread = threading.Thread(target=watch.follow, daemon=True)
-        thread.start()
-        with watch.counting():
-            loss = _run(started, watch)
-        watch.end()
-        thread.join()
-    return _account(loss, work)
+    watch = Watch(started.fleet)
+    thread = threading.Thread(target=watch.follow, daemon=True)
+    thread.start()
+    with watch.counting():
+        loss = _run(started, watch)
+    watch.end()
+    thread.join()
+    return _account(loss)
 
 
 def _run(started: Rig, watch: Watch) -> Loss:
@@ -145,7 +142,7 @@ def _run(started: Rig, watch: Watch) -> Loss:
     return loss
 
 
-def _account(loss: Loss, work: Work) -> list[str]:
+def _account(loss: Loss) -> list[str]:
     watch = loss.watch
     down = int(loss.back - loss.killed)
     start = loss.killed - BEFORE_S

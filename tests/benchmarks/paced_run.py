@@ -265,6 +265,10 @@ class Rig:
         self.fleet = fleet
         self._transport: StartingWeights | None = None
 
+    def changed(self, **changes: Any) -> Rig:
+        """The same engines for other work."""
+        return Rig(replace(self.work, **changes), self.model, self.fleet)
+
     @contextlib.contextmanager
     def stream(self, config: Config) -> Iterator[RolloutScheduler]:
         """The scheduler of one run."""
