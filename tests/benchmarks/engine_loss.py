@@ -16,14 +16,17 @@ from paced_run import Rig
 
 from gdpo_nemo.cluster.fleet import EngineFleet
 from gdpo_nemo.cluster.lane import Lane, LaneState, PendingRequest
+from gdpo_nemo.cluster.session import ray
 
 BEFORE_S = 8
 AFTER_S = 10
 """Seconds that are watched before the death, and after the replacement is at work."""
 _LIMIT_S = 600.0
 _EVERY_S = 0.05
-_PAUSE = 0.5
-"""Least share of its tokens that the other engine has to draw in every second: its own start takes a core."""
+PAUSE_S = 1.0
+"""Most time between two steps of the other engine."""
+LESS_BUSY = 0.1
+"""Most by which the share of its time in decode steps may fall."""
 RECOVERED = 0.9
 """Least share of the tokens a second that both engines draw again at the end."""
 
@@ -35,6 +38,8 @@ class Watch:
     fleet: EngineFleet
     seen: list[tuple[float, tuple[int, ...]]] = field(default_factory=list)
     """(seconds, tokens that each engine has drawn, dead processes of it included)."""
+    busy: list[tuple[float, float]] = field(default_factory=list)
+    """(seconds, those that the other engine has spent in decode steps)."""
     given: Counter[str] = field(default_factory=Counter)
     """How often a request was given to an engine."""
     lost: set[str] = field(default_factory=set)
@@ -51,7 +56,9 @@ class Watch:
                 if now < last[lane.index]:  # a new process counts from 0
                     gone[lane.index] += last[lane.index]
                 last[lane.index] = now
-            self.seen.append((time.monotonic(), tuple(map(sum, zip(gone, last)))))
+            now_s = time.monotonic()
+            self.seen.append((now_s, tuple(map(sum, zip(gone, last)))))
+            self.busy.append((now_s, self.fleet.lanes[1].report.busy_s))
 
     def end(self) -> None:
         """End ``follow``."""
@@ -65,6 +72,11 @@ class Watch:
 
     def _drawn(self, engine: int, at: float) -> float:
         return max((tokens[engine] for seen, tokens in self.seen if seen <= at), default=0)
+
+    def busy_share(self, start: float, end: float) -> float:
+        """Share of the time that the other engine spent in decode steps."""
+        spent = [busy for seen, busy in self.busy if start <= seen <= end]
+        return (spent[-1] - spent[0]) / (end - start)
 
     @contextlib.contextmanager
     def counting(self) -> Iterator[None]:
@@ -99,6 +111,8 @@ class Loss:
     """When the dead engine died, and when its replacement was at work."""
     positions: list[int]
     """Trained, in order."""
+    pause_s: float = 0.0
+    """Longest time between two steps of the other engine while the first was away."""
 
 
 def lose_an_engine(started: Rig) -> list[str]:
@@ -133,10 +147,12 @@ def _run(started: Rig, watch: Watch) -> Loss:
             stream.schedule(step)
             now = time.monotonic()
             if not loss.killed and now > begun + BEFORE_S + 2:
+                ray.get(fleet.lanes[1].actor.longest_pause.remote())
                 os.kill(fleet.process_locations()[0][1], signal.SIGKILL)
                 loss.killed = time.monotonic()
             elif loss.killed and not loss.back and lane.replaced and lane.state is LaneState.READY:
                 loss.back = now
+                loss.pause_s = ray.get(fleet.lanes[1].actor.longest_pause.remote())
             if now > begun + _LIMIT_S:
                 raise SystemExit(f"the engine was not back {_LIMIT_S:.0f} s after the start of the run")
     return loss
@@ -154,18 +170,19 @@ def _account(loss: Loss) -> list[str]:
         print(f"{second - BEFORE_S:+6d} {dead[second]:7.0f} {other[second]:6.0f} {dead[second] + other[second]:9.0f}")
     before = fmean(dead[:BEFORE_S]) + fmean(other[:BEFORE_S])
     after = fmean(dead[-AFTER_S + 2 :]) + fmean(other[-AFTER_S + 2 :])
-    lowest = min(other[BEFORE_S:])
+    share = watch.busy_share(start, loss.killed), watch.busy_share(loss.killed, loss.back)
     again = {name for name, times in watch.given.items() if times > 1}
     print(
         f"\nback after {loss.back - loss.killed:.1f} s; tokens/s {before:.0f} before, "
         f"{fmean(other[BEFORE_S : BEFORE_S + down]):.0f} in between, {after:.0f} after ({after / before:.0%})\n"
         f"{len(watch.given)} samples asked for, {len(watch.lost)} of them in the engine that died, {len(again)} drawn "
-        f"again; the other engine drew at least {lowest:.0f} tokens in every second"
+        f"again\nthe other engine: {share[0]:.0%} of its time in decode steps before, {share[1]:.0%} in between; at "
+        f"most {loss.pause_s:.2f} s between two steps, weights included"
     )
-    return _wrong(loss, again, lowest / fmean(other[:BEFORE_S]), after / before)
+    return _wrong(loss, again, share[0] - share[1], after / before)
 
 
-def _wrong(loss: Loss, again: set[str], lowest: float, recovered: float) -> list[str]:
+def _wrong(loss: Loss, again: set[str], less_busy: float, recovered: float) -> list[str]:
     wrong = []
     if again != loss.watch.lost or not again:
         wrong.append(f"{len(again)} samples were drawn again, {len(loss.watch.lost)} were lost")
@@ -173,8 +190,8 @@ def _wrong(loss: Loss, again: set[str], lowest: float, recovered: float) -> list
         wrong.append("a sample was drawn three times")
     if loss.positions != list(range(len(loss.positions))):
         wrong.append("a group was trained twice, or never")
-    if lowest < _PAUSE:
-        wrong.append(f"the other engine fell to {lowest:.0%} of its tokens a second")
+    if loss.pause_s > PAUSE_S or less_busy > LESS_BUSY:
+        wrong.append(f"the other engine paused for {loss.pause_s:.2f} s, and was {less_busy:.0%} less busy")
     if recovered < RECOVERED:
         wrong.append(f"only {recovered:.0%} of the tokens a second came back")
     return wrong

@@ -88,6 +88,8 @@ class LengthEngine(Engine):
         super().__init__(*arguments, **options)
         told = json.loads(os.environ[_PACE])
         self._pace = Pace(**{**told, "lengths": Lengths(**told["lengths"])})
+        self._paused_since: float | None = None
+        self._longest_pause = 0.0
         if self._pace.fixed_s or self._pace.per_sequence_s:
             self._slow_down(self._pace)
 
@@ -98,13 +100,21 @@ class LengthEngine(Engine):
 
         def paced() -> Any:
             start = time.monotonic()
+            self._longest_pause = max(self._longest_pause, start - (self._paused_since or start))
             sequences = min(slots, core._engine.get_num_unfinished_requests())
             outputs = step()
             left = start + pace.fixed_s + pace.per_sequence_s * sequences - time.monotonic()
             time.sleep(max(0.0, left))
+            self._paused_since = time.monotonic() if core.busy else None
             return outputs
 
         core.step = paced  # type: ignore[method-assign]  # the pump looks it up at every step
+
+    def longest_pause(self) -> float:
+        """Seconds between two steps, with work for the second left by the first: the most since the last call."""
+        longest = self._longest_pause
+        self._longest_pause = 0.0
+        return longest
 
     def _pumped(self, name: str, request: SampleRequest, sampling: Sampling) -> Any:
         pumped = super()._pumped(name, request, sampling)
