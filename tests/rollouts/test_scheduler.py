@@ -356,6 +356,14 @@ def test_two_passes_over_the_data_in_one_batch_are_told_apart(world):
     assert [group.prompt.id for group in w.train().groups] == ["0", "1", "0#2"]
 
 
+def test_an_engine_that_missed_the_newest_weights_gets_no_group_admitted_under_them(world):
+    w = world("rollout.max_staleness=1", "policy.generation.engines=2")
+    w.fleet.lanes[0].version = -5
+    w.scheduler.schedule(0)
+    assert places(w.scheduler.get_batch(0)) == [0, 1, 2]
+    assert w.script.now(0).batches == []
+
+
 # -- engines that die --------------------------------------------------------------------------------------------------
 
 
