@@ -3,6 +3,7 @@ tests/end_to_end."""
 
 from __future__ import annotations
 
+import threading
 from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
@@ -173,6 +174,47 @@ def test_validation_and_checkpoints_come_at_their_periods_and_at_the_end():
     recorder.trainer.fit()
     assert of(recorder, "validate", "save") == ["validate 0", "save 2 at 4", "validate 3", "validate 4", "save 4 at 8"]
     assert recorder.trainer.state.metrics["validation/b"] == 0.5 and not recorder.checkpoints.pending
+
+
+def test_ahead_of_the_trainer_validation_is_waited_for_before_the_next_weights_and_no_sooner():
+    recorder = Recorder("rollout.max_staleness=1", "gdpo.val_period=1", "gdpo.val_at_start=false",
+                        "gdpo.max_num_steps=2", "checkpointing.enabled=false")  # fmt: skip
+    under_way = []
+
+    def evaluate(prompts):
+        recorder.calls.append("evaluate")
+        under_way.append(Future())
+        return under_way[-1]
+
+    def publish(version):
+        recorder.calls.append(f"publish {version}")
+        assert all(future.done() for future in under_way)
+        return {"time/sync": 0.25}
+
+    recorder.parts.stream.evaluate = evaluate
+    recorder.parts.sync.publish = publish
+    train = recorder.train
+
+    def slowly(update, loss):
+        for future in under_way:  # it ends while the next step trains
+            if not future.done():
+                future.set_result(recorder.groups(0))
+        return train(update, loss)
+
+    recorder.parts.policy.train = slowly
+    threading.Timer(1.0, lambda: under_way[-1].set_result(recorder.groups(0))).start()
+    recorder.trainer.fit()
+    calls = of(recorder, "evaluate", "validate", "publish", "train")
+    assert calls == ["publish 0", "train", "publish 1", "evaluate", "train", "validate 1", "publish 2", "evaluate",
+                     "validate 2"]  # fmt: skip
+
+
+@pytest.mark.parametrize("period, published", [(1, [0, 1, 2, 3, 4]), (2, [0, 2, 4]), (3, [0, 3, 4])])
+def test_weights_are_published_every_so_many_steps_and_at_the_end(period, published):
+    recorder = Recorder(f"rollout.sync_every={period}", "rollout.max_staleness=2", "gdpo.val_period=4",
+                        "gdpo.val_at_start=false", "checkpointing.enabled=false")  # fmt: skip
+    recorder.trainer.fit()
+    assert of(recorder, "publish") == [f"publish {version}" for version in published]
 
 
 @pytest.mark.parametrize("later, steps", [("false", [2, 4]), ("true", [2, 4])])

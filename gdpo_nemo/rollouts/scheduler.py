@@ -208,7 +208,9 @@ class RolloutScheduler:
                 self._launch(self._one_group(job))
 
     def _prompts_at(self, places: Sequence[int]) -> list[Prompt]:
-        return told_apart([self._prompts.batch(place, 1)[0] for place in places])
+        found = [self._prompts.batch(place, 1)[0] for place in places]
+        # Ahead of the trainer nobody knows yet which will meet in a batch; ``_tell_apart`` does.
+        return told_apart(found) if self._exact else found
 
     def _told(self, position: int) -> TrainerState:
         """What reward functions are told with a prompt: how far the run is before the step that will train it."""

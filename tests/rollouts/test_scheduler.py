@@ -3,6 +3,7 @@ dies. The fleet, its lanes and the scheduler are real; the engines follow a scri
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import threading
@@ -19,6 +20,7 @@ from gdpo_nemo.cluster import lane as lanes
 from gdpo_nemo.config.load import load_config
 from gdpo_nemo.data.records import Outcome, Prompt, TrainerState, Verdict
 from gdpo_nemo.errors import RunError
+from gdpo_nemo.rollouts import scheduler as schedulers
 from gdpo_nemo.rollouts.accounts import LATE, NO_SIGNAL, SURPLUS
 from gdpo_nemo.rollouts.rollout_batch import sample_seed
 from gdpo_nemo.rollouts.scheduler import RolloutScheduler
@@ -353,7 +355,36 @@ def test_the_end_of_the_data_ends_the_run_where_drops_have_used_prompts_up(world
 def test_two_passes_over_the_data_in_one_batch_are_told_apart(world):
     w = world("rollout.max_staleness=1")
     w.prompt = lambda place: Prompt(str(place % 2), np.array([place], np.int32), "", "digit_sort", {"digits": "1"})
-    assert [group.prompt.id for group in w.train().groups] == ["0", "1", "0#2"]
+    found = [w.train(), w.train()]
+    assert [[group.prompt.id for group in rollout.groups] for rollout in found] == [
+        ["0", "1", "0#2"],
+        ["1", "0", "1#2"],
+    ]
+    assert all(t.prompt.id == group.prompt.id for r in found for group in r.groups for t in group.trajectories)
+
+
+def test_groups_of_earlier_steps_are_used_again_and_a_resumed_run_draws_the_same(world, monkeypatch):
+    options = ("rollout.max_staleness=1", "rollout.replay_buffer={groups: 1, reuse: 2, max_age: 4}",
+               "gdpo.max_num_steps=9")  # fmt: skip
+    w = world(*options)
+    found = [w.train() for _ in range(4)]
+    new = [[g.position for g in rollout.groups if g.position not in rollout.again] for rollout in found]
+    assert new == [[0, 1, 2], [3, 4], [5, 6], [7, 8]] and found[3].next_position == 9
+    assert [len(rollout.again) for rollout in found] == [0, 1, 1, 1] and all(len(r.groups) == 3 for r in found)
+    first_trained = {position: step for step, positions in enumerate(new, start=1) for position in positions}
+    originals = {g.position: g for rollout in found for g in rollout.groups if g.position not in rollout.again}
+    for step, rollout in enumerate(found, start=1):
+        for group in rollout.groups[3 - len(rollout.again) :]:
+            assert first_trained[group.position] < step and group is not originals[group.position]
+
+    w.scheduler.schedule(4)
+    saved = w.scheduler.ledger()
+    assert {position: step for step, position, _ in saved["replay_buffer"]}.items() <= first_trained.items()
+    monkeypatch.setattr(
+        schedulers, "recorded", lambda run_dir, step, positions: [originals[position] for position in positions]
+    )
+    resumed = world(*options, step=4, position=9, saved=json.loads(json.dumps(saved)))
+    assert resumed.train().again == w.train().again != []
 
 
 def test_an_engine_that_missed_the_newest_weights_gets_no_group_admitted_under_them(world):
