@@ -44,6 +44,29 @@ class Meeting:
     name: str
 
 
+class Operation:
+    """Something under way in a group."""
+
+    def __init__(self, work: Any):
+        self._work: Any = work
+
+    def finish(self) -> None:
+        """Wait until it is done. Raises PeerLost where a member was lost."""
+        with _named():
+            self._work.wait()
+        self.drop()
+
+    @property
+    def dropped(self) -> bool:
+        """Whether nobody waits for it any more."""
+        return self._work is None
+
+    def drop(self) -> None:
+        """Let go of its bytes and of the group's connections, which frames of an exception would hold with this object:
+        the others wait until these are closed."""
+        self._work = None
+
+
 class BroadcastGroup:
     """One member's end of a group. Constructing it waits for all others.
 
@@ -62,6 +85,8 @@ class BroadcastGroup:
         self.meeting = meeting
         self._store: dist.TCPStore | None = store
         self._group: Any = None
+        self._operations: list[Operation] = []
+        """Of the update under way."""
         with _named():
             self._group = make(store, rank, meeting.world, address, limit)
 
@@ -70,10 +95,15 @@ class BroadcastGroup:
         """Whether the member has left."""
         return self._group is None
 
-    def broadcast(self, buffer: torch.Tensor) -> Any:
-        """Start to send (rank 0) or receive uint8 [bytes]; returns what ``finish`` waits for."""
+    def broadcast(self, buffer: torch.Tensor) -> Operation:
+        """Start to send (rank 0) or receive uint8 [bytes]."""
         with _named():
-            return self._group.broadcast([buffer], dist.BroadcastOptions())
+            return self._started(self._group.broadcast([buffer], dist.BroadcastOptions()))
+
+    def _started(self, work: Any) -> Operation:
+        self._operations = [operation for operation in self._operations if not operation.dropped]
+        self._operations.append(Operation(work))
+        return self._operations[-1]
 
     @contextlib.contextmanager
     def update(self) -> Iterator[None]:
@@ -87,8 +117,8 @@ class BroadcastGroup:
             yield
             done = torch.ones(1, dtype=torch.int64, device="cuda" if self.meeting.backend == "nccl" else "cpu")
             with _named():
-                work = self._group.allreduce([done])
-            finish(work)
+                last = self._started(self._group.allreduce([done]))
+            last.finish()
         except BaseException:
             self.end()
             raise
@@ -100,12 +130,8 @@ class BroadcastGroup:
         self._store = None
         if group is not None:
             group.abort()
-
-
-def finish(work: Any) -> None:
-    """Wait until what ``BroadcastGroup.broadcast`` started is done. Raises PeerLost where a member was lost."""
-    with _named():
-        work.wait()
+        for operation in self._operations:
+            operation.drop()
 
 
 class BroadcastServer:
@@ -152,10 +178,10 @@ class BroadcastServer:
             sent = None
             for bucket in buckets:
                 if sent:
-                    finish(sent[1])
+                    sent[1].finish()
                 sent = bucket, group.broadcast(bucket)  # the pair keeps the bytes alive
             if sent:
-                finish(sent[1])
+                sent[1].finish()
 
     def end(self) -> None:
         """End the group, and with its store the wait of those who have not joined yet."""

@@ -35,6 +35,7 @@ def _serve(connection, workers: int) -> None:
         return {name: float(tensor.sum()) for name, tensor in receiver.receive(manifest, CPU, worker)}
 
     with ThreadPoolExecutor(workers) as pool:
+        pool.submit(int).result()  # its thread is there before threads are counted
         while True:
             what, *arguments = connection.recv()
             try:
@@ -70,7 +71,7 @@ class Actor:
         return self
 
     def answer(self):
-        """To the call that was made first of those not answered. Raises EOFError or ConnectionError where the process has died."""
+        """To the oldest call not answered. Raises EOFError or ConnectionError where the process has died."""
         assert self.connection.poll(60), "an engine does not answer"
         return self.connection.recv()
 
@@ -79,9 +80,11 @@ class Actor:
         return self._ask("counts").answer()
 
     def end(self) -> None:
-        self.process.kill()
-        self.process.join()
-        self.connection.close()
+        if not self.connection.closed:
+            self.process.kill()
+            self.process.join()
+            self.process.close()
+            self.connection.close()
 
 
 class Policy:

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Iterable, Iterator, Mapping
 
 import torch
 
-from gdpo_nemo.weights.broadcast_group import BroadcastGroup, BroadcastServer, Meeting, finish, joined, leave
+from gdpo_nemo.weights.broadcast_group import BroadcastGroup, BroadcastServer, Meeting, joined, leave
 from gdpo_nemo.weights.buckets import Bucket, PeerLost, divide, filled
 from gdpo_nemo.weights.manifest import Manifest
 from gdpo_nemo.weights.transports.transport import Receiver, Sender, StreamingTransport, Tensors
@@ -216,11 +216,11 @@ def _received(
     under_way = None
     for bucket in buckets:
         buffer = torch.empty(bucket.nbytes, dtype=torch.uint8, device=device)
-        work = group.broadcast(buffer)
+        operation = group.broadcast(buffer)
         if under_way:
-            finish(under_way[2])
+            under_way[2].finish()
             yield under_way[:2]
-        under_way = bucket, buffer, work
+        under_way = bucket, buffer, operation
     if under_way:
-        finish(under_way[2])
+        under_way[2].finish()
         yield under_way[:2]
