@@ -220,6 +220,10 @@ class VllmCore:
         for error in filter(None, self._llm.collective_rpc("update_error")):
             raise pickle.loads(error)
 
+    def close_receiver(self, receiver: Receiver) -> None:
+        """See ``Engine``."""
+        self._llm.collective_rpc("close_receiver", args=(receiver if self._in_process else pickle.dumps(receiver),))
+
     def close(self) -> None:
         """End vLLM and its processes."""
         self._engine.engine_core.shutdown()

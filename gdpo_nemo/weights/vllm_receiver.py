@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pickle
 from dataclasses import dataclass
-from typing import Iterator
+from typing import Any, Iterator
 
 import torch
 from vllm.distributed.weight_transfer.base import (
@@ -111,9 +111,16 @@ def _repack_tied_head(model: torch.nn.Module) -> None:
 class Worker:
     """The worker extension; naming it also makes vLLM import this module."""
 
+    parallel_config: Any
+    """Of the worker that is extended."""
+
     def update_error(self) -> bytes | None:
         """What was wrong with the last update in this process, pickled (see ``UpdateInfo``); None: nothing."""
         return pickle.dumps(_ERRORS.pop()) if _ERRORS else None
+
+    def close_receiver(self, receiver: Receiver | bytes) -> None:
+        """Release what the receiver keeps in this process; pickled as in ``UpdateInfo``."""
+        (pickle.loads(receiver) if isinstance(receiver, bytes) else receiver).close(self.parallel_config.rank)
 
 
 if BACKEND not in WeightTransferEngineFactory._registry:

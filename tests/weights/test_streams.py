@@ -15,10 +15,11 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from gdpo_nemo.errors import RunError
+from gdpo_nemo.weights.broadcast_group import BroadcastServer
 from gdpo_nemo.weights.buckets import PeerLost, divide, filled
 from gdpo_nemo.weights.checksum import _BLOCK, checksum
 from gdpo_nemo.weights.manifest import weight_metadata
-from gdpo_nemo.weights.transports.collective import BroadcastServer, CollectiveReceiver
+from gdpo_nemo.weights.transports.collective import CollectiveReceiver
 from gdpo_nemo.weights.transports.ipc import IpcReceiver, IpcServer
 
 CPU = torch.device("cpu")
@@ -128,10 +129,10 @@ def test_a_model_that_is_not_the_manifests_is_refused_before_it_is_sent():
 
 def by_collective(manifest, tensors, bucket_bytes: int, take=list, receivers: int = 2):
     """Sent from this thread to two processes of one engine, which are threads here."""
-    server = BroadcastServer("127.0.0.1", "gloo")
-    receiver = CollectiveReceiver("127.0.0.1", server.port, 1, 1 + receivers, bucket_bytes, 30, "gloo")
+    server = BroadcastServer("127.0.0.1", receivers, "gloo")
+    receiver = CollectiveReceiver(server.meeting, 0, 1, True, bucket_bytes, 30)
     found = [Received(receiver, manifest, worker, take) for worker in range(receivers)]
-    server.send(filled(manifest, tensors, bucket_bytes, CPU), receivers)
+    server.send(filled(manifest, tensors, bucket_bytes, CPU))
     return [each.get() for each in found]
 
 
@@ -220,9 +221,9 @@ def test_a_receiver_that_gives_up_ends_the_senders_wait(name):
             Received(IpcReceiver((server.address,), 1, 600), manifest, 0, take=next)
             server.send(manifest, iter(model()), 1, CPU)
         else:
-            server = BroadcastServer("127.0.0.1", "gloo")
-            Received(CollectiveReceiver("127.0.0.1", server.port, 1, 2, 1, 600, "gloo"), manifest, 0, take=next)
-            server.send(filled(manifest, iter(model()), 1, CPU), 1)
+            server = BroadcastServer("127.0.0.1", 1, "gloo")
+            Received(CollectiveReceiver(server.meeting, 0, 1, True, 1, 600), manifest, 0, take=next)
+            server.send(filled(manifest, iter(model()), 1, CPU))
     assert time.monotonic() - start < 300
 
 

@@ -1,31 +1,24 @@
 """Weights by broadcast from the policy's first rank to all processes of all engines at once, bucket by bucket.
 
-NCCL carries them from GPU to GPU; gloo, which needs no GPU, over TCP from host to host. Every update makes a group of
-its own: the sender is its rank 0 and keeps the store where the group meets, the processes of the engines are ranks 1
-and up. So an engine that was replaced takes part in the next update like any other. Both ends work on one bucket while
-another is on its way, so that neither holds more than two.
+NCCL carries them from GPU to GPU; gloo, which needs no GPU, over TCP from host to host. The sender is rank 0 of a group
+and keeps the store where it meets, the processes of the engines are ranks 1 and up. The group stands: the next update
+goes through it again as long as its engines are the same actors and nothing broke. Otherwise a new one is made. What an
+engine gets alone, because it was replaced or lost an update, comes through a group that ends with it. Both ends work on
+one bucket while another is on its way, so that neither holds more than two.
 """
 
 from __future__ import annotations
 
-import contextlib
-import datetime
-import os
-import socket
+import secrets
 from dataclasses import dataclass
 from typing import Any, ClassVar, Iterable, Iterator, Mapping
 
 import torch
-import torch.distributed as dist
 
-from gdpo_nemo.config.messages import message_line
+from gdpo_nemo.weights.broadcast_group import BroadcastGroup, BroadcastServer, Meeting, joined, leave
 from gdpo_nemo.weights.buckets import Bucket, PeerLost, divide, filled
 from gdpo_nemo.weights.manifest import Manifest
 from gdpo_nemo.weights.transports.transport import Receiver, Sender, StreamingTransport, Tensors
-
-_JOIN_S = 120.0
-"""Limit for the engines to join and for one bucket to pass; they wait already when the sender begins."""
-_BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
 
 
 class CollectiveTransport(StreamingTransport):
@@ -36,6 +29,13 @@ class CollectiveTransport(StreamingTransport):
 
     backend: ClassVar[str]
     _sent = False
+    _engines: tuple[tuple[int, Any], ...] = ()
+    """Number and actor of the members of the group that stands. Their handles are kept to tell an engine from its
+    replacement."""
+    _members = ""
+    """What rank 0 knows this membership by."""
+    _standing: tuple[CollectiveReceiver, ...] = ()
+    """What these engines were told last."""
 
     def prepare(self, version: int) -> None:
         """Name the version; nothing of it was sent yet."""
@@ -43,28 +43,48 @@ class CollectiveTransport(StreamingTransport):
         self._sent = False
 
     def send(self, engines: Mapping[int, Any]) -> tuple[list[Any], list[Any]]:
-        """One group of rank 0 and these engines for this delivery; a second one of the same version sends what was
-        kept."""
-        policy = self.policy
-        bucket = self.options.bucket_bytes
-        each = policy.engine_processes
-        opened = policy.start_sender(CollectiveSender, "open", self.backend, ranks=[0])
-        ((host, port),) = policy.wait(opened, "opening the weights' sender")
-        receivers = each * len(engines)
+        """The first delivery of a version goes through the group that stands, or a new one if its engines are others.
+
+        Any other one has a group of its own, and sends what was kept if that is so.
+        """
+        stands = not self._sent
+        receivers = self._receivers(engines, stands)
         updates = [
-            engine.update_weights.remote(
-                self.manifest,
-                CollectiveReceiver(host, port, first, 1 + receivers, bucket, policy.timeout_s, self.backend),
-            )
-            for engine, first in zip(engines.values(), range(1, 1 + receivers, each))
+            engine.update_weights.remote(self.manifest, receiver)
+            for engine, receiver in zip(engines.values(), receivers)
         ]
-        keep = self.options.keep
-        if keep and self._sent:
-            kept = policy.start_sender(CollectiveSender, "broadcast_kept", receivers, self.backend, ranks=[0])
-            return updates, kept
+        policy = self.policy
+        if self._sent and self.options.keep:
+            return updates, policy.start_sender(CollectiveSender, "broadcast_kept", ranks=[0])
         self._sent = True
-        what = (self.manifest, receivers, bucket, self.backend, keep)
+        what = (self.manifest, self.options.bucket_bytes, self.options.keep)
         return updates, policy.start_sender(CollectiveSender, "broadcast", *what)
+
+    def _receivers(self, engines: Mapping[int, Any], stands: bool) -> tuple[CollectiveReceiver, ...]:
+        policy = self.policy
+        each = policy.engine_processes
+        if stands and tuple(engines.items()) != self._engines:
+            self._engines = tuple(engines.items())
+            self._members = secrets.token_hex(8)
+        members = self._members if stands else ""
+        opened = policy.start_sender(CollectiveSender, "open", self.backend, each * len(engines), members, ranks=[0])
+        ((meeting, new),) = policy.wait(opened, "opening the weights' sender")
+        told = tuple(
+            CollectiveReceiver(meeting, number, 1 + place * each, new, self.options.bucket_bytes, policy.timeout_s)
+            for place, number in enumerate(engines)
+        )
+        if stands:
+            self._standing = told
+        return told
+
+    def close(self) -> None:
+        """Let every member leave the group that stands. Waits for nobody: some may be dead."""
+        if self._standing:
+            self.policy.start_sender(CollectiveSender, "close", self._members, ranks=[0])
+        for (_, engine), receiver in zip(self._engines, self._standing):
+            engine.close_receiver.remote(receiver)
+        self._engines = ()
+        self._standing = ()
 
 
 class NcclTransport(CollectiveTransport):
@@ -86,12 +106,31 @@ class GlooTransport(CollectiveTransport):
 class CollectiveSender(Sender):
     """Rank 0 sends; the others only gather along."""
 
-    def open(self, backend: str) -> tuple[str, int]:
-        """(host, port) where receivers of the next broadcast find this rank."""
-        self._server = BroadcastServer(self.host, backend)
-        return self.host, self._server.port
+    _server: BroadcastServer
+    """Of the next broadcast."""
+    _standing: BroadcastServer | None = None
+    _members = ""
 
-    def broadcast(self, manifest: Manifest, receivers: int, bucket_bytes: int, backend: str, keep: bool) -> None:
+    def open(self, backend: str, receivers: int, members: str) -> tuple[Meeting, bool]:
+        """Where the receivers of the next broadcast find this rank, and whether they have to come together there.
+
+        Args:
+            members: which ones they are; those of the broadcast before are in a group already, unless it broke. Empty:
+                make a group for one broadcast.
+        """
+        if not members:
+            self._server = BroadcastServer(self.host, receivers, backend)
+            return self._server.meeting, True
+        standing = self._standing
+        new = standing is None or standing.ended or members != self._members
+        if new:
+            self.close(self._members)
+            standing = self._standing = BroadcastServer(self.host, receivers, backend, stands=True)
+            self._members = members
+        self._server = standing
+        return standing.meeting, new
+
+    def broadcast(self, manifest: Manifest, bucket_bytes: int, keep: bool) -> None:
         """Broadcast the current weights from rank 0, as they are gathered, to receivers that were told of ``open``.
 
         ``keep``: rank 0 keeps them in host memory for ``broadcast_kept``.
@@ -99,16 +138,22 @@ class CollectiveSender(Sender):
         with self.gathered() as tensors:
             if self.rank == 0:
                 self._kept: list[torch.Tensor] = []
-                buckets = filled(manifest, tensors, bucket_bytes, self._device(backend))
-                self._send(self._keeping(buckets, keep), receivers)
+                buckets = filled(manifest, tensors, bucket_bytes, self._device())
+                self._send(self._keeping(buckets, keep))
 
-    def broadcast_kept(self, receivers: int, backend: str) -> None:
+    def broadcast_kept(self) -> None:
         """Broadcast what was kept, from this rank alone."""
-        device = self._device(backend)
-        self._send((bucket.to(device) for bucket in self._kept), receivers)
+        device = self._device()
+        self._send(bucket.to(device) for bucket in self._kept)
 
-    def _device(self, backend: str) -> Any:
-        return self.policy.runtime.device if backend == "nccl" else "cpu"
+    def close(self, members: str) -> None:
+        """End the group of ``members``, if it stands."""
+        if self._standing is not None and members == self._members:
+            self._standing.end()
+            self._standing = None
+
+    def _device(self) -> Any:
+        return self.policy.runtime.device if self._server.meeting.backend == "nccl" else "cpu"
 
     def _keeping(self, buckets: Iterable[torch.Tensor], keep: bool) -> Iterator[torch.Tensor]:
         for bucket in buckets:
@@ -116,57 +161,29 @@ class CollectiveSender(Sender):
                 self._kept.append(bucket.to("cpu", copy=True))
             yield bucket
 
-    def _send(self, buckets: Iterator[torch.Tensor], receivers: int) -> None:
+    def _send(self, buckets: Iterator[torch.Tensor]) -> None:
+        server = self._server
+        del self._server
         try:
-            self._server.send(buckets, receivers)
+            server.send(buckets)
         finally:
-            # With its store the receivers' wait ends, too.
-            del self._server
             for _ in buckets:  # what is kept is kept whole
                 pass
-
-
-class BroadcastServer:
-    """The sending end. Opens a store on all of this machine's addresses; ``port`` says where."""
-
-    def __init__(self, host: str, backend: str):
-        limit = datetime.timedelta(seconds=_JOIN_S)
-        self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=limit)
-        self._host = host
-        self._backend = backend
-        self.port = self._store.port
-
-    def send(self, buckets: Iterable[torch.Tensor], receivers: int) -> None:
-        """Broadcast ``buckets`` (uint8 [bytes], on the backend's device) to ``receivers`` that were told where to meet.
-
-        A bucket is asked for while the one before is on its way.
-
-        Raises:
-            PeerLost: not all of them came, or one was lost on the way.
-        """
-        with _group(self._store, 0, 1 + receivers, self._host, self._backend, _JOIN_S) as group:
-            sent = None
-            for bucket in buckets:
-                if sent:
-                    _pass(sent[1])
-                sent = bucket, _broadcast(group, bucket)  # the pair keeps the bytes alive
-            if sent:
-                _pass(sent[1])
 
 
 @dataclass(frozen=True)
 class CollectiveReceiver(Receiver):
     """What the processes of one engine are told: where the group meets, and which ranks they are."""
 
-    host: str
-    port: int
+    meeting: Meeting
+    engine: int
     rank: int
     """Of the engine's first process; the others follow it."""
-    world: int
+    joins: bool
+    """Whether the group comes together for this update; otherwise they stand in it."""
     bucket_bytes: int
     timeout_s: float
     """How long to wait for the sender, which may be training."""
-    backend: str
 
     def receive(self, manifest: Manifest, device: torch.device, worker: int) -> Tensors:
         """Receive the tensors of an update on ``device``, as process ``worker`` (0 ..) of the engine.
@@ -175,99 +192,35 @@ class CollectiveReceiver(Receiver):
             PeerLost: the sender or another receiver was lost. RunError: a tensor is not what was sent.
         """
         # gloo ends the process when the ends disagree on a size; both take it from the manifest.
-        limit = datetime.timedelta(seconds=self.timeout_s)
+        group = joined(self.meeting, self._member(worker), self.rank + worker, self.joins, self.timeout_s)
+        buckets = divide(manifest, self.bucket_bytes)
         try:
-            store = dist.TCPStore(self.host, self.port, is_master=False, timeout=limit)
-        except RuntimeError as error:
-            raise PeerLost(
-                f"weight update {manifest.version}: no sender at {self.host}:{self.port} ({message_line(error)[:160]})"
-            ) from error
-        here = _own_address(self.host, self.port)
-        with _group(store, self.rank + worker, self.world, here, self.backend, self.timeout_s) as group:
-            for bucket, buffer in _received(group, divide(manifest, self.bucket_bytes), device):
-                yield from bucket.open(buffer)
+            with group as entered:
+                for bucket, buffer in _received(entered, buckets, device):
+                    yield from bucket.open(buffer)
+        except PeerLost as error:
+            raise PeerLost(f"weight update {manifest.version}: {error}") from error
+
+    def close(self, worker: int) -> None:
+        """Leave the group."""
+        leave(self._member(worker), self.meeting)
+
+    def _member(self, worker: int) -> str:
+        return f"process {worker} of engine {self.engine}"
 
 
-def _received(group, buckets: list[Bucket], device: torch.device) -> Iterator[tuple[Bucket, torch.Tensor]]:
+def _received(
+    group: BroadcastGroup, buckets: list[Bucket], device: torch.device
+) -> Iterator[tuple[Bucket, torch.Tensor]]:
     """Every bucket with its bytes; the next one is on its way already when one is handed out."""
     under_way = None
     for bucket in buckets:
         buffer = torch.empty(bucket.nbytes, dtype=torch.uint8, device=device)
-        work = _broadcast(group, buffer)
+        operation = group.broadcast(buffer)
         if under_way:
-            _pass(under_way[2])
+            under_way[2].finish()
             yield under_way[:2]
-        under_way = bucket, buffer, work
+        under_way = bucket, buffer, operation
     if under_way:
-        _pass(under_way[2])
+        under_way[2].finish()
         yield under_way[:2]
-
-
-@contextlib.contextmanager
-def _group(store, rank: int, world: int, host: str, backend: str, timeout_s: float) -> Iterator[dist.ProcessGroup]:
-    """The group of one update; at its end all wait until all have everything."""
-    limit = datetime.timedelta(seconds=timeout_s)
-    make = {"gloo": _gloo, "nccl": _nccl}[backend]
-    try:
-        group = make(store, rank, world, host, limit)
-    except RuntimeError as error:
-        raise PeerLost(_lost(error)) from error
-    try:
-        yield group
-        done = torch.ones(1, dtype=torch.int64, device="cuda" if backend == "nccl" else "cpu")
-        _pass(group.allreduce([done]))
-    except BaseException:
-        group.abort()  # what is under way with a lost member never ends
-        raise
-    group.shutdown()
-
-
-def _gloo(store, rank: int, world: int, host: str, limit: datetime.timedelta) -> Any:
-    # torch declares these groups apart from ProcessGroup, though they are used as one.
-    gloo: Any = dist.ProcessGroupGloo
-    options = gloo._Options()
-    options._timeout = limit
-    # By address: a host's name often resolves to its loopback, where no other host can answer.
-    options._devices = [gloo.create_device(hostname=host)]
-    return gloo(store, rank, world, options)
-
-
-def _nccl(store, rank: int, world: int, host: str, limit: datetime.timedelta) -> Any:
-    options = dist.ProcessGroupNCCL.Options()
-    options._timeout = limit
-    # Read when a group is made: waits then end with an exception when their time is up, not with the process.
-    before = os.environ.get(_BLOCKING_WAIT)
-    os.environ[_BLOCKING_WAIT] = "1"
-    try:
-        return dist.ProcessGroupNCCL(store, rank, world, options)
-    finally:
-        if before is None:
-            del os.environ[_BLOCKING_WAIT]
-        else:
-            os.environ[_BLOCKING_WAIT] = before
-
-
-def _broadcast(group, buffer: torch.Tensor):
-    try:
-        return group.broadcast([buffer], dist.BroadcastOptions())
-    except RuntimeError as error:
-        raise PeerLost(_lost(error)) from error
-
-
-def _pass(work) -> None:
-    """Wait until what is on its way has arrived."""
-    try:
-        work.wait()
-    except RuntimeError as error:
-        raise PeerLost(_lost(error)) from error
-
-
-def _own_address(host: str, port: int) -> str:
-    """This machine's address on the way to ``host``."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, port))
-        return probe.getsockname()[0]
-
-
-def _lost(error: BaseException) -> str:
-    return f"a member of the broadcast group was lost ({message_line(error)[:160]})"

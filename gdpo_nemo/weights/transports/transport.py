@@ -127,6 +127,10 @@ class Receiver(ABC):
             which ends the run.
         """
 
+    def close(self, worker: int) -> None:  # noqa: B027 - most keep nothing
+        """Release what process ``worker`` keeps from one update to the next. ``Transport.close`` asks for it, by
+        ``close_receiver.remote(receiver)``; most need not."""
+
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
         """Classes of a config's author are in files that an engine's process cannot import by a module's name."""
         if not type(self).__module__.startswith(PLUGIN_PREFIX):
