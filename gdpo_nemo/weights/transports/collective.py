@@ -122,13 +122,14 @@ class CollectiveSender(Sender):
             self._server = BroadcastServer(self.host, receivers, backend)
             return self._server.meeting, True
         standing = self._standing
-        new = standing is None or standing.ended or members != self._members
-        if new:
-            self.close(self._members)
-            standing = self._standing = BroadcastServer(self.host, receivers, backend, stands=True)
-            self._members = members
-        self._server = standing
-        return standing.meeting, new
+        if standing is not None and not standing.ended and members == self._members:
+            self._server = standing
+            return standing.meeting, False
+        self.close(self._members)
+        self._server = BroadcastServer(self.host, receivers, backend, stands=True)
+        self._standing = self._server
+        self._members = members
+        return self._server.meeting, True
 
     def broadcast(self, manifest: Manifest, bucket_bytes: int, keep: bool) -> None:
         """Broadcast the current weights from rank 0, as they are gathered, to receivers that were told of ``open``.
