@@ -184,7 +184,7 @@ def _sample(fleet, step: int):
 
     prompts = prompt_ids(step).repeat(SAMPLES, 0)
     requests = [SampleRequest(ids, seed=1000 * step + i) for i, ids in enumerate(prompts)]
-    completions = fleet.collect(fleet.submit(requests, Sampling(1.0, 1.0, -1, NEW_TOKENS))).completions
+    completions = fleet.generate(requests, Sampling(1.0, 1.0, -1, NEW_TOKENS)).completions
     assert all(len(completion.token_ids) == NEW_TOKENS for completion in completions)
     return requests, completions
 

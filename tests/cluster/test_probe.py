@@ -65,7 +65,7 @@ class Stage:
     def difference(self, weights: Weights) -> float:
         """Between the policy and an engine that got ``weights``, as the probe measures it."""
         manifest, buffer = pack(weights.items(), 1)
-        gather([self.fleet._actors[0].update_weights.remote(manifest, MemoryReceiver(), buffer)], "updating", 120)
+        gather([self.fleet.lanes[0].actor.update_weights.remote(manifest, MemoryReceiver(), buffer)], "updating", 120)
         limit = self.probe.limit
         self.probe.limit = np.inf
         try:
