@@ -126,11 +126,12 @@ class EngineFleet:
         return answered({lane.index: lane.location for lane in self.lanes})
 
     def ready(self) -> None:
-        """Wait until every engine can sample. Raises RunError where one dies or is late before that."""
+        """Wait until every engine can sample, or sleeps. Raises RunError where one dies or is late before that."""
         gather(
             [lane.actor.__ray_ready__.remote() for lane in self.lanes], "starting the vLLM engines", START_S, "engine"
         )
-        self.spawn(self.until(lambda: all(lane.samples for lane in self.lanes))).result()
+        there = (LaneState.READY, LaneState.UPDATING, LaneState.ASLEEP)
+        self.spawn(self.until(lambda: all(lane.state in there for lane in self.lanes))).result()
 
     def generate(
         self, requests: Sequence[SampleRequest], sampling: Sampling, engine: int | None = None
