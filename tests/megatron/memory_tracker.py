@@ -64,11 +64,8 @@ def peak_of_update(place, folder, batch, budget: int, precision: str = "float32"
     before = resident("VmRSS")
     with TensorBytes() as tracker:
         policy = rank_cases.build_policy(place, folder, precision)
-        assignment = rank_cases.spread(place, batch, budget)
-        rank_cases.train(policy, batch, assignment, 2)
-    from megatron.core import parallel_state
-
-    mine = assignment[parallel_state.get_data_parallel_rank()]
+        mine = rank_cases.spread(place, batch, budget)
+        rank_cases.train(policy, batch, mine, 2)
     loads = [
         (sum(len(batch[i]) for i in members), sum(len(batch[i].completion_ids) for i in members)) for members in mine
     ]
