@@ -160,4 +160,5 @@ def rows(run_dir: Path) -> list[dict]:
 
 def timeless(row: dict) -> dict:
     """A row without what the clock says."""
-    return {k: v for k, v in row.items() if not k.startswith(("time/", "throughput/"))}
+    clock = ("time/", "throughput/", "idle/", "engines/", "queue/", "driver/")
+    return {k: v for k, v in row.items() if not k.startswith(clock)}

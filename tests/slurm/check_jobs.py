@@ -80,7 +80,8 @@ def rows(run_dir: Path) -> list[dict]:
     file = run_dir / "metrics.jsonl"
     lines = file.read_text().splitlines(keepends=True) if file.exists() else []
     found = [json.loads(line) for line in lines if line.endswith("\n")]
-    return [{k: v for k, v in row.items() if not k.startswith(("time/", "throughput/"))} for row in found]
+    clock = ("time/", "throughput/", "idle/", "engines/", "queue/", "driver/")
+    return [{k: v for k, v in row.items() if not k.startswith(clock)} for row in found]
 
 
 def output(logs: Path) -> str:
