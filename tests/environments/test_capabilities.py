@@ -196,7 +196,8 @@ def test_a_class_without_a_verifier_is_no_environment():
 def test_classes_say_what_they_are_before_they_are_built():
     assert declared(OldWithAll) == (("a",), True, False, False, False)
     assert declared(OldAgents).plays_with_endpoint and not declared(OldAgents).remote
-    assert declared(made_by_a_function) == declared(DigitSort)._replace(instant=False) == (None, False, False, False, False)
+    assert declared(made_by_a_function) == declared(DigitSort)._replace(instant=False)
+    assert declared(made_by_a_function) == (None, False, False, False, False)
     assert declared(DigitTurns) == (("first", "second", "format"), False, False, False, True)
     assert is_remote("mine", {"plugin": HERE + "OldWithAll"}) and not is_remote("mine", {"plugin": HERE + "Old"})
     assert not is_remote("mine", {"plugin": "absent.py:Mine"})
