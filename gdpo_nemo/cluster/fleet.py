@@ -22,6 +22,7 @@ from gdpo_nemo.config.schema import Config
 from gdpo_nemo.errors import GdpoError, RunError
 from gdpo_nemo.generation.engine import CPU_ENVIRONMENT, ENVIRONMENT, Engine
 from gdpo_nemo.generation.requests import Completion, CompletionBatch, SampleRequest, Sampling
+from gdpo_nemo.waits import waiting
 from gdpo_nemo.weights.buckets import PeerLost
 from gdpo_nemo.weights.transports.transport import Transport, errors_named
 
@@ -408,7 +409,7 @@ class EngineFleet:
         manifest = self._weights.manifest
         refs = [lane.actor.prepare_update.remote(manifest, kv) for lane in lanes]
         what = "updating the engines' weights"
-        found = await asyncio.gather(*(answer(ref, what, self._timeout_s) for ref in refs), return_exceptions=True)
+        found = await self._answers(lanes, refs, what)
         return [lane for lane, error in zip(lanes, found) if not _died(error)]
 
     async def _send(self, lanes: Sequence[Lane]) -> list[Lane]:
@@ -428,7 +429,7 @@ class EngineFleet:
             except PeerLost:  # it does not say which engine is gone; their own answers below do
                 again = list(lanes)
         what = "updating the engines' weights"
-        found = await asyncio.gather(*(answer(ref, what, self._timeout_s) for ref in refs), return_exceptions=True)
+        found = await self._answers(lanes, refs, what)
         for lane, result in zip(lanes, found):
             if isinstance(result, int):
                 lane.version = result
@@ -444,7 +445,7 @@ class EngineFleet:
         lanes = [lane for lane in self.lanes if lane.samples]
         refs = [lane.actor.score.remote(list(sequences)) for lane in lanes]
         what = "probing the engines"
-        found = await asyncio.gather(*(answer(ref, what, self._timeout_s) for ref in refs), return_exceptions=True)
+        found = await self._answers(lanes, refs, what)
         scored: dict[int, Any] = {lane.index: scores for lane, scores in zip(lanes, found) if not _died(scores)}
         return scored
 
@@ -458,10 +459,19 @@ class EngineFleet:
         if what == "kv_cache":
             self.awake.set()
 
+    async def _answers(self, lanes: Sequence[Lane], refs: Sequence[Any], what: str) -> list[Any]:
+        """Results of a call to each lane, or what it raised; each wait is known by the name of its engine."""
+
+        async def one(lane: Lane, ref: Any) -> Any:
+            with waiting(what, f"engine {lane.index}", self._timeout_s):
+                return await answer(ref, what, self._timeout_s)
+
+        return await asyncio.gather(*map(one, lanes, refs), return_exceptions=True)
+
     async def _all(self, method: str, state: LaneState, lanes: Sequence[Lane], *arguments: Any) -> None:
         refs = [getattr(lane.actor, method).remote(*arguments) for lane in lanes]
         doing = {"sleep": "putting the engines to sleep", "wake": "waking the engines"}[method]
-        found = await asyncio.gather(*(answer(ref, doing, self._timeout_s) for ref in refs), return_exceptions=True)
+        found = await self._answers(lanes, refs, doing)
         for lane, result in zip(lanes, found):
             if not _died(result):  # a dead engine holds no memory; its lane replaces it once the others are awake
                 lane.enter(state)
