@@ -18,7 +18,7 @@ from gdpo_nemo.config.load import load_config
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.errors import ConfigError
 from gdpo_nemo.observe.metrics import read_metrics
-from gdpo_nemo.observe.rollouts import read_columns, rollout_path
+from gdpo_nemo.observe.rollouts import read_columns, rollout_files, rollout_path
 from gdpo_nemo.planning.hardware import Device, Phase, Rates
 from gdpo_nemo.planning.shape import Shape, model_shape
 from gdpo_nemo.planning.simulation_records import Measured
@@ -78,7 +78,8 @@ def _sampled(folder: Path, row: dict[str, Any], option: str) -> tuple[np.ndarray
     """Tokens of the prompts and of the completions of a step's samples."""
     import pyarrow.compute as pc
 
-    path = rollout_path(folder, row["step"])
+    # Of older runs step_*.jsonl.
+    path = dict(rollout_files(folder)).get(row["step"], rollout_path(folder, row["step"]))
     try:
         table = read_columns(path, ["prompt_ids", "completion_ids"])
         prompts, completions = (pc.list_value_length(column).to_numpy() for column in table.columns)

@@ -114,6 +114,8 @@ def test_a_finished_run_gives_config_speeds_and_lengths(tmp_path, capsys):
     (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     sample = json.loads((run / "rollouts" / "step_0001.jsonl").read_text().splitlines()[0])
     samples = "".join(json.dumps(sample | {"completion_ids": [3] * 8}) + "\n" for _ in range(16))
+    for file in (run / "rollouts").glob("*.parquet"):
+        file.unlink()
     for step in (1, 2, 3):
         (run / "rollouts" / f"step_{step:04d}.jsonl").write_text(samples)
     assert cli.main(["simulate", "--run", str(run), "--staleness", "0", "--json"]) == 0
