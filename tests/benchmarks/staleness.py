@@ -4,9 +4,9 @@
     uv run tests/benchmarks/staleness.py --out /tmp/staleness --report
 
 Every run is the demo, ``examples/run_gdpo.py`` with ``configs/gdpo_tiny_cpu.yaml``: S = 0, and S = 1 and 4 with
-``rollout.kv`` drain, recompute and keep. ``rollout.depth`` is the bound, so that every batch is as old as S allows, which
-is more than ``auto`` would make it. Seed by seed all start from the same model, with the same prompts. Finished runs are
-not run again; ``--report`` only draws what is there.
+``rollout.kv`` drain, recompute and keep. ``rollout.depth`` is the bound, so that every batch is as old as S allows,
+which is more than ``auto`` would make it. Seed by seed all start from the same model, with the same prompts. Finished
+runs are not run again; ``--report`` only draws what is there.
 """
 
 from __future__ import annotations
