@@ -31,13 +31,15 @@ ATTENTION = LoraConfig(rank=4, alpha=8.0, target_modules=["q_proj", "o_proj"])
 def wheel(pytestconfig, tmp_path_factory):
     """A folder with TransformerEngine's Python, which its wheel has without any library; outside of ``sys.path``, since
     others would find it there. From the package index once, then from pytest's cache."""
-    folder = pytestconfig.cache.mkdir(WHEEL)
-    with FileLock(f"{folder}.lock"):
-        if not (folder / "transformer_engine").is_dir():
+    kept = pytestconfig.cache.mkdir(WHEEL)
+    folder = kept / "packages"
+    with FileLock(kept / "lock"):
+        if not folder.is_dir():
             venv = tmp_path_factory.mktemp("pip")
             subprocess.run([sys.executable, "-m", "venv", str(venv)], check=True)
-            pip = [str(venv / "bin" / "pip"), "install", "--quiet", "--no-deps", "--only-binary=:all:"]
-            subprocess.run([*pip, "--target", str(folder), WHEEL], check=True)
+            pip = [str(venv / "bin" / "pip"), "install", "--quiet", "--no-deps", "--only-binary=:all:", "--upgrade"]
+            subprocess.run([*pip, "--target", str(kept / "incoming"), WHEEL], check=True)
+            (kept / "incoming").rename(folder)
     return folder
 
 
@@ -76,6 +78,19 @@ def test_scaled_rotary_embeddings_are_those_of_torchs_layers(on_ranks, on_engine
     found = on_engine_ranks(layout, rank_cases.updates, folder, batch)[0]
     assert relative_error(found.steps, expected.steps) < 1e-5
     np.testing.assert_allclose(found.before.values, expected.before.values, atol=1e-5)
+
+
+@pytest.mark.parametrize("layout, model", [("TP1+TE", "qwen3"), ("TP2+SP+TE", "qwen3-moe")])
+def test_bfloat16_stays_near_float32(on_ranks, on_engine_ranks, model_folder, reference, tmp_path, layout, model):
+    """As near as torch's layers and transformers (test_layout_products); main weights in float32 are saved and read."""
+    arguments = (model_folder(model), tiny_models.make_batch())
+    expected = reference(model).steps
+    found = on_engine_ranks(layout, rank_cases.updates, *arguments, 3, 80, None, None, "bfloat16")[0].steps
+    assert (np.abs(found - expected) <= np.array([2e-2, 5e-2, 2e-2]) * np.abs(expected).max(0)).all()
+    arguments = (*arguments, tmp_path / "checkpoint", 2, "bfloat16")
+    straight = on_engine_ranks(layout, rank_cases.save_and_go_on, *arguments)[0]
+    resumed = on_ranks("DP2+DIST", rank_cases.load_and_go_on, *arguments)[0]
+    assert relative_error(resumed, straight) < 5e-2
 
 
 @pytest.mark.parametrize("layout", ["TP1+TE", "TP2+SP+TE", "DP2xEP2+TE"])
@@ -139,9 +154,9 @@ def test_adapters_checkpoints_go_on_with_and_without_it(
 
 
 def test_the_fused_kernels_are_those_that_model_and_layers_allow(on_ranks, on_engine_ranks, model_folder, tmp_path):
-    def built(model, **options):
+    def built(model, lora=None):
         folder = model_folder(model) if isinstance(model, str) else model
-        return on_engine_ranks("TP1+TE", engine_layer_cases.fusions, folder, **options)[0]
+        return on_engine_ranks("TP1+TE", engine_layer_cases.fusions, folder, lora)[0]
 
     on = dict(apply_rope_fusion=True, bias_activation_fusion=True, bias_dropout_fusion=True)
     # Megatron's own linear layers would need apex for this one.

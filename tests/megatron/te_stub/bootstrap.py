@@ -53,6 +53,7 @@ def install(folder: str | Path) -> None:
     sys.path.append(str(folder))
     os.environ["NVTE_PROJECT_BUILDING"] = "1"  # so that it loads no CUDA libraries, which a CPU build of torch lacks
     os.environ["NVTE_TORCH_COMPILE"] = "0"
+    os.environ["NVTE_MASKED_SOFTMAX_FUSION"] = "0"
     sys.meta_path.insert(0, _Finder())
     _complete_torch_cpu()
     absent = [name for name in _NOT_CALLED if importlib.util.find_spec(name) is None]

@@ -105,6 +105,11 @@ def get_num_cublas_streams() -> int:
     return 1
 
 
+def get_fused_attn_backend(*_: Any, **__: Any) -> tuple[Any, str]:
+    """(none, why): attention of cuDNN, so that TransformerEngine takes its own in torch."""
+    return NVTE_Fused_Attn_Backend.NVTE_No_Backend, "there is no cuDNN here"
+
+
 def generic_gemm(
     a,
     trans_a,
