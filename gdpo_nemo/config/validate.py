@@ -230,8 +230,8 @@ def _check_lora(config: Config) -> None:
         raise ConfigError("policy.lora.target_modules: names no layer, so nothing would be learnt")
     if not 0 <= lora.dropout < 1:
         raise ConfigError(f"policy.lora.dropout: must be at least 0 and below 1, got {lora.dropout}")
-    if config.policy.megatron_cfg.transformer_engine:
-        raise ConfigError("policy.megatron_cfg.transformer_engine: cannot go with policy.lora yet; use null or false")
+    if config.policy.megatron_cfg.fp8:
+        raise ConfigError("policy.megatron_cfg.fp8: cannot go with policy.lora, whose matrices are not in 8 bits")
 
 
 def _check_placement(config: Config) -> None:

@@ -35,6 +35,9 @@ class Packing(PackedSeqParams):
     positions: torch.Tensor | None = None
     """int64 [local tokens]: place of each local token in its own sequence."""
     rectangles: list["Rectangle"] = field(default_factory=list)
+    order: torch.Tensor | None = None
+    """int64 [tokens of all context ranks]: where each token of the pack is among what these ranks gather; None without
+    context parallelism."""
     cos: torch.Tensor | None = None
     """[local tokens, 1, head size]"""
     sin: torch.Tensor | None = None
@@ -75,6 +78,7 @@ def make_packing(lengths: list[int], rank: int, size: int, device: torch.device)
         max_seqlen_kv=max(lengths),
     )
     packing.positions = torch.cat([local_positions(length, rank, size) for length in lengths]).to(device)
+    packing.order = _gathered_rows(lengths, bounds, size).to(device) if size > 1 else None
     packing.rectangles = [
         _rectangle(members, lengths, bounds, rank, size, device) for members in _similar_lengths(lengths)
     ]
@@ -89,6 +93,18 @@ def local_positions(length: int, rank: int, size: int) -> torch.Tensor:
     # chunk.
     chunks = torch.arange(length).chunk(2 * size)
     return torch.cat((chunks[rank], chunks[2 * size - 1 - rank]))
+
+
+def _gathered_rows(lengths: list[int], bounds: list[int], size: int) -> torch.Tensor:
+    """int64 [tokens]: the row of each token of the pack where the shares of ``size`` context ranks stand one below the
+    other."""
+    order = torch.empty(bounds[-1], dtype=torch.int64)
+    for rank in range(size):
+        first = rank * (bounds[-1] // size)
+        for length, start in zip(lengths, bounds):
+            places = start + local_positions(length, rank, size)
+            order[places] = torch.arange(length // size) + first + start // size
+    return order
 
 
 def _similar_lengths(lengths: list[int]) -> list[list[int]]:
@@ -184,20 +200,24 @@ class _RollUp(torch.autograd.Function):
 
 
 class _GatherContext(torch.autograd.Function):
-    """[local tokens, ...] on each context rank -> [size, local tokens, ...]; the backward sums this rank's share."""
+    """[local tokens, ...] on each context rank -> [all tokens, ...] in the order of the pack; the backward sums this
+    rank's share."""
 
     @staticmethod
-    def forward(ctx, x, group):
+    def forward(ctx, x, order, group):
+        ctx.save_for_backward(order)
         ctx.group = group
-        out = x.new_empty(group.size() * x.size(0), *x.shape[1:])
-        dist.all_gather_into_tensor(out, x.contiguous(), group=group)
-        return out.view(group.size(), *x.shape)
+        shares = x.new_empty(group.size() * x.size(0), *x.shape[1:])
+        dist.all_gather_into_tensor(shares, x.contiguous(), group=group)
+        return shares.index_select(0, order)
 
     @staticmethod
     def backward(ctx, grad):
-        mine = grad.new_empty(grad.shape[1:])
-        dist.reduce_scatter_tensor(mine, grad.flatten(0, 1).contiguous(), group=ctx.group)
-        return mine, None
+        (order,) = ctx.saved_tensors
+        shares = torch.empty_like(grad, memory_format=torch.contiguous_format).index_copy_(0, order, grad)
+        mine = grad.new_empty(grad.size(0) // ctx.group.size(), *grad.shape[1:])
+        dist.reduce_scatter_tensor(mine, shares, group=ctx.group)
+        return mine, None, None
 
 
 class PackedAttention(MegatronModule):
@@ -252,8 +272,8 @@ class PackedAttention(MegatronModule):
             value = value.repeat_interleave(repeats, 1)
         if self.context_group.size() > 1:
             # In one collective; rotated before, since positions are those of the local tokens.
-            both = _GatherContext.apply(torch.stack((key, value), 1), self.context_group)
-            key, value = self._in_order(both, packing).unbind(1)
+            both = _GatherContext.apply(torch.stack((key, value), 1), packing.order, self.context_group)
+            key, value = both.unbind(1)
         drop = self.dropout if self.training else 0.0
         outputs = [self._attend(query, key, value, rectangle, drop) for rectangle in packing.rectangles]
         moves = [(rectangle.queries_back, rectangle.rows) for rectangle in packing.rectangles]
@@ -269,20 +289,6 @@ class PackedAttention(MegatronModule):
             packing.sin = (angles.sin() * scaling).to(x.dtype)
         left, right = x.chunk(2, dim=-1)
         return x * packing.cos + torch.cat((-right, left), -1) * packing.sin
-
-    def _in_order(self, gathered, packing):
-        """[size, local tokens, ...] zigzag parts -> [all tokens, ...] in sequence order."""
-        size = self.context_group.size()
-        bounds = packing.cu_seqlens_q.tolist()
-        pieces = []
-        for start, stop in zip(bounds[:-1], bounds[1:]):
-            # Each rank holds 1/size of every sequence: first half the early chunk, second half the late one, in
-            # reverse.
-            parts = gathered[:, start // size : stop // size]
-            half = parts.size(1) // 2
-            pieces.extend(parts[:, :half])
-            pieces.extend(parts[:, half:].flip(0))
-        return torch.cat(list(pieces))
 
     def _attend(self, query, key, value, rectangle: Rectangle, drop: float):
         q = _Unroll.apply(query, rectangle.queries, rectangle.queries_back, rectangle.rows)

@@ -63,6 +63,10 @@ def refused(path: Path, *overrides: str) -> str:
         ),
         (["gdpo.dynamic_sampling.batch_multiplier=2"], "gdpo.dynamic_sampling.batch_multiplier: has no effect"),
         (["policy.lora={rank: 4, target_modules: [lm_hed]}"], "did you mean lm_head?"),
+        (
+            [*GPUS, "policy.precision=bfloat16", "policy.lora.rank=4", f"{MEGATRON}.fp8=hybrid"],
+            f"{MEGATRON}.fp8: cannot go with policy.lora",
+        ),
         (["gdpo.val_period=5"], "gdpo.val_period: asks for validation, but data.validation is null"),
         (["data.train.environment=toi"], "data.train.environment: 'toi' is not under env, did you mean toy?"),
         (["env.other={}", "data.train.environment=null"], "data.train.environment: must be set"),
