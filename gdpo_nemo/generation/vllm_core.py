@@ -264,6 +264,8 @@ def _placed(options: EngineOptions) -> dict[str, Any]:
             enforce_eager=config.enforce_eager,
             gpu_memory_utilization=config.gpu_memory_utilization,
             enable_sleep_mode=options.sleeps,
+            # vLLM reads it as a field of the model's config.json.
+            hf_overrides={"head_dtype": config.head_dtype},
         )
     if config.tensor_parallel_size > 1:
         placed["distributed_executor_backend"] = "mp"

@@ -14,7 +14,13 @@ import pytest
 
 from gdpo_nemo.config.schema import VllmConfig
 from gdpo_nemo.generation.requests import SampleRequest, Sampling
-from gdpo_nemo.generation.vllm_core import EngineOptions, VllmCore, sampling_parameters, scoring_parameters
+from gdpo_nemo.generation.vllm_core import (
+    EngineOptions,
+    VllmCore,
+    _placed,
+    sampling_parameters,
+    scoring_parameters,
+)
 from gdpo_nemo.weights.manifest import pack
 from gdpo_nemo.weights.model_folder import open_weights, weight_names
 from gdpo_nemo.weights.transports.memory import MemoryReceiver
@@ -68,6 +74,24 @@ def test_a_gpu_engine_captures_graphs_caches_prefixes_and_prefills_in_chunks(cor
     default = EngineArgs(model=str(engine_model))
     assert arguments.compilation_config == default.compilation_config
     assert arguments.async_scheduling == default.async_scheduling
+
+
+@pytest.mark.parametrize(
+    "dtype,head,expected",
+    [
+        ("bfloat16", "float32", "torch.float32"),
+        ("bfloat16", "model", "torch.bfloat16"),
+        ("float32", "float32", "torch.float32"),
+    ],
+)
+def test_logits_are_not_rounded_unless_asked_for(engine_model, dtype, head, expected):
+    from vllm.engine.arg_utils import EngineArgs
+
+    placed = _placed(EngineOptions(str(engine_model), VllmConfig(head_dtype=head), dtype, 256, 0, on_cpu=False))
+    found = EngineArgs(model=str(engine_model), dtype=dtype, **placed).create_model_config()
+    assert str(found.head_dtype) == expected and str(found.dtype) == f"torch.{dtype}"
+    here = _placed(EngineOptions(str(engine_model), VllmConfig(head_dtype=head), dtype, 256, 0, on_cpu=True))
+    assert "hf_overrides" not in here  # a CPU would cast the head's weights at every step
 
 
 def test_an_update_a_sleep_and_requests_are_calls_that_vllm_has(core, engine_model):
