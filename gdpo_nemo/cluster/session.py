@@ -44,7 +44,7 @@ from gdpo_nemo.config.messages import message_line  # noqa: E402
 from gdpo_nemo.config.placement import joined  # noqa: E402
 from gdpo_nemo.config.schema import ClusterConfig  # noqa: E402
 from gdpo_nemo.endings import hangups_held  # noqa: E402
-from gdpo_nemo.errors import ConfigError, GdpoError, RunError  # noqa: E402
+from gdpo_nemo.errors import ConfigError, EngineFailed, GdpoError, RunError  # noqa: E402
 from gdpo_nemo.waits import WaitExpired, waiting  # noqa: E402
 
 _POLL_S = 1.0
@@ -264,6 +264,8 @@ def _failure(error: RayError, what: str) -> GdpoError:
         return WorkerDied(f"{what}: a worker process died ({message_line(error)})")
     if isinstance(error, RayTaskError):
         cause = error.cause if isinstance(error.cause, BaseException) else error
+        if isinstance(cause, EngineFailed):
+            return WorkerDied(f"{what}: {cause}")
         return (
             cause
             if isinstance(cause, GdpoError)
@@ -273,7 +275,7 @@ def _failure(error: RayError, what: str) -> GdpoError:
 
 
 class WorkerDied(RunError):
-    """A worker process died; the caller replaces it where it can."""
+    """A worker process died, or is of no use any more; the caller replaces it where it can."""
 
 
 def log_folder() -> Path | None:

@@ -70,7 +70,16 @@ def _is_read(key: str, reads: Callable[[Config], tuple[str, ...]], config: Confi
 
 
 EFFECTS = (
-    Effect((f"{_VLLM}.gpu_memory_utilization", f"{_VLLM}.enforce_eager"), _gpu, "on CPU (cluster.gpus_per_node is 0)"),
+    Effect(
+        (f"{_VLLM}.gpu_memory_utilization", f"{_VLLM}.enforce_eager", f"{_VLLM}.head_dtype"),
+        _gpu,
+        "on CPU (cluster.gpus_per_node is 0)",
+    ),
+    Effect(
+        (f"{_VLLM}.head_dtype",),
+        lambda config: config.policy.precision == "bfloat16",
+        "with policy.precision float32, in which everything is",
+    ),
     Effect(("policy.offload_reference",), _gpu, "on CPU (cluster.gpus_per_node is 0)"),
     Effect(
         ("policy.offload_reference",),

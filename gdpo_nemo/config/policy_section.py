@@ -115,6 +115,9 @@ class VllmConfig:
     """Sequences decoded at once by one engine."""
     enforce_eager: bool = False
     """Do not capture CUDA graphs (on CPU execution is always eager)."""
+    head_dtype: str = "float32"
+    """What a bfloat16 engine computes logits in (GPU only): float32, from the same bfloat16 products but not rounded to
+    bfloat16 before the softmax, or model, rounded."""
 
 
 @dataclass
