@@ -101,6 +101,24 @@ def test_a_micro_batch_launches_a_twentieth_and_waits_for_nothing():
         assert sum(found[model, "fused"]) * 20 < sum(found[model, "logits"])
 
 
+@pytest.mark.parametrize("micro_batch", [4096, 16384])
+def test_the_plan_counts_what_the_backward_pass_holds(micro_batch):
+    from gdpo_nemo.config.load import load_config
+    from gdpo_nemo.megatron.fused_logprobs import slice_width
+    from gdpo_nemo.planning.footprint import policy_memory
+    from gdpo_nemo.planning.shape import KNOWN, shape_from
+
+    recipe = ROOT / "configs/gdpo_gsm8k_qwen2.5_1.5b_8gpu.yaml"
+    shape = shape_from(KNOWN["Qwen/Qwen2.5-1.5B"])
+    planned, whole = (
+        policy_memory(load_config(recipe, [f"policy.megatron_cfg.fused_logprobs={use}"]), shape, micro_batch).logprobs
+        for use in ("null", "false")
+    )
+    gradient = slice_width(micro_batch, shape.vocabulary, 2, 256) * 2
+    assert planned == pytest.approx(micro_batch * (gradient + 6 * shape.hidden), rel=0.15)
+    assert planned < whole
+
+
 @pytest.mark.parametrize("tokens", [1, 100, 8192, 16384, 1 << 20])
 def test_slices_of_the_vocabulary_are_alike_and_within_the_budget(tokens):
     from gdpo_nemo.megatron.fused_logprobs import _GRADIENT_BYTES, slice_width
