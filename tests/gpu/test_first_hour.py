@@ -133,12 +133,14 @@ def test_the_driver_needs_the_standard_library_alone():
 
 
 BLOCKED = """
-import importlib.abc, runpy, sys
-class Block(importlib.abc.MetaPathFinder):
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in ("ray", "vllm", "datasets", "pydantic", "wandb", "pytest"):
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-sys.meta_path.insert(0, Block())
+import runpy, sys
+from importlib.machinery import PathFinder
+class Without(PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        absent = name.split(".")[0] in ("ray", "vllm", "datasets", "pydantic", "wandb", "pytest")
+        return None if absent else PathFinder.find_spec(name, path, target)
+sys.meta_path[:] = [Without if finder is PathFinder else finder for finder in sys.meta_path]
 sys.argv = ["measure.py", *ARGUMENTS]
 runpy.run_path(MEASURE, run_name="__main__")
 """
