@@ -110,6 +110,34 @@ def test_a_micro_batch_launches_a_twentieth_and_waits_for_nothing():
         assert sum(found[model, "fused"]) * 20 < sum(found[model, "logits"])
 
 
+@pytest.mark.parametrize(
+    "capability, triton, wanted, expected",
+    [
+        (None, True, None, False),
+        (None, True, False, False),
+        (None, True, True, "there is no CUDA device"),
+        ((9, 0), True, None, True),
+        ((9, 0), True, False, False),
+        ((9, 0), False, None, False),
+        ((9, 0), False, True, "Triton is not installed"),
+        ((7, 5), True, None, False),
+        ((7, 5), True, True, "the GPU is older than Ampere"),
+    ],
+)
+def test_the_kernels_are_chosen_where_they_run(monkeypatch, capability, triton, wanted, expected):
+    from gdpo_nemo.errors import ConfigError
+    from gdpo_nemo.megatron import fused_logprobs
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(fused_logprobs.importlib.util, "find_spec", lambda name: object() if triton else None)
+    if isinstance(expected, str):
+        with pytest.raises(ConfigError, match=f"fused_logprobs: cannot be true, {expected}"):
+            fused_logprobs.use_fused_logprobs(wanted)
+    else:
+        assert fused_logprobs.use_fused_logprobs(wanted) is expected
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_autograd_gets_a_stand_in_for_what_is_in_main_grad(tied):
     """Megatron's hook skips it, or adds it where the embedding's gradient comes by the same way: then it is 0."""
