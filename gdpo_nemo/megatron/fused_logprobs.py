@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from gdpo_nemo.errors import ConfigError
 from gdpo_nemo.megatron.logprobs import EntropyUse
 
 _GRADIENT_BYTES = 256 << 20
@@ -39,6 +40,15 @@ def why_not_fused() -> str | None:
     if torch.cuda.get_device_capability() < (8, 0):
         return "the GPU is older than Ampere"
     return None
+
+
+def use_fused_logprobs(wanted: bool | None) -> bool:
+    """Whether log-probs come from the fused kernels. Raises ConfigError: they are wanted and cannot run here."""
+    lacking = why_not_fused()
+    if wanted and lacking:
+        raise ConfigError(f"policy.megatron_cfg.fused_logprobs: cannot be true, {lacking}")
+    # By itself an interpreter, a hundred times slower, takes nobody's place.
+    return torch.cuda.is_available() and lacking is None if wanted is None else wanted
 
 
 def _kernels() -> ModuleType:

@@ -22,7 +22,7 @@ from transformers import PretrainedConfig
 from gdpo_nemo.config.schema import LoraConfig, MegatronConfig
 from gdpo_nemo.config.stages import stage_layers
 from gdpo_nemo.errors import ConfigError
-from gdpo_nemo.megatron.fused_logprobs import fused_token_logprobs, why_not_fused
+from gdpo_nemo.megatron.fused_logprobs import fused_token_logprobs, use_fused_logprobs
 from gdpo_nemo.megatron.hf_mapping import head_size, layer_symbols, num_experts, rotary, transformer_fields
 from gdpo_nemo.megatron.layers import layer_spec, transformer_engine_is_usable
 from gdpo_nemo.megatron.logprobs import EntropyUse, token_logprobs
@@ -239,15 +239,6 @@ def build_chunks(
         model.real_vocab_size = hf.vocab_size
         chunks.append(model.cuda() if torch.cuda.is_available() else model)
     return config, chunks
-
-
-def use_fused_logprobs(wanted: bool | None) -> bool:
-    """Whether log-probs come from the fused kernels. Raises ConfigError: they are wanted and cannot run here."""
-    lacking = why_not_fused()
-    if wanted and lacking:
-        raise ConfigError(f"policy.megatron_cfg.fused_logprobs: cannot be true, {lacking}")
-    # By itself an interpreter, a hundred times slower, takes nobody's place.
-    return torch.cuda.is_available() and lacking is None if wanted is None else wanted
 
 
 def freeze_routers(chunks: list[PolicyModel]) -> None:

@@ -216,7 +216,8 @@ def test_each_value_gets_the_verdict_it_deserves(tmp_path, change, key, expected
     OmegaConf.save(recipe, path)
     translation = translate(path)
     assert verdicts(translation)[key] == expected
-    assert (translation.status == CANNOT_RUN) == ("sglang" in change)
+    # The recipe has adapters, which do not go with matrices in 8 bits.
+    assert (translation.status == CANNOT_RUN) == ("sglang" in change or "e4m3" in change)
     assert ("policy.generation.backend" in translation.blockers) == ("sglang" in change)
 
 

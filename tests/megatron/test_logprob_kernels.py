@@ -59,24 +59,33 @@ def test_kernels_fit_the_registers_and_shared_memory_of_every_gpu(assembled, cap
     from gdpo_nemo.megatron import logprob_kernels as kernels
 
     tile = kernels.tile_for(dtype, divmod(capability, 10))
-    sizes = dict(M=tile.rows, N=tile.columns, K=tile.depth, SIDE_BY_SIDE=kernels.ROWS_AT_ONCE, ENTROPY=True)
+    sizes = dict(M=tile.rows, N=tile.columns, K=tile.depth, SIDE_BY_SIDE=kernels.ROWS_AT_ONCE)
     inputs = dict(hidden=pointer, weight=pointer)
     for kernel, out, more in (
         (kernels.part_statistics, "*fp32", dict(TILES=kernels.TILES_PER_PART)),
         (kernels.logit_gradients, pointer, {}),
     ):
-        for hidden_size in (3584, 100):  # the second is no multiple of the tile's depth
-            constants = {**sizes, **more, "HIDDEN": hidden_size}
-            ptx, shared, said = assembled(
-                kernel, capability, {**inputs, "out": out}, constants, tile.warps, tile.stages
-            )
-            assert shared <= DEVICES[capability][2]
-            if hidden_size == 3584:
-                assert "0 bytes spill stores, 0 bytes spill loads" in said
-                if (capability, dtype) == (90, torch.bfloat16):
-                    assert "wgmma.mma_async" in ptx, (
-                        "Hopper's tensor cores are reached by no other instruction at full rate"
-                    )
+        constants = {**sizes, **more, "HIDDEN": 3584, "ENTROPY": True}
+        ptx, shared, said = assembled(kernel, capability, {**inputs, "out": out}, constants, tile.warps, tile.stages)
+        assert shared <= DEVICES[capability][2]
+        assert "0 bytes spill stores, 0 bytes spill loads" in said
+        if (capability, dtype) == (90, torch.bfloat16):
+            assert "wgmma.mma_async" in ptx, "the only instruction that reaches Hopper's full rate"
+
+
+def test_kernels_compile_without_entropy_and_for_any_hidden_size(assembled):
+    from gdpo_nemo.megatron import logprob_kernels as kernels
+
+    tile = kernels.tile_for(torch.bfloat16, (9, 0))
+    sizes = dict(M=tile.rows, N=tile.columns, K=tile.depth, SIDE_BY_SIDE=kernels.ROWS_AT_ONCE)
+    types = dict(hidden="*bf16", weight="*bf16")
+    for kernel, out, more in (
+        (kernels.part_statistics, "*fp32", dict(TILES=kernels.TILES_PER_PART)),
+        (kernels.logit_gradients, "*bf16", dict(by_entropy=None)),
+    ):
+        constants = {**sizes, **more, "HIDDEN": 100, "ENTROPY": False}
+        _, shared, _ = assembled(kernel, 90, {**types, "out": out}, constants, tile.warps, tile.stages)
+        assert shared <= DEVICES[90][2]
 
 
 @pytest.mark.parametrize("finish", [False, True])
@@ -99,6 +108,47 @@ def test_a_micro_batch_launches_a_twentieth_and_waits_for_nothing():
     for model in ("1.5b", "7b"):
         assert found[model, "fused"][0] == 3  # statistics, combination, both values in one tensor
         assert sum(found[model, "fused"]) * 20 < sum(found[model, "logits"])
+
+
+@pytest.mark.parametrize(
+    "capability, triton, wanted, expected",
+    [
+        (None, True, None, False),
+        (None, True, False, False),
+        (None, True, True, "there is no CUDA device"),
+        ((9, 0), True, None, True),
+        ((9, 0), True, False, False),
+        ((9, 0), False, None, False),
+        ((9, 0), False, True, "Triton is not installed"),
+        ((7, 5), True, None, False),
+        ((7, 5), True, True, "the GPU is older than Ampere"),
+    ],
+)
+def test_the_kernels_are_chosen_where_they_run(monkeypatch, capability, triton, wanted, expected):
+    from gdpo_nemo.errors import ConfigError
+    from gdpo_nemo.megatron import fused_logprobs
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(fused_logprobs.importlib.util, "find_spec", lambda name: object() if triton else None)
+    if isinstance(expected, str):
+        with pytest.raises(ConfigError, match=f"fused_logprobs: cannot be true, {expected}"):
+            fused_logprobs.use_fused_logprobs(wanted)
+    else:
+        assert fused_logprobs.use_fused_logprobs(wanted) is expected
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_autograd_gets_a_stand_in_for_what_is_in_main_grad(tied):
+    """Megatron's hook skips it, or adds it where the embedding's gradient comes by the same way: then it is 0."""
+    from gdpo_nemo.megatron.fused_logprobs import _placeholder
+
+    weight = torch.nn.Parameter(torch.ones(5, 3))
+    weight.zero_out_wgrad = tied
+    found = _placeholder(weight)
+    assert weight.grad_added_to_main_grad
+    assert found.shape == weight.shape
+    assert not tied or not found.any()
 
 
 @pytest.mark.parametrize("micro_batch", [4096, 16384])
