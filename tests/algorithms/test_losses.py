@@ -1,5 +1,7 @@
 """Losses of tokens: their values, and that no way of cutting a batch changes the gradient."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -123,6 +125,20 @@ def test_padding_and_order_of_tokens_do_not_matter(kind):
     torch.testing.assert_close(loss, whole)
     torch.testing.assert_close(batch.gradient([loss]), batch.gradient([whole]))
     assert metrics.sums["tokens"] == sum(LENGTHS)
+
+
+@pytest.mark.parametrize("kind", LOSSES)
+def test_tokens_left_out_by_the_caller_give_the_loss_that_a_mask_gives(kind):
+    batch = Batch()
+    settings = full_settings(kind, "token_mean")
+    kept = batch.ids % 2 == 0
+    batch.fields = replace(batch.fields, weights=batch.fields.weights * kept)
+    masked, measured = batch.loss(settings)
+    selected, entropy = ((features @ batch.parameter)[kept] for features in (batch.features, batch.entropy_features))
+    loss, metrics = policy_loss(selected - 1, entropy, batch.fields.select(kept), settings, all_trained=True)
+    assert torch.equal(loss, masked)
+    assert torch.equal(batch.gradient([loss]), batch.gradient([masked]))
+    assert metrics == measured
 
 
 def test_token_weights_make_the_three_means():

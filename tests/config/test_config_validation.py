@@ -122,6 +122,8 @@ def test_what_cannot_run_is_refused_by_name(minimal, overrides, expected):
         (["policy.generation.verify_weights=false"], "policy.generation.parity_limit=0.5"),
         ([], "data.train.prompt_key=text"),
         ([], "data.train.environment_key=task"),
+        ([], "policy.offload_reference=false"),
+        ([*GPUS, "policy.lora.rank=8"], "policy.offload_reference=false"),
     ],
 )
 def test_a_key_without_effect_is_refused_and_its_default_is_not(minimal, overrides, key):

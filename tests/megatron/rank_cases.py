@@ -456,3 +456,42 @@ def lora_head_gradients(place, folder, lora) -> tuple[np.ndarray, np.ndarray]:
 def lora_start(place, folder, lora):
     """The pairs of matrices before any update, by Hugging Face module."""
     return build_policy(place, folder, lora=lora).adapter()
+
+
+def gradients_released(place, folder, batch):
+    """Steps of updates between which the gradients' buffers are freed, and the bytes that were left of them."""
+    policy = build_policy(place, folder)
+    assignment = spread(place, batch)
+    steps = []
+    left = 0
+    for _ in range(2):
+        steps.append(train(policy, batch, assignment, 1))
+        policy.release_gradients()
+        buffers = [buffer for wrapped in policy.built.wrapped for buffer in wrapped.buffers]
+        left += sum(buffer.grad_data.untyped_storage().nbytes() for buffer in buffers)
+    return np.concatenate(steps), left
+
+
+def step_that_waits_for_nothing(place, folder, batch, offload):
+    """On a GPU: three updates in bfloat16, in the last two of which a micro-batch that waits for the GPU raises; the
+    weights afterwards, and how far release() lowers the memory in use."""
+    import torch
+
+    policy = build_policy(place, folder, "bfloat16", optimizer=dict(offload=offload))
+    assignment = spread(place, batch)
+    train(policy, batch, assignment, 1)  # compiles, and takes the memory that stays
+    schedule = policy._forward_backward
+
+    def strict(**arguments):
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return schedule(**arguments)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    policy._forward_backward = strict
+    steps = train(policy, batch, assignment, 2)
+    policy.logprobs(batch, assignment)
+    before = torch.cuda.memory_allocated()
+    policy.release()
+    return steps, exported(policy), before - torch.cuda.memory_allocated()

@@ -122,3 +122,12 @@ def test_a_non_finite_batch_changes_nothing_on_any_rank(on_ranks, model_folder, 
         for name in before:
             np.testing.assert_array_equal(before[name], after[name], err_msg=name)
         np.testing.assert_array_equal(steps, expected)
+
+
+@pytest.mark.parametrize("layout", ["TP1", "DP2+DIST"])
+def test_freed_gradient_buffers_change_no_update(on_ranks, model_folder, layout):
+    batch = tiny_models.make_batch()
+    expected = on_ranks(layout, rank_cases.updates, model_folder("qwen2"), batch, 2)[0].steps
+    for steps, left in on_ranks(layout, rank_cases.gradients_released, model_folder("qwen2"), batch):
+        np.testing.assert_array_equal(steps, expected)
+        assert left == 0

@@ -1,0 +1,36 @@
+"""The policy runs on a bare machine: torch, Megatron and transformers, and nothing that serves the rest of a run."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+_BLOCKED = ("ray", "vllm", "datasets", "pydantic", "wandb")
+_CODE = """
+import sys
+
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {blocked}:
+            raise ModuleNotFoundError("blocked: " + name, name=name)
+
+sys.meta_path.insert(0, Blocked())
+from gdpo_nemo.megatron import runtime
+runtime.prepare()
+import pkgutil, importlib
+import gdpo_nemo.algorithms, gdpo_nemo.data, gdpo_nemo.megatron, gdpo_nemo.weights, gdpo_nemo.weights.transports
+import gdpo_nemo.checkpoints, gdpo_nemo.data.packing, gdpo_nemo.megatron.policy, gdpo_nemo.megatron.checkpoint
+for package in (gdpo_nemo.algorithms, gdpo_nemo.weights, gdpo_nemo.weights.transports, gdpo_nemo.megatron):
+    for module in pkgutil.iter_modules(package.__path__, package.__name__ + "."):
+        if module.name != "gdpo_nemo.weights.vllm_receiver":  # which vLLM's workers import
+            importlib.import_module(module.name)
+left = sorted(name for name in {blocked} if name in sys.modules)
+sys.exit("imported " + ", ".join(left) if left else 0)
+"""
+
+
+def test_policy_imports_without_ray_vllm_datasets_pydantic_and_wandb():
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", _CODE.format(blocked=_BLOCKED)], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
