@@ -87,6 +87,9 @@ class MegatronConfig:
     """auto, sdpa (torch's, in layers without TransformerEngine), or TransformerEngine's flash, fused, unfused."""
     transformer_engine: Optional[bool] = None
     """Layers of TransformerEngine. Null: when it imports and CUDA is there."""
+    fused_logprobs: Optional[bool] = None
+    """Log-probs and entropy by Triton kernels that never write logits to memory. Null: on GPUs with Triton, unless
+    policy.lora adapts lm_head."""
     moe_router_dtype: Optional[str] = None
     """Precision in which a mixture's router scores its experts: float32 or float64 (or fp32, fp64); null:
     policy.precision."""

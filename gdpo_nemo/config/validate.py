@@ -230,6 +230,11 @@ def _check_lora(config: Config) -> None:
         raise ConfigError("policy.lora.target_modules: names no layer, so nothing would be learnt")
     if not 0 <= lora.dropout < 1:
         raise ConfigError(f"policy.lora.dropout: must be at least 0 and below 1, got {lora.dropout}")
+    if config.policy.megatron_cfg.fused_logprobs and "lm_head" in lora.target_modules:
+        raise ConfigError(
+            "policy.megatron_cfg.fused_logprobs: its kernels know no adapter on lm_head (policy.lora.target_modules); "
+            "use null or false"
+        )
     if config.policy.megatron_cfg.transformer_engine:
         raise ConfigError("policy.megatron_cfg.transformer_engine: cannot go with policy.lora yet; use null or false")
 
@@ -263,6 +268,8 @@ def check_parallelism(config: Config) -> None:
         )
     if megatron.transformer_engine and not gpus:
         raise ConfigError(f"{prefix}.transformer_engine: needs GPUs (cluster.gpus_per_node is 0)")
+    if megatron.fused_logprobs and not gpus:
+        raise ConfigError(f"{prefix}.fused_logprobs: its kernels need GPUs (cluster.gpus_per_node is 0)")
     if megatron.attention_backend == "sdpa" and megatron.transformer_engine:
         raise ConfigError(f"{prefix}.attention_backend: sdpa is torch's; it cannot go with transformer_engine: true")
     if megatron.fp8 and (not gpus or megatron.transformer_engine is False or megatron.attention_backend == "sdpa"):

@@ -6,13 +6,18 @@ float32 copies exist for one chunk of tokens at a time, forward and backward.
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 import torch.distributed as dist
+
+EntropyUse = Literal["none", "value", "gradient"]
+"""What is asked of the entropy: nothing, its value, or its value with a gradient."""
 
 
 class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, logits, targets, group, scale, vocab_size, chunk):
+    def forward(ctx, logits, targets, group, scale, vocab_size, chunk, entropy_use):
         width = logits.size(-1)
         first = width * group.rank()
         local = targets - first
@@ -21,7 +26,8 @@ class _TokenLogprobs(torch.autograd.Function):
         padding = max(0, first + width - vocab_size)  # columns past the real vocabulary, on the last rank(s)
         log_z = torch.empty(targets.shape, dtype=torch.float32, device=logits.device)
         logprob = torch.empty_like(log_z)
-        entropy = torch.empty_like(log_z)
+        with_entropy = entropy_use != "none"
+        entropy = torch.empty_like(log_z) if with_entropy else None
         for rows in _chunks(logits.size(0), chunk):
             x = _scaled(logits[rows], scale, padding)
             peak = x.amax(-1) if padding < width else x.new_full(x.shape[:1], float("-inf"))
@@ -29,16 +35,24 @@ class _TokenLogprobs(torch.autograd.Function):
             picked = torch.where(owned[rows], x.gather(-1, local[rows, None]).squeeze(-1), 0.0)
             x.sub_(peak[:, None])
             weights = x.exp()
-            # exp underflows to 0 where x is -inf (padding); 0 * -inf would be NaN.
-            moment = (weights * x.clamp_(min=-1e30)).sum(-1)
-            sums = torch.stack((weights.sum(-1), picked, moment))
+            parts = [weights.sum(-1), picked]
+            if with_entropy:
+                # exp underflows to 0 where x is -inf (padding); 0 * -inf would be NaN.
+                parts.append((weights * x.clamp_(min=-1e30)).sum(-1))
+            sums = torch.stack(parts)
             dist.all_reduce(sums, group=group)
             log_sum = sums[0].log()
             log_z[rows] = log_sum + peak
             # large logits cancel first, before the small log_sum would be rounded away
             logprob[rows] = (sums[1] - peak) - log_sum
-            entropy[rows] = log_sum - sums[2] / sums[0]
-        ctx.save_for_backward(logits, local, owned, log_z, entropy)
+            if entropy is not None:
+                entropy[rows] = log_sum - sums[2] / sums[0]
+        # Known here, without a look at the gradient that arrives, for which a GPU would have to be waited for.
+        with_gradient = entropy_use == "gradient"
+        if entropy is not None and not with_gradient:
+            ctx.mark_non_differentiable(entropy)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(logits, local, owned, log_z, entropy if with_gradient else None)
         ctx.options = scale, padding, chunk
         return logprob, entropy
 
@@ -46,20 +60,21 @@ class _TokenLogprobs(torch.autograd.Function):
     def backward(ctx, grad_logprob, grad_entropy):
         logits, local, owned, log_z, entropy = ctx.saved_tensors
         scale, padding, chunk = ctx.options
-        # Most losses have no entropy term; then this saves two passes over the vocabulary.
-        with_entropy = ctx.needs_input_grad[0] and bool((grad_entropy != 0).any())
+        if grad_logprob is None:
+            grad_logprob = torch.zeros_like(log_z)
         out = torch.empty_like(logits)
         for rows in _chunks(logits.size(0), chunk):
             log_p = _scaled(logits[rows], scale, padding).sub_(log_z[rows, None])
             p = log_p.exp()
             # d logprob / d x = onehot - p;  d entropy / d x = -p (log p + entropy)
             grad = p * -grad_logprob[rows, None]
-            if with_entropy:
+            # Most losses have no entropy term; then this saves two passes over the vocabulary.
+            if grad_entropy is not None:
                 log_p.clamp_(min=-1e30).add_(entropy[rows, None]).mul_(p)
                 grad.sub_(log_p * grad_entropy[rows, None])
             grad.scatter_add_(-1, local[rows, None], (owned[rows] * grad_logprob[rows])[:, None])
             out[rows] = grad.mul_(scale).to(out.dtype)
-        return out, None, None, None, None, None
+        return out, None, None, None, None, None, None
 
 
 def _chunks(total: int, size: int):
@@ -84,7 +99,8 @@ def token_logprobs(
     temperature: float = 1.0,
     vocab_size: int | None = None,
     chunk: int = 1024,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    entropy: EntropyUse = "gradient",
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Log-probability of each target, and the entropy of each distribution, under softmax(logits / temperature).
 
     Args:
@@ -93,9 +109,11 @@ def token_logprobs(
         group: tensor-parallel group.
         vocab_size: real vocabulary; padded columns beyond it get no probability.
         chunk: tokens handled at once.
+        entropy: what is asked of it; without a gradient, or not computed at all, it saves passes over the vocabulary.
 
     Returns:
-        log-probs and entropies, float32 [tokens] each, in nats, differentiable in ``logits``.
+        log-probs and entropies (None where not asked for), float32 [tokens] each, in nats, differentiable in
+        ``logits``.
     """
     vocab_size = vocab_size if vocab_size is not None else logits.size(-1) * group.size()
-    return _TokenLogprobs.apply(logits, targets, group, 1.0 / temperature, vocab_size, chunk)
+    return _TokenLogprobs.apply(logits, targets, group, 1.0 / temperature, vocab_size, chunk, entropy)

@@ -22,9 +22,10 @@ from gdpo_nemo.config.architectures import check_scaled_rope
 from gdpo_nemo.config.schema import LoraConfig, MegatronConfig
 from gdpo_nemo.config.stages import stage_layers
 from gdpo_nemo.errors import ConfigError
+from gdpo_nemo.megatron.fused_logprobs import fused_token_logprobs, why_not_fused
 from gdpo_nemo.megatron.hf_mapping import layer_symbols, rotary, transformer_fields
 from gdpo_nemo.megatron.layers import layer_spec, transformer_engine_is_usable
-from gdpo_nemo.megatron.logprobs import token_logprobs
+from gdpo_nemo.megatron.logprobs import EntropyUse, token_logprobs
 from gdpo_nemo.megatron.lora import attach
 
 # Logits of one chunk of tokens may take this many bytes (float32); more tokens are recomputed chunk by chunk.
@@ -34,10 +35,13 @@ _LOGIT_BYTES = 256 << 20
 class PolicyModel(HybridModel):
     """A HybridModel whose last stage returns log-probs and entropies of chosen tokens instead of logits.
 
-    Logits exist for one chunk of tokens at a time; when there are several chunks, each is recomputed in the backward.
+    With ``fused`` kernels there are no logits. Otherwise they exist for one chunk of tokens at a time; when there are
+    several chunks, each is recomputed in the backward.
     """
 
     temperature = 1.0
+    entropy: EntropyUse = "gradient"
+    fused = False
     real_vocab_size: int
 
     def forward(self, input_ids, packing, rows, targets):
@@ -50,7 +54,8 @@ class PolicyModel(HybridModel):
             targets: int64 [chosen]: those successors.
 
         Returns:
-            Last stage: float32 [chosen, 2], log-prob and entropy. Other stages: hidden states.
+            Last stage: float32 [chosen, 2], log-prob and entropy, or [chosen, 1] where ``entropy`` is none. Other
+            stages: hidden states.
         """
         embedded = self.embedding(input_ids=input_ids, position_ids=None) if self.pre_process else None
         if embedded is not None and self.training and not embedded.requires_grad:
@@ -72,6 +77,10 @@ class PolicyModel(HybridModel):
     def _evaluate(self, hidden, targets):
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
         weight = self.output_layer.weight if weight is None else weight
+        if self.fused and not hasattr(self.output_layer, "adapters"):
+            return self._columns(
+                *fused_token_logprobs(hidden, weight, targets, self.pg_collection.tp, **self._options())
+            )
         tokens = max(1, _LOGIT_BYTES // (4 * weight.size(0)))
         if hidden.size(0) <= tokens:
             return self._evaluate_chunk(hidden, weight, targets)
@@ -94,16 +103,14 @@ class PolicyModel(HybridModel):
         logits = torch.nn.functional.linear(hidden, weight)
         if (head := self._head_adapter()) is not None:
             logits = logits + head(hidden)
-        return torch.stack(
-            token_logprobs(
-                logits,
-                targets,
-                self.pg_collection.tp,
-                temperature=self.temperature,
-                vocab_size=self.real_vocab_size,
-            ),
-            -1,
-        )
+        return self._columns(*token_logprobs(logits, targets, self.pg_collection.tp, **self._options()))
+
+    def _options(self) -> dict[str, Any]:
+        return dict(temperature=self.temperature, vocab_size=self.real_vocab_size, entropy=self.entropy)
+
+    @staticmethod
+    def _columns(logprobs: torch.Tensor, entropy: torch.Tensor | None) -> torch.Tensor:
+        return logprobs[:, None] if entropy is None else torch.stack((logprobs, entropy), -1)
 
 
 @dataclasses.dataclass
@@ -192,6 +199,7 @@ def build_chunks(
     if layout.fp8 and not use_te:
         raise ConfigError("policy.megatron_cfg.fp8: needs TransformerEngine, which is not usable here")
     config = transformer_config(hf, layout, dtype, use_te)
+    fused = use_fused_logprobs(layout.fused_logprobs)
     frequencies = rotary(hf)
     check_scaled_rope(frequencies[1], use_te)
     virtual = layout.virtual_pipeline_model_parallel_size
@@ -215,9 +223,19 @@ def build_chunks(
         if use_te:
             model.rotary_pos_emb.inv_freq = frequencies[0]
         model.temperature = temperature
+        model.fused = fused
         model.real_vocab_size = hf.vocab_size
         chunks.append(model.cuda() if torch.cuda.is_available() else model)
     return config, chunks
+
+
+def use_fused_logprobs(wanted: bool | None) -> bool:
+    """Whether log-probs come from the fused kernels. Raises ConfigError: they are wanted and cannot run here."""
+    lacking = why_not_fused()
+    if wanted and lacking:
+        raise ConfigError(f"policy.megatron_cfg.fused_logprobs: cannot be true, {lacking}")
+    # By itself an interpreter, a hundred times slower, takes nobody's place.
+    return torch.cuda.is_available() and lacking is None if wanted is None else wanted
 
 
 def freeze_routers(chunks: list[PolicyModel]) -> None:

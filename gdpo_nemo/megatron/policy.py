@@ -27,6 +27,7 @@ from gdpo_nemo.data.results import TokenValues, UpdateResult
 from gdpo_nemo.errors import RunError
 from gdpo_nemo.megatron.attention import local_positions, make_packing
 from gdpo_nemo.megatron.conversion import export_hf
+from gdpo_nemo.megatron.logprobs import EntropyUse
 from gdpo_nemo.megatron.lora import adapters_disabled, gather_adapters
 from gdpo_nemo.megatron.model import BuiltModel, build
 from gdpo_nemo.megatron.runtime import Runtime
@@ -126,6 +127,7 @@ class Policy:
             wrapped.zero_grad_buffer()
         self.built.optimizer.zero_grad()
         finish = partial(self._loss, sequences, settings, functions)
+        self._ask_entropy("gradient" if settings.entropy_bonus else "value")
         try:
             done = self._run(sequences, micro_batches, finish, forward_only=False)
         except ValueError as error:
@@ -260,6 +262,7 @@ class Policy:
         """
         with self._reference_weights() if reference else contextlib.nullcontext(), self._at_temperature(temperature):
             self._training(False)
+            self._ask_entropy("none")
             done = self._run(sequences, micro_batches, self._collect, forward_only=True)
             self._training(True)
         if not self.reports:
@@ -276,6 +279,10 @@ class Policy:
         finally:
             for chunk, value in zip(self.chunks, usual):
                 chunk.temperature = value
+
+    def _ask_entropy(self, use: EntropyUse) -> None:
+        for chunk in self.chunks:
+            chunk.entropy = use
 
     @staticmethod
     def _collect(rows: PackedRows, output: torch.Tensor):

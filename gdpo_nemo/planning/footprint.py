@@ -18,6 +18,9 @@ from gdpo_nemo.planning.shape import Shape
 BYTES = {"float32": 4, "bfloat16": 2}
 _LOGIT_BYTES = 256 << 20
 """Logits of one chunk of tokens (float32) in the policy; more tokens are recomputed chunk by chunk."""
+_SLICE_BYTES = 256 << 20
+_SLICE_TILE = 256
+"""With the fused kernels only the gradient of a slice of the vocabulary is in memory, in whole tiles of columns."""
 _LOGPROB_CHUNK = 1024
 """Tokens whose logits are held in float32 at once."""
 _RECTANGLE_PADDING = 1.15
@@ -35,7 +38,8 @@ class RankMemory:
     optimizer: int
     activations: int
     logprobs: int
-    """Logits of one chunk, their gradient, and their float32 copies."""
+    """Logits of one chunk, their gradient, and their float32 copies; with fused kernels the gradients of a slice of the
+    logits and of the evaluated hidden states."""
     buffers: int
     """The largest weight's gradient before it is added to the others; gradients of one layer's activations."""
     reserve: int = 0
@@ -98,7 +102,7 @@ def _stage_memory(config: Config, shape: Shape, layout: Layout, stage: int, toke
         dense += trained[0]
     state = 8 if config.policy.precision == "float32" else 12  # two moments; in bfloat16 main weights besides
     last = stage == layout.pipeline - 1
-    logits = _logits(shape, layout, rows // layout.context, size) if last else 0
+    logits = _logits(config, shape, layout, rows // layout.context, size) if last else 0
     table = -(-shape.vocabulary // layout.tensor) * shape.hidden * size
     largest = table if last or stage == 0 else 3 * shape.hidden * shape.ffn // layout.tensor * size
     state_bytes = _optimizer_state(config, shape, layout, stage, state)
@@ -150,9 +154,17 @@ def _backward(config: Config, shape: Shape, layout: Layout, tokens: int, size: i
     return int((floats + again) * (tokens // layout.context) * size)
 
 
-def _logits(shape: Shape, layout: Layout, rows: int, size: int) -> int:
-    """Logits of a chunk and their gradient in the model's precision, three float32 copies of part of it."""
+def _logits(config: Config, shape: Shape, layout: Layout, rows: int, size: int) -> int:
+    """Logits of a chunk and their gradient in the model's precision, three float32 copies of part of it; fused, see
+    ``gdpo_nemo.megatron.fused_logprobs``."""
     width = -(-shape.vocabulary // layout.tensor)
+    lora = config.policy.lora
+    adapted = bool(lora.rank) and "lm_head" in lora.target_modules
+    if layout.gpus and config.policy.megatron_cfg.fused_logprobs is not False and not adapted:
+        fits = _SLICE_BYTES // max(1, rows * size) // _SLICE_TILE * _SLICE_TILE
+        columns = min(width, max(_SLICE_TILE, fits))
+        # The gradient of the hidden states adds up in float32 and is then rounded; four float32 values are kept.
+        return rows * (columns * size + shape.hidden * (4 + size) + 16)
     chunk = min(rows, max(1, _LOGIT_BYTES // (4 * width)))
     return 2 * chunk * width * size + 3 * min(chunk, _LOGPROB_CHUNK) * width * 4
 

@@ -74,6 +74,11 @@ def refused(path: Path, *overrides: str) -> str:
             f"{MEGATRON}.virtual_pipeline_model_parallel_size: needs",
         ),
         ([f"{MEGATRON}.transformer_engine=true"], f"{MEGATRON}.transformer_engine: needs GPUs"),
+        ([f"{MEGATRON}.fused_logprobs=true"], f"{MEGATRON}.fused_logprobs: its kernels need GPUs"),
+        (
+            [*GPUS, f"{MEGATRON}.fused_logprobs=true", "policy.lora={rank: 4, target_modules: [q_proj, lm_head]}"],
+            f"{MEGATRON}.fused_logprobs: its kernels know no adapter on lm_head",
+        ),
         ([f"{MEGATRON}.attention_backend=flash"], f"{MEGATRON}.attention_backend: flash needs GPUs"),
         ([f"{MEGATRON}.expert_model_parallel_size=3"], f"{MEGATRON}.expert_model_parallel_size: 3"),
         ([*GPUS, f"{MEGATRON}.tensor_model_parallel_size=8"], "the policy needs 8 GPUs"),

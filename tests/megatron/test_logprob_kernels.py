@@ -1,0 +1,132 @@
+"""What can be known of the fused log-prob kernels on a GPU without one: they compile, fit, and are few."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+# ptxas wants the architecture's own features named (wgmma, tcgen05); shared memory of one block in bytes.
+DEVICES = {
+    80: ("ptxas", "sm_80", 163 << 10),
+    90: ("ptxas", "sm_90a", 227 << 10),
+    100: ("ptxas-blackwell", "sm_100a", 227 << 10),
+}
+POINTERS = dict(targets="*i64", results="*fp32", by_logprob="*fp32", by_entropy="*fp32", statistics="*fp32")
+
+
+@pytest.fixture
+def assembled(tmp_path, monkeypatch):
+    """``assembled(kernel, capability, types, constants, warps, stages)``: (PTX, shared bytes, what ptxas says)."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    def assemble(kernel, capability, types, constants, warps, stages):
+        names = kernel.arg_names
+        types = {**POINTERS, **types, **dict.fromkeys(constants, "constexpr"), "scale": "fp32"}
+        signature = {name: types.get(name, "i32") for name in names}
+        aligned = {
+            (place,): [["tt.divisibility", 16]]
+            for place, (name, kind) in enumerate(signature.items())
+            if kind.startswith("*") or name == "stride"
+        }
+        values = {(names.index(name),): value for name, value in constants.items()}
+        done = triton.compile(
+            ASTSource(kernel, signature, values, aligned),
+            target=GPUTarget("cuda", capability, 32),
+            options=dict(num_warps=warps, num_stages=stages),
+        )
+        program, architecture, _ = DEVICES[capability]
+        source = tmp_path / "kernel.ptx"
+        source.write_text(done.asm["ptx"])
+        ptxas = Path(triton.__path__[0]) / "backends/nvidia/bin" / program
+        command = [ptxas, "-v", "--gpu-name", architecture, source, "-o", tmp_path / "kernel.cubin"]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+        return done.asm["ptx"], done.metadata.shared, said
+
+    return assemble
+
+
+@pytest.mark.parametrize("capability", DEVICES)
+@pytest.mark.parametrize("dtype, pointer", [(torch.bfloat16, "*bf16"), (torch.float32, "*fp32")])
+def test_kernels_fit_the_registers_and_shared_memory_of_every_gpu(assembled, capability, dtype, pointer):
+    from gdpo_nemo.megatron import logprob_kernels as kernels
+
+    tile = kernels.tile_for(dtype, divmod(capability, 10))
+    sizes = dict(M=tile.rows, N=tile.columns, K=tile.depth, SIDE_BY_SIDE=kernels.ROWS_AT_ONCE, ENTROPY=True)
+    inputs = dict(hidden=pointer, weight=pointer)
+    for kernel, out, more in (
+        (kernels.part_statistics, "*fp32", dict(TILES=kernels.TILES_PER_PART)),
+        (kernels.logit_gradients, pointer, {}),
+    ):
+        for hidden_size in (3584, 100):  # the second is no multiple of the tile's depth
+            constants = {**sizes, **more, "HIDDEN": hidden_size}
+            ptx, shared, said = assembled(
+                kernel, capability, {**inputs, "out": out}, constants, tile.warps, tile.stages
+            )
+            assert shared <= DEVICES[capability][2]
+            if hidden_size == 3584:
+                assert "0 bytes spill stores, 0 bytes spill loads" in said
+                if (capability, dtype) == (90, torch.bfloat16):
+                    assert "wgmma.mma_async" in ptx, (
+                        "Hopper's tensor cores are reached by no other instruction at full rate"
+                    )
+
+
+@pytest.mark.parametrize("finish", [False, True])
+def test_the_parts_are_combined_on_every_gpu(assembled, finish):
+    from gdpo_nemo.megatron import logprob_kernels as kernels
+
+    constants = dict(FINISH=finish, ENTROPY=True, M=kernels.ROWS_COMBINED)
+    for capability in DEVICES:
+        _, _, said = assembled(kernels.combine_parts, capability, {"out": "*fp32"}, constants, 4, 3)
+        assert "0 bytes spill stores" in said
+
+
+def test_a_micro_batch_launches_a_twentieth_and_waits_for_nothing():
+    """On meta tensors, which have no value to wait for: a host sync of either path would raise."""
+    command = [sys.executable, "-W", "ignore", ROOT / "tests/benchmarks/logprob_launches.py"]
+    table = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stdout
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[2:]]
+    found = {(model, path): (int(forward), int(backward)) for model, _, path, forward, backward, _ in cells}
+    assert len(found) == 4
+    for model in ("1.5b", "7b"):
+        assert found[model, "fused"][0] == 3  # statistics, combination, both values in one tensor
+        assert sum(found[model, "fused"]) * 20 < sum(found[model, "logits"])
+
+
+@pytest.mark.parametrize("micro_batch", [4096, 16384])
+def test_the_plan_counts_what_the_backward_pass_holds(micro_batch):
+    from gdpo_nemo.config.load import load_config
+    from gdpo_nemo.megatron.fused_logprobs import slice_width
+    from gdpo_nemo.planning.footprint import policy_memory
+    from gdpo_nemo.planning.shape import KNOWN, shape_from
+
+    recipe = ROOT / "configs/gdpo_gsm8k_qwen2.5_1.5b_8gpu.yaml"
+    shape = shape_from(KNOWN["Qwen/Qwen2.5-1.5B"])
+    planned, whole = (
+        policy_memory(load_config(recipe, [f"policy.megatron_cfg.fused_logprobs={use}"]), shape, micro_batch).logprobs
+        for use in ("null", "false")
+    )
+    gradient = slice_width(micro_batch, shape.vocabulary, 2, 256) * 2
+    assert planned == pytest.approx(micro_batch * (gradient + 6 * shape.hidden), rel=0.15)
+    assert planned < whole
+
+
+@pytest.mark.parametrize("tokens", [1, 100, 8192, 16384, 1 << 20])
+def test_slices_of_the_vocabulary_are_alike_and_within_the_budget(tokens):
+    from gdpo_nemo.megatron.fused_logprobs import _GRADIENT_BYTES, slice_width
+
+    for columns in (1, 255, 151669, 152064):
+        width = slice_width(tokens, columns, 2, 256)
+        assert 0 < width <= columns
+        assert width == columns or width % 256 == 0
+        assert width <= 256 or width * tokens * 2 <= _GRADIENT_BYTES
+        slices = -(-columns // width)
+        assert columns > (slices - 1) * width, "a slice is empty"
