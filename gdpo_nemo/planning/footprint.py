@@ -43,6 +43,8 @@ class RankMemory:
     buffers: int
     """The largest weight's gradient before it is added to the others; gradients of one layer's activations."""
     reserve: int = 0
+    reference: int = 0
+    """Weights of a KL penalty's reference, where these stay on the GPU."""
     stage: int = 0
 
     @property
@@ -53,7 +55,7 @@ class RankMemory:
     def resting(self, offload: bool) -> int:
         """Bytes that stay while colocated engines sample: gradients are given back, and with ``offload`` main weights
         and moments are in host memory."""
-        return self.weights + (0 if offload else self.optimizer) + self.reserve
+        return self.weights + self.reference + (0 if offload else self.optimizer) + self.reserve
 
 
 @dataclass(frozen=True)
@@ -119,6 +121,7 @@ def _stage_memory(config: Config, shape: Shape, layout: Layout, stage: int, toke
         logprobs=logits,
         buffers=buffers,
         reserve=GPU_RESERVE if layout.gpus else 0,
+        reference=0 if reference_is_off_loaded(config) else _reference(config, shape, layout, stage),
         stage=stage,
     )
 
@@ -158,15 +161,21 @@ def _logits(config: Config, shape: Shape, layout: Layout, rows: int, size: int) 
     """Logits of a chunk and their gradient in the model's precision, three float32 copies of part of it; fused, see
     ``gdpo_nemo.megatron.fused_logprobs``."""
     width = -(-shape.vocabulary // layout.tensor)
-    lora = config.policy.lora
-    adapted = bool(lora.rank) and "lm_head" in lora.target_modules
-    if layout.gpus and config.policy.megatron_cfg.fused_logprobs is not False and not adapted:
+    if fused_logprobs(config, layout):
         fits = _SLICE_BYTES // max(1, rows * size) // _SLICE_TILE * _SLICE_TILE
         columns = min(width, max(_SLICE_TILE, fits))
         # The gradient of the hidden states adds up in float32 and is then rounded; four float32 values are kept.
         return rows * (columns * size + shape.hidden * (4 + size) + 16)
     chunk = min(rows, max(1, _LOGIT_BYTES // (4 * width)))
     return 2 * chunk * width * size + 3 * min(chunk, _LOGPROB_CHUNK) * width * 4
+
+
+def fused_logprobs(config: Config, layout: Layout) -> bool:
+    """Whether log-probs come from kernels that write no logits: on GPUs, unless the config or an adapted head says
+    no."""
+    lora = config.policy.lora
+    adapted = bool(lora.rank) and "lm_head" in lora.target_modules
+    return layout.gpus > 0 and config.policy.megatron_cfg.fused_logprobs is not False and not adapted
 
 
 def _activations(config: Config, shape: Shape, layout: Layout, stage: int, tokens: int, rows: int, size: int) -> int:
@@ -255,11 +264,23 @@ def host_memory(config: Config, shape: Shape) -> int:
     if not layout.gpus:
         return 0
     held = optimizer_bytes(config, shape, layout) if config.policy.megatron_cfg.optimizer.offload else 0
-    loss = config.loss_fn
-    if (loss.reference_policy_kl_penalty or kl_in_reward(config)) and not config.policy.lora.rank:
-        dense, experts = max((shape.on_rank(layout, stage) for stage in range(layout.pipeline)), key=sum)
-        held += (dense + experts) * BYTES[config.policy.precision]
+    if reference_is_off_loaded(config):
+        held += max(_reference(config, shape, layout, stage) for stage in range(layout.pipeline))
     return held
+
+
+def reference_is_off_loaded(config: Config) -> bool:
+    """Whether a reference's weights, if there are any, wait in host memory."""
+    return config.cluster.gpus_per_node > 0 and bool(getattr(config.policy, "offload_reference", True))
+
+
+def _reference(config: Config, shape: Shape, layout: Layout, stage: int) -> int:
+    """Bytes of the weights of a KL penalty's reference on a rank; under LoRA it is the model without its adapters. On
+    CPUs the plan leaves it out."""
+    penalty = config.loss_fn.reference_policy_kl_penalty or kl_in_reward(config)
+    if not layout.gpus or not penalty or config.policy.lora.rank:
+        return 0
+    return sum(shape.on_rank(layout, stage)) * BYTES[config.policy.precision]
 
 
 def resting_memory(config: Config, shape: Shape) -> int:

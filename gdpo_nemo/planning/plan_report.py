@@ -126,8 +126,9 @@ def size(number: float) -> str:
 
 
 def _policy_line(memory: RankMemory, shape: Shape) -> str:
-    parts = [("weights", memory.weights), ("gradients", memory.gradients), ("optimizer", memory.optimizer),
-             ("activations", memory.activations), ("log-prob chunk", memory.logprobs), ("buffers", memory.buffers),
+    parts = [("weights", memory.weights), ("reference", memory.reference), ("gradients", memory.gradients),
+             ("optimizer", memory.optimizer), ("activations", memory.activations),
+             ("log-prob chunk", memory.logprobs), ("buffers", memory.buffers),
              ("device reserve", memory.reserve)]  # fmt: skip
     terms = " + ".join(f"{size(value)} {name}" for name, value in parts if value)
     return (

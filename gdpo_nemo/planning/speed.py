@@ -13,7 +13,7 @@ from gdpo_nemo.algorithms.own_functions import loss_entry
 from gdpo_nemo.config.layout import Layout, resolve_layout, samples_per_step, updates_per_step
 from gdpo_nemo.config.objective_checks import kl_in_reward
 from gdpo_nemo.config.schema import Config
-from gdpo_nemo.planning.footprint import BYTES, engine_memory, optimizer_bytes
+from gdpo_nemo.planning.footprint import BYTES, engine_memory, optimizer_bytes, reference_is_off_loaded
 from gdpo_nemo.planning.hardware import Device, Rates
 from gdpo_nemo.planning.shape import Shape
 
@@ -140,7 +140,7 @@ def _host_traffic(config: Config, shape: Shape, device: Device, layout: Layout) 
     if config.policy.megatron_cfg.optimizer.offload:
         moved += 2 * updates_per_step(config) * optimizer_bytes(config, shape, layout)
     passes = bool(config.loss_fn.reference_policy_kl_penalty) + kl_in_reward(config)
-    if not config.policy.lora.rank:
+    if not config.policy.lora.rank and reference_is_off_loaded(config):
         moved += passes * sum(shape.on_rank(layout, 0)) * BYTES[config.policy.precision]
     return moved / device.host_link
 

@@ -13,7 +13,7 @@ from math import ceil
 
 from gdpo_nemo.config.layout import Layout, resolve_layout, samples_per_step, updates_per_step
 from gdpo_nemo.config.schema import Config
-from gdpo_nemo.planning.footprint import BYTES, micro_batch_load, optimizer_bytes, transformer_engine
+from gdpo_nemo.planning.footprint import BYTES, fused_logprobs, micro_batch_load, optimizer_bytes, transformer_engine
 from gdpo_nemo.planning.hardware import Device, Rates
 from gdpo_nemo.planning.shape import Shape
 from gdpo_nemo.planning.speed import Lengths, expected_lengths, step_time
@@ -59,11 +59,6 @@ class MicroBatch:
     def seconds(self) -> float:
         """What the slower of device and host takes."""
         return max(self.products + self.moves + self.logprobs + self.gradients, self.host)
-
-
-def fused_logprobs(config: Config, layout: Layout) -> bool:
-    """Whether log-probs come from kernels that write no logits: on GPUs, unless the config says no."""
-    return layout.gpus > 0 and getattr(config.policy.megatron_cfg, "fused_logprobs", False) is not False
 
 
 def model_flops(shape: Shape, tokens: float, length: float, backward: bool) -> float:

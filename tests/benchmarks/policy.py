@@ -134,11 +134,15 @@ def ours(folder: Path, arguments):
 
 def predicted(model: Path, policy, tokens: int, rows: int) -> dict:
     """The plan's bytes for one rank with that fullest micro-batch, item by item."""
+    import torch
+
     from gdpo_nemo.config.schema import Config
     from gdpo_nemo.planning.footprint import policy_memory
     from gdpo_nemo.planning.shape import shape_from
 
     config = Config()
+    config.cluster.gpus_per_node = int(torch.cuda.is_available())  # GPUs keep other activations
+    config.policy.generation.engines = 0
     config.policy.precision = policy.precision
     config.policy.megatron_cfg = policy.megatron_cfg
     memory = policy_memory(config, shape_from(json.loads((model / "config.json").read_text())), tokens, rows)

@@ -418,12 +418,10 @@ def logprob_chunks(arguments: argparse.Namespace) -> None:
         tokens = 512 if arguments.cpu else 16384
         batch = batch_of([tokens // 8] * 8, vocabulary)
         micro_batches = assigned(batch, tokens)
-        fused = [None] if not hasattr(policy_config(_BF16).megatron_cfg, "fused_logprobs") else [False, True]
-        for kernel in fused:
+        for kernel in (False, True):
             if kernel and not stand.on_gpu:
                 continue  # Triton's interpreter would measure itself
-            options = {} if kernel is None else {"fused_logprobs": kernel}
-            built = stand.policy(written, _BF16, **options)
+            built = stand.policy(written, _BF16, fused_logprobs=kernel)
             stock = models._LOGIT_BYTES
             for mib in (stock >> 20,) if kernel else (64, 256, 1024, 4096):
                 models._LOGIT_BYTES = mib << 20

@@ -35,6 +35,7 @@ def shape_of(size: str):
     return shape_from(KNOWN[f"Qwen/Qwen2.5-{size}"])
 
 
+_CHUNKS = "policy.megatron_cfg.fused_logprobs=false"
 NOTED = replace(device("h200"), compute=990e12, bandwidth=4.3e12 / BANDWIDTH_SHARE)
 """A device that moves 4.3 TB/s where a plan counts on 90 % of its bandwidth."""
 
@@ -74,6 +75,19 @@ def test_pinned_host_memory_is_what_is_off_loaded_and_the_reference(size):
     assert resting_memory(plain, shape) - resting_memory(offloaded, shape) == 12 * shape.parameters // ranks
 
 
+def test_a_reference_that_stays_on_the_gpu_is_counted_there():
+    shape = shape_of("1.5B")
+    config = config_of("1.5B", "loss_fn.reference_policy_kl_penalty=0.01")
+    away = policy_memory(config, shape)
+    resting = resting_memory(config, shape)
+    config.policy.offload_reference = False
+    stays = policy_memory(config, shape)
+    assert (
+        stays.total - away.total == stays.reference == 2 * shape.parameters == resting_memory(config, shape) - resting
+    )
+    assert host_memory(config, shape) == 0
+
+
 def test_what_is_off_loaded_travels_at_the_link_to_the_host():
     shape = shape_of("7B")
     plain = config_of("7B", "loss_fn.reference_policy_kl_penalty=0")
@@ -94,13 +108,15 @@ def test_what_is_off_loaded_travels_at_the_link_to_the_host():
 def test_a_micro_batch_takes_what_was_read_off_the_kernels(size, tokens, half_peak_s, logprobs_s):
     """Without attention and without the fused kernel, which the figures leave out."""
     shape = shape_of(size)
-    batch = micro_batch(config_of(size), shape, NOTED, tokens, length=1e-9)
+    batch = micro_batch(config_of(size, _CHUNKS), shape, NOTED, tokens, length=1e-9)
     head = 2 * shape.hidden * shape.vocabulary * tokens
     products = (batch.products * 0.7 * 990e12 - head) / (0.5 * 990e12)
     assert products == pytest.approx(6 * shape.active_parameters * tokens / (0.5 * 990e12), rel=1e-6)
     embedding = 0 if shape.tied else shape.vocabulary * shape.hidden
     assert 6 * (shape.active_parameters + embedding) * tokens / (0.5 * 990e12) == pytest.approx(half_peak_s, rel=0.01)
     assert batch.logprobs == pytest.approx(logprobs_s, rel=0.03)
+    fused = micro_batch(config_of(size), shape, NOTED, tokens, length=1e-9)
+    assert fused.logprobs == pytest.approx(batch.logprobs * 6 / 156) and fused.products == batch.products
 
 
 @pytest.mark.parametrize("size", SIZES)
