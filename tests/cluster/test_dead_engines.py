@@ -22,21 +22,24 @@ SEED = 40
 
 
 class Mortal:
-    """An engine whose process ends, or fails without ending, at every call as long as the file of its number has a line
-    to give that says which."""
+    """An engine whose process ends, or fails for good without ending, at every call as long as the file of its number
+    has a line to give that says which."""
 
     def __init__(self, folder, vllm, precision, length, seed, on_cpu, sleeps, targets):
         self.file = Path(folder) / str(seed - SEED)
         self.version = -1
         self.asked = []
+        self.failed = False
 
     def _live(self) -> None:
         left = self.file.read_text().splitlines() if self.file.exists() else []
         if left:
             self.file.write_text("\n".join(left[1:]))
-            if left[0] == "fails":
-                raise EngineFailed("vLLM failed: AcceleratorError: CUDA error: unspecified launch failure")
-            os._exit(1)
+            if left[0] != "fails":
+                os._exit(1)
+            self.failed = True
+        if self.failed:
+            raise EngineFailed("vLLM failed: AcceleratorError: CUDA error: unspecified launch failure")
 
     def process_location(self):
         return "here", os.getpid()

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from gdpo_nemo.config.schema import VllmConfig
+from gdpo_nemo.generation import vllm_core
 from gdpo_nemo.generation.requests import SampleRequest, Sampling
 from gdpo_nemo.generation.vllm_core import (
     EngineOptions,
@@ -35,7 +36,8 @@ def core(request, engine_model, monkeypatch):
     from vllm.v1.engine.core_client import SyncMPClient
     from vllm.v1.engine.llm_engine import LLMEngine
 
-    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+    # vLLM has read the variable for good once an engine was made in this process.
+    monkeypatch.setattr(vllm_core, "in_process", lambda config: False)
     llm = create_autospec(vllm.LLM)
     made = llm.return_value
     made.llm_engine = create_autospec(LLMEngine, instance=True)
