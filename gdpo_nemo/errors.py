@@ -26,6 +26,10 @@ class RunError(GdpoError):
     """A run failed after it had started; the text says what failed and where to look."""
 
 
+class EngineFailed(RunError):
+    """An engine broke for reasons of its own process or device; another one in its place may do."""
+
+
 def present(value: T | None, what: str) -> T:
     """Return ``value``. Raises RuntimeError where it is None: an order that the program itself got wrong."""
     if value is None:

@@ -45,6 +45,7 @@ def policy_loss(
     settings: LossSettings,
     reduce: Reduce | None = None,
     functions: Functions | None = None,
+    all_trained: bool = False,
 ) -> tuple[Tensor, LossMetrics]:
     """Weighted sum of the token losses of one micro-batch.
 
@@ -56,6 +57,7 @@ def policy_loss(
             over ranks and a loss or correction works on whole sequences. All of those ranks must call with the same
             settings, also those without a trained token.
         functions: the user's own, by the places that the settings name them by.
+        all_trained: the caller has left out the tokens of weight 0. To find them here, a GPU has to be waited for.
 
     Returns:
         `sum_t weights[t] * loss[t]` as a scalar, and the metrics. Tokens of weight 0 enter neither, whatever their
@@ -67,10 +69,12 @@ def policy_loss(
             or what is not finite.
     """
     _check_inputs(entropy, fields, settings, functions)
-    trained = fields.weights > 0
-    given = replace(fields.select(trained), reduce=reduce)
-    logprobs = logprobs[trained]
-    entropy = None if entropy is None else entropy[trained]
+    if not all_trained:
+        trained = fields.weights > 0
+        fields = fields.select(trained)
+        logprobs = logprobs[trained]
+        entropy = None if entropy is None else entropy[trained]
+    given = replace(fields, reduce=reduce)
     fields = given if given.old_logprobs is not None else replace(given, old_logprobs=logprobs.detach())
     if settings.reads_staleness and fields.staleness is None:
         fields = replace(fields, staleness=torch.zeros_like(fields.sequence_ids, dtype=torch.int32))
@@ -223,7 +227,7 @@ def _parity(logprobs: Tensor, fields: TokenFields, settings: LossSettings) -> di
 def _collect(per_token: dict[str, Tensor], tokens: int, like: Tensor) -> LossMetrics:
     """Sums of every per-token measurement, and the maxima of three of them. float64, so that 1e8 tokens still count."""
     sums = {name: value.double().sum() for name, value in per_token.items()}
-    sums["tokens"] = torch.tensor(float(tokens), dtype=torch.float64, device=like.device)
+    sums["tokens"] = torch.full((), float(tokens), dtype=torch.float64, device=like.device)
     maxima: dict[str, Tensor] = {
         name: per_token[name].max() for name in ("ratio", "parity_abs", "parity_prob") if name in per_token and tokens
     }

@@ -15,12 +15,13 @@ from typing import Any, Callable, Coroutine, Iterator, Sequence, TypeVar
 
 import numpy as np
 
+from gdpo_nemo.cluster.engine_actor import EngineActor
 from gdpo_nemo.cluster.lane import REPLACEMENTS, START_S, Lane, LaneState, PendingRequest
 from gdpo_nemo.cluster.reservation import Placement, here
 from gdpo_nemo.cluster.session import WorkerDied, answer, answered, cores, gather, ray, thread_environment
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.errors import GdpoError, RunError
-from gdpo_nemo.generation.engine import CPU_ENVIRONMENT, ENVIRONMENT, Engine
+from gdpo_nemo.generation.engine import CPU_ENVIRONMENT, ENVIRONMENT
 from gdpo_nemo.generation.requests import Completion, CompletionBatch, SampleRequest, Sampling
 from gdpo_nemo.waits import waiting
 from gdpo_nemo.weights.buckets import PeerLost
@@ -97,7 +98,7 @@ class EngineFleet:
             # Ray has assigned these GPUs to the policy and tracks one owner; fractions exist for one GPU only, not for
             # the several of a tensor-parallel engine. So ask Ray for none and name them.
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(self._devices[rank] for rank in shared[index])
-        actor = ray.remote(Engine).options(
+        actor = ray.remote(EngineActor).options(
             num_cpus=0,  # threads are ours to divide; Ray would queue actors where cores are fewer than processes
             num_gpus=0 if on_cpu or shared else vllm.tensor_parallel_size,
             max_concurrency=_CALLS,

@@ -115,10 +115,8 @@ class PolicyRank:
         return getattr(self._senders[place], method)(*arguments)
 
     def release(self) -> None:
-        """Release torch's cached GPU memory, for the engine that shares the device."""
-        import torch
-
-        torch.cuda.empty_cache()  # does nothing without CUDA
+        """Give back the GPU memory that nothing needs before the next update, for the engine that shares the device."""
+        self.policy.release()
 
     def begin_save(self, folder: str, background: bool) -> None:
         """Start this rank's part of a checkpoint."""
@@ -237,7 +235,7 @@ class PolicyGroup:
         return gather(self._devices, "placing the policy", _START_S, "policy")
 
     def release(self) -> None:
-        """Give cached GPU memory back on every rank."""
+        """Give back what no rank needs before the next update."""
         self._call("release", what="releasing memory")
 
     def process_locations(self) -> dict[int, tuple[str, int]]:

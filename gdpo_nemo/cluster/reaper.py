@@ -4,6 +4,10 @@ The driver starts this file as a separate small process and holds the other end 
 driver ends, kill -9 included, that end closes; then every process with the run's mark in its environment (Ray's
 servers and agents, actors, verifiers: all inherit it) gets a few seconds to exit and is then killed. Finally the
 watcher removes their temporary folder and their named shared memory.
+
+An engine's actor starts it, too, as a guard of vLLM's own processes: they would outlive an actor that is killed, and
+keep the memory of the GPUs from its replacement.
+
 It uses the standard library only and reads /proc, so it starts in milliseconds.
 """
 
@@ -22,12 +26,16 @@ import uuid
 from collections.abc import Iterable
 
 MARK = "GDPO_NEMO_RUN"
+GUARD_MARK = "GDPO_NEMO_GUARDED"
+"""Variables that tell whose the processes are: of which run, of which guarded process."""
 _GRACE_S = 3.0
 _LOOK_S = 1.0
 _LOOKS_AT_MEMORY = 10
 """Scans of the processes per scan of their memory maps, which are long."""
 _SHARED = re.compile(rb"(/dev/shm/(?:sem\.mp-|psm_|vllm_dist_|gdpo_nemo_)\S+)$", re.MULTILINE)
 """Names that multiprocessing, vLLM and this project use; the kernel keeps such memory when its process is killed."""
+# -S -E: no site-packages, so that it starts at once and no environment variable of the user can break it.
+_THIS = (sys.executable, "-S", "-E", os.path.abspath(__file__))
 
 
 class Reaper:
@@ -42,9 +50,8 @@ class Reaper:
         os.environ[MARK] = self.mark
         # The watcher is not one of the processes to end.
         environment = {k: v for k, v in os.environ.items() if k != MARK}
-        # -S -E: no site-packages, so that it starts at once and no environment variable of the user can break it.
         self._process = subprocess.Popen(
-            [sys.executable, "-S", "-E", os.path.abspath(__file__), self.mark, scratch],
+            [*_THIS, "run", f"{MARK}={self.mark}", scratch],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             env=environment,
@@ -59,9 +66,29 @@ class Reaper:
         self._process.wait()
 
 
+def guard_children() -> None:
+    """See to it that processes which this one starts from now on, and those that they start, end when it does.
+
+    Raises:
+        CalledProcessError: the guard could not be started.
+    """
+    mark = f"{GUARD_MARK}={uuid.uuid4().hex}"
+    environment = {name: value for name, value in os.environ.items() if name != GUARD_MARK}
+    os.environ[GUARD_MARK] = mark.partition("=")[2]
+    own = os.getpid()
+    subprocess.run(
+        [*_THIS, "guard", mark, str(own), str(_birth(own))],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        env=environment,
+        start_new_session=True,
+        check=True,
+    )
+
+
 def marked(mark: str) -> set[int]:
-    """Processes with ``mark`` in their environment, other than this one and its parent."""
-    wanted = f"{MARK}={mark}".encode()
+    """Processes with ``mark`` (NAME=value) in their environment, other than this one and its parent."""
+    wanted = mark.encode()
     own = {os.getpid(), os.getppid()}
     found = set()
     for pid in _pids() - own:
@@ -87,6 +114,12 @@ def _stat(pid: int) -> tuple[int, int] | None:
     except OSError:
         return None
     return None if fields[0] == b"Z" else (int(fields[1]), int(fields[19]))
+
+
+def _birth(pid: int) -> int | None:
+    """Start time, which tells a process from a later one that got its number; None when it is gone."""
+    stat = _stat(pid)
+    return stat and stat[1]
 
 
 def family(mark: str) -> dict[int, int]:
@@ -137,10 +170,7 @@ def _remove(shared: set[tuple[str, int]]) -> None:
                 os.unlink(path)
 
 
-def _watch(mark: str) -> None:
-    # A signal to the whole process group must not end the watcher before the driver.
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
+def _watch(mark: str, scratch: str) -> None:
     known: dict[int, int] = {}
     shared: set[tuple[str, int]] = set()
     looks = 0
@@ -151,25 +181,48 @@ def _watch(mark: str) -> None:
             shared |= _shared_memory(known)
     known.update(family(mark))
     shared |= _shared_memory(known)
+    _end(mark, known, _GRACE_S)
+    _remove(shared)
+    shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _guard(mark: str, pid: int, born: int) -> None:
+    # Its parent goes, so that it is no child of the guarded process: Ray kills those of an actor that it ends.
+    if os.fork():
+        os._exit(0)
+    known: dict[int, int] = {}
+    while _birth(pid) == born:
+        known.update(family(mark))
+        time.sleep(_LOOK_S)
+    _end(mark, known, 0.0)
+
+
+def _end(mark: str, known: dict[int, int], grace_s: float) -> None:
+    """Wait for the marked processes, and those known (number and start time), to exit; then kill what is left."""
 
     def left() -> list[int]:
         known.update(family(mark))
-        # The start time tells a process from a later one that got its number.
-        return [pid for pid, born in known.items() if (stat := _stat(pid)) and stat[1] == born]
+        return [pid for pid, born in known.items() if _birth(pid) == born]
 
-    deadline = time.monotonic() + _GRACE_S
+    deadline = time.monotonic() + grace_s
     while left() and time.monotonic() < deadline:
         time.sleep(0.1)
     while pids := left():
         for pid in pids:
-            try:
+            with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
         time.sleep(0.1)
-    _remove(shared)
+
+
+def _main(what: str, mark: str, *of: str) -> None:
+    # A signal to the whole process group must not end the watcher before the watched.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    if what == "run":
+        _watch(mark, of[0])
+    else:
+        _guard(mark, int(of[0]), int(of[1]))
 
 
 if __name__ == "__main__":
-    _watch(sys.argv[1])
-    shutil.rmtree(sys.argv[2], ignore_errors=True)
+    _main(*sys.argv[1:])

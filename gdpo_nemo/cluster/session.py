@@ -28,31 +28,27 @@ os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
 # that is too short.
 for _name, _seconds in (
     ("gcs_server_port_wait_time_s", 300),
-    ("raylet_start_wait_time_s", 300),
+    ("raylet_start_wait_time_s", 120),
     ("gcs_server_request_timeout_seconds", 300),
     ("worker_register_timeout_seconds", 600),
     ("agent_register_timeout_ms", 600_000),
 ):
     os.environ.setdefault(f"RAY_{_name}", str(_seconds))
 
-import psutil  # noqa: E402
 import ray  # noqa: E402
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError, RayTaskError  # noqa: E402
 
+from gdpo_nemo.cluster import local_ray  # noqa: E402
 from gdpo_nemo.cluster.reaper import Reaper  # noqa: E402
 from gdpo_nemo.config.messages import message_line  # noqa: E402
 from gdpo_nemo.config.placement import joined  # noqa: E402
 from gdpo_nemo.config.schema import ClusterConfig  # noqa: E402
 from gdpo_nemo.endings import hangups_held  # noqa: E402
-from gdpo_nemo.errors import ConfigError, GdpoError, RunError  # noqa: E402
+from gdpo_nemo.errors import ConfigError, EngineFailed, GdpoError, RunError  # noqa: E402
 from gdpo_nemo.waits import WaitExpired, waiting  # noqa: E402
 
 _POLL_S = 1.0
 """How often a wait looks for dead workers and lost nodes; a dead actor is noticed within this time."""
-_STARTS = 2
-"""Attempts to start a local session before the run gives up."""
-_START_LIMIT_S = 900.0
-"""Limit of one start: three times what Ray waits for its GCS."""
 _NODE_LOSS_S = 20.0
 """Longest time in which Ray declares a silent node dead, with the health checks of docs/cluster.md."""
 
@@ -119,7 +115,7 @@ def _scratch() -> Iterator[str]:
 
 def _connect(where: dict[str, Any]) -> None:
     if where["address"] == "local":
-        _start(where)
+        local_ray.start(lambda: _initialize(where))
         return
     try:
         _initialize(where)
@@ -127,50 +123,6 @@ def _connect(where: dict[str, Any]) -> None:
         raise RunError(
             f"cluster.address: no Ray cluster to join at {where['address']} ({message_line(error)})"
         ) from error
-
-
-def _start(where: dict[str, Any]) -> None:
-    """Start a local session; processes that a failed attempt leaves are killed before the next."""
-    for attempt in range(1, _STARTS + 1):
-        before = set(psutil.Process().children())
-        try:
-            with _end_after(_START_LIMIT_S, before):
-                _initialize(where)
-            return
-        except Exception as error:  # of many kinds; Ray raises a bare Exception when its node is late
-            ray.shutdown()
-            left = set(psutil.Process().children()) - before
-            for child in left:
-                child.kill()
-            psutil.wait_procs(left)
-            if attempt == _STARTS:
-                raise RunError(
-                    f"Ray did not start on this machine in {_STARTS} attempts ({message_line(error)}); its logs are in "
-                    f"{os.environ['RAY_TMPDIR']}/ray"
-                ) from error
-
-
-@contextlib.contextmanager
-def _end_after(limit_s: float, before: set[psutil.Process]) -> Iterator[None]:
-    """Kill the GCS of a start that takes longer than ``limit_s``, so that the start fails.
-
-    Ray retries a GCS that is alive but silent once for every second of gcs_server_port_wait_time_s, and waits half a
-    minute each time: for hours.
-    """
-
-    def end() -> None:
-        for child in set(psutil.Process().children()) - before:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                if "gcs_server" in child.name():
-                    child.kill()
-
-    timer = threading.Timer(limit_s, end)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
 
 
 def _initialize(where: dict[str, Any]) -> None:
@@ -312,6 +264,8 @@ def _failure(error: RayError, what: str) -> GdpoError:
         return WorkerDied(f"{what}: a worker process died ({message_line(error)})")
     if isinstance(error, RayTaskError):
         cause = error.cause if isinstance(error.cause, BaseException) else error
+        if isinstance(cause, EngineFailed):
+            return WorkerDied(f"{what}: {cause}")
         return (
             cause
             if isinstance(cause, GdpoError)
@@ -321,7 +275,7 @@ def _failure(error: RayError, what: str) -> GdpoError:
 
 
 class WorkerDied(RunError):
-    """A worker process died; the caller replaces it where it can."""
+    """A worker process died, or is of no use any more; the caller replaces it where it can."""
 
 
 def log_folder() -> Path | None:

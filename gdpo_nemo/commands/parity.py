@@ -9,16 +9,25 @@ import argparse
 import contextlib
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, Callable, Iterable, Iterator
 
 import numpy as np
 
 from gdpo_nemo.commands.arguments import add_layout, rollout_file
 from gdpo_nemo.config.files import check_engines
-from gdpo_nemo.config.standalone import standalone_config
+from gdpo_nemo.config.layout import resolve_layout
+from gdpo_nemo.config.placement import Places
+from gdpo_nemo.config.schema import Config
+from gdpo_nemo.config.standalone import standalone_config, with_engine
 from gdpo_nemo.data.packing import TrainSequence
 from gdpo_nemo.errors import ConfigError
 from gdpo_nemo.observe.installation import require_libraries
 from gdpo_nemo.observe.parity_report import Comparison, compare, diagnose
+
+if TYPE_CHECKING:
+    from gdpo_nemo.cluster.fleet import EngineFleet
+    from gdpo_nemo.cluster.policy_group import PolicyGroup
+    from gdpo_nemo.data.results import UpdateResult
 
 _TEMPERATURES = (0.5, 0.6, 0.7, 0.8, 0.9, 1.1, 1.2, 1.3, 1.5, 2.0)
 
@@ -91,6 +100,8 @@ def measure_parity(
     Raises:
         ConfigError: no such model, layout or record. RunError: ranks or engine failed.
     """
+    from gdpo_nemo.cluster.session import session
+
     if not threshold >= 0:
         raise ConfigError(f"--threshold: must be 0 or more, got {threshold:g}")
     sequences, recorded = _recorded(record) if record else (None, None)
@@ -100,78 +111,138 @@ def measure_parity(
         require_libraries(one)
         check_engines(one)
     sequences = sequences or _fixed(_vocabulary(model), one.policy.max_total_sequence_length)
-
-    def written(values):
-        return [s.where_written(v) for s, v in zip(sequences, values)]
-
-    targets = written([s.completion_ids for s in sequences])
-    report = ParityReport(str(model), layout or "one rank", sum(map(len, targets)), threshold)
-    with _standing(one, many, str(model), engine) as (single, group, fleet):
-        reference = written(single.logprobs(sequences))
-        places = {"layout": written(group.logprobs(sequences))} if layout else {}
-        alone = written((group if layout else single).logprobs(sequences, packed=False))
-        places["alone, not packed"] = alone
-        if fleet is not None:
-            room = one.policy.max_total_sequence_length
-            if any(len(s) >= room for s in sequences):
-                raise ConfigError(f"--engine: vLLM cannot score sequences that fill the context of {room} tokens")
-            places["vLLM"] = written(_scored(fleet, sequences))
+    room = one.policy.max_total_sequence_length
+    if engine and any(len(s) >= room for s in sequences):
+        raise ConfigError(f"--engine: vLLM cannot score sequences that fill the context of {room} tokens")
+    report = ParityReport(str(model), layout or "one rank", sum(s.num_policy_tokens for s in sequences), threshold)
+    with session(one.cluster):
+        stand = _Parts(one, many if layout else None, str(model), engine)
+        scores, updated = _away_from_one_rank(stand, sequences)
         if recorded is not None:
-            places["recorded by the sampler"] = written(recorded)
-        tempered = None
-        for name, measured in places.items():
-            found = compare(name, reference, measured, targets)
-            if not found.max_abs <= threshold:
-                tempered = tempered or {t: written(single.logprobs(sequences, temperature=t)) for t in _TEMPERATURES}
-                found.causes = diagnose(
-                    reference,
-                    measured,
-                    threshold,
-                    tempered=tempered,
-                    alone=alone if name == "layout" else None,
-                    prompt_lengths=[len(s.prompt_ids) for s in sequences],
-                    context_size=many.policy.megatron_cfg.context_parallel_size if name == "layout" else 1,
-                )
-            report.comparisons.append(found)
-        if layout:
-            report.updates = _updates(single, group, sequences)
+            scores["recorded by the sampler"] = recorded
+        # Last: what the others differ in is looked into by more log-probs of one rank.
+        with stand.use("one rank") as single:
+            if not layout:
+                scores[_ALONE] = single.logprobs(sequences, packed=False)
+            size = many.policy.megatron_cfg.context_parallel_size
+            report.comparisons = _comparisons(single, sequences, scores, threshold, size)
+            if updated:
+                report.updates = _differences(_two_updates(single, sequences), updated)
     return report
 
 
-def _updates(single, group, sequences) -> dict[str, float]:
-    """Two updates on both sides: relative differences."""
+_ALONE = "alone, not packed"
+_PLACES = ("layout", _ALONE, "vLLM", "recorded by the sampler")
+"""What is compared with one rank, in the report's order."""
+
+
+class _Parts:
+    """Policies and engines that are measured one after another in a Ray session.
+
+    All start at once where there are devices for all of them, otherwise each when it is used, alone on the machine.
+    """
+
+    def __init__(self, one: Config, many: Config | None, folder: str, engine: bool):
+        from gdpo_nemo.cluster.fleet import EngineFleet
+        from gdpo_nemo.cluster.policy_group import PolicyGroup
+        from gdpo_nemo.cluster.reservation import Placement
+
+        self._make: dict[str, Callable[[], Any]] = {}
+        devices = 1
+        if many:
+            self._make["layout"] = lambda: PolicyGroup(many, folder, total_updates=2)
+            devices += resolve_layout(many).policy_ranks
+        if engine:
+            alone = Placement(Places((), (0,)))  # Ray gives it a device of its own
+            self._make["vLLM"] = lambda: EngineFleet(with_engine(one), folder, alone)
+            devices += 1
+        self._make["one rank"] = lambda: PolicyGroup(one, folder, total_updates=2)
+        together = devices <= one.cluster.gpus_per_node or not one.cluster.gpus_per_node
+        self._started = {name: make() for name, make in self._make.items() if together}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._make
+
+    @contextlib.contextmanager
+    def use(self, name: str) -> Iterator[Any]:
+        """The part when it is ready; it ends with the block."""
+        part = self._started.pop(name, None) or self._make[name]()
+        try:
+            part.ready()
+            yield part
+        finally:
+            part.close()
+
+
+def _away_from_one_rank(
+    stand: _Parts, sequences: list[TrainSequence]
+) -> tuple[dict[str, list[np.ndarray]], list[UpdateResult]]:
+    """Log-probs of all completion tokens by the layout and by vLLM, as far as they are there, and two updates of the
+    layout."""
+    scores = {}
+    updated = []
+    if "layout" in stand:
+        with stand.use("layout") as group:
+            scores["layout"] = group.logprobs(sequences)
+            scores[_ALONE] = group.logprobs(sequences, packed=False)
+            updated = _two_updates(group, sequences)
+    if "vLLM" in stand:
+        with stand.use("vLLM") as fleet:
+            scores["vLLM"] = _scored(fleet, sequences)
+    return scores, updated
+
+
+def _comparisons(
+    single: PolicyGroup,
+    sequences: list[TrainSequence],
+    scores: dict[str, list[np.ndarray]],
+    threshold: float,
+    context_size: int,
+) -> list[Comparison]:
+    """Every one of ``scores`` beside those of one rank, with the causes of what exceeds the threshold."""
+
+    def written(values: Iterable[np.ndarray]) -> list[np.ndarray]:
+        return [s.where_written(v) for s, v in zip(sequences, values)]
+
+    targets = written(s.completion_ids for s in sequences)
+    reference = written(single.logprobs(sequences))
+    places = {name: written(scores[name]) for name in _PLACES if name in scores}
+    tempered: dict[float, list[np.ndarray]] = {}
+    comparisons = []
+    for name, measured in places.items():
+        found = compare(name, reference, measured, targets)
+        if not found.max_abs <= threshold:
+            tempered = tempered or {t: written(single.logprobs(sequences, temperature=t)) for t in _TEMPERATURES}
+            found.causes = diagnose(
+                reference,
+                measured,
+                threshold,
+                tempered=tempered,
+                alone=places[_ALONE] if name == "layout" else None,
+                prompt_lengths=[len(s.prompt_ids) for s in sequences],
+                context_size=context_size if name == "layout" else 1,
+            )
+        comparisons.append(found)
+    return comparisons
+
+
+def _two_updates(policy: PolicyGroup, sequences: list[TrainSequence]) -> list[UpdateResult]:
     from gdpo_nemo.algorithms import LossSettings
 
-    rows = [[policy.train(sequences, LossSettings()) for _ in range(2)] for policy in (single, group)]
+    return [policy.train(sequences, LossSettings()) for _ in range(2)]
+
+
+def _differences(ours: list[UpdateResult], others: list[UpdateResult]) -> dict[str, float]:
+    """Relative, of two updates on both sides."""
     pairs = {
-        "loss": (rows[0][0].loss, rows[1][0].loss),
-        "grad_norm": (rows[0][0].grad_norm, rows[1][0].grad_norm),
-        "next_loss": (rows[0][1].loss, rows[1][1].loss),
+        "loss": (ours[0].loss, others[0].loss),
+        "grad_norm": (ours[0].grad_norm, others[0].grad_norm),
+        "next_loss": (ours[1].loss, others[1].loss),
     }
     return {name: abs(a - b) / max(abs(a), 1e-12) for name, (a, b) in pairs.items()}
 
 
-@contextlib.contextmanager
-def _standing(one, many, folder: str, engine: bool):
-    from gdpo_nemo.cluster.fleet import EngineFleet
-    from gdpo_nemo.cluster.policy_group import PolicyGroup
-    from gdpo_nemo.cluster.session import session
-
-    with session(one.cluster):
-        single = PolicyGroup(one, folder, total_updates=2)
-        group = (
-            single
-            if many.policy.megatron_cfg == one.policy.megatron_cfg
-            else PolicyGroup(many, folder, total_updates=2)
-        )
-        fleet = EngineFleet(one, folder) if engine else None
-        for part in (single, group, fleet):
-            if part is not None:
-                part.ready()
-        yield single, group, fleet
-
-
-def _scored(fleet, sequences: list[TrainSequence]) -> list[np.ndarray]:
+def _scored(fleet: EngineFleet, sequences: list[TrainSequence]) -> list[np.ndarray]:
     scores = fleet.score([np.concatenate([s.prompt_ids, s.completion_ids]) for s in sequences])[0]
     return [values[len(s.prompt_ids) - 1 :] for s, values in zip(sequences, scores)]
 

@@ -5,7 +5,6 @@ Both sides of a run ask here: the checks before it, without torch, and ``megatro
 
 from __future__ import annotations
 
-import math
 from typing import Any, Mapping, Sequence
 
 from gdpo_nemo.config.families import FAMILIES, Family, last_name, linear_layers
@@ -168,32 +167,6 @@ def rope_of(content: Mapping[str, Any]) -> dict[str, Any]:
         raise _refusal(f"the rotary parameters in the model's config.json must be an object, got {given!r}")
     kind = given.get("rope_type", given.get("type", "default"))
     return {**given, "rope_type": "default" if kind is None else kind}
-
-
-def attention_scaling(content: Mapping[str, Any]) -> float:
-    """The factor that the rotary embedding puts on queries and keys; 1 but for YaRN (arXiv 2309.00071, section 3.4)."""
-    rope = rope_of(content)
-    if rope["rope_type"] != "yarn":
-        return 1.0
-    if rope.get("attention_factor") is not None:
-        return float(rope["attention_factor"])
-    if rope.get("mscale") and rope.get("mscale_all_dim"):
-        return _mscale(rope["factor"], rope["mscale"]) / _mscale(rope["factor"], rope["mscale_all_dim"])
-    return _mscale(rope.get("factor") or 1.0)
-
-
-def _mscale(factor: float, slope: float = 1.0) -> float:
-    return 1.0 if factor <= 1 else 0.1 * slope * math.log(factor) + 1.0
-
-
-def check_scaled_rope(scaling: float, transformer_engine: bool) -> None:
-    """Refuse TransformerEngine's layers, which take the rotary frequencies alone, where there is a factor, too. Raises
-    ConfigError."""
-    if transformer_engine and scaling != 1.0:
-        raise ConfigError(
-            f"policy.megatron_cfg.transformer_engine: its layers do not honour the attention factor {scaling:.4g} of "
-            "the model's YaRN scaling; set it to false"
-        )
 
 
 def check_adapted_layers(targets: Sequence[str], family: Family, tied: bool) -> None:

@@ -35,6 +35,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "policy.megatron_cfg.fp8_recipe": ("delayed", "tensorwise", "blockwise", "mxfp8"),
     "policy.megatron_cfg.scheduler.lr_decay_style": ("constant", "linear", "cosine"),
     "policy.generation.backend": ("vllm",),
+    "policy.generation.vllm_cfg.head_dtype": ("float32", "model"),
     "cluster.placement": ("separate", "colocated"),
     "rollout.kv": ("recompute", "keep", "drain"),
     "weights.transport": ("auto", *TRANSPORTS),

@@ -70,7 +70,22 @@ def _is_read(key: str, reads: Callable[[Config], tuple[str, ...]], config: Confi
 
 
 EFFECTS = (
-    Effect((f"{_VLLM}.gpu_memory_utilization", f"{_VLLM}.enforce_eager"), _gpu, "on CPU (cluster.gpus_per_node is 0)"),
+    Effect(
+        (f"{_VLLM}.gpu_memory_utilization", f"{_VLLM}.enforce_eager", f"{_VLLM}.head_dtype"),
+        _gpu,
+        "on CPU (cluster.gpus_per_node is 0)",
+    ),
+    Effect(
+        (f"{_VLLM}.head_dtype",),
+        lambda config: config.policy.precision == "bfloat16",
+        "with policy.precision float32, in which everything is",
+    ),
+    Effect(("policy.offload_reference",), _gpu, "on CPU (cluster.gpus_per_node is 0)"),
+    Effect(
+        ("policy.offload_reference",),
+        lambda c: not c.policy.lora.rank,
+        "with policy.lora, under which the model without its adapters is the reference",
+    ),
     Effect((f"{_VLLM}.kv_cache_memory_bytes",), lambda c: not _gpu(c), "on GPUs, where gpu_memory_utilization decides"),
     Effect(
         (

@@ -12,10 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from gdpo_nemo.config.architectures import (
     CPU_HEAD_SIZES,
-    attention_scaling,
     check_adapted_layers,
     check_model_content,
-    check_scaled_rope,
     head_size,
     key_value_heads,
     num_experts,
@@ -213,7 +211,6 @@ def check_model(config: Config, layout: Layout) -> None:
         check_weight_files(folder, _remake(config))
     if content is not None:
         _check_shape(content, config, layout)
-        check_scaled_rope(attention_scaling(content), _may_use_transformer_engine(config))
 
 
 def check_engines(config: Config) -> None:
@@ -239,13 +236,6 @@ def _check_weight_updates(config: Config) -> None:
     raise ConfigError(
         "policy.model_name: vLLM on CPUs does not take new weights of a mixture's experts; train mixtures on GPUs"
     )
-
-
-def _may_use_transformer_engine(config: Config) -> bool:
-    """Whether the policy's layers are TransformerEngine's where that is installed."""
-    megatron = config.policy.megatron_cfg
-    local = megatron.transformer_engine is False or megatron.attention_backend == "sdpa" or config.policy.lora.rank > 0
-    return config.cluster.gpus_per_node > 0 and not local
 
 
 def _check_shape(content: dict[str, Any], config: Config, layout: Layout) -> None:

@@ -100,7 +100,7 @@ def _data_parallel_on_gpus(config: Config, gpus: int, model: int) -> int:
     share = f"there are {gpus}"
     fewer = ""
     other = "choose a layout that divides them"
-    if config.cluster.placement == "separate":
+    if config.cluster.placement == "separate" and engines(config):
         left = gpus - engines(config) * per_engine
         share = f"{gpus} GPUs less {engines(config)} x {per_engine} for the engines leave {max(left, 0)}"
         fewer = "fewer engines, "

@@ -118,6 +118,9 @@ class VllmConfig:
     """Sequences decoded at once by one engine."""
     enforce_eager: bool = False
     """Do not capture CUDA graphs (on CPU execution is always eager)."""
+    head_dtype: str = "float32"
+    """What a bfloat16 engine computes logits in (GPU only): float32, from the same bfloat16 products but not rounded to
+    bfloat16 before the softmax, or model, rounded."""
 
 
 @dataclass
@@ -193,6 +196,9 @@ class PolicyConfig:
     token weighs stays that of the whole update. Metrics that are means over trained tokens (entropy, ratio, clip,
     parity) are then over those of the other sequences. Refused where the loss reads all: a KL penalty, an entropy
     bonus, a function of your own that does not say that it can do without."""
+    offload_reference: bool = True
+    """Keep the weights of the KL penalty's reference in host memory and copy them to the GPU for every pass under them;
+    false: keep them on the GPU, beside the policy's."""
     num_threads: Optional[int] = None
     """CPU threads per policy rank; null: the cores divided by the ranks."""
     lora: LoraConfig = field(default_factory=LoraConfig)

@@ -48,8 +48,10 @@ def standalone_config(
 ) -> Config:
     """A config whose policy section is ``model`` in ``layout`` on this machine's CPU or, with CUDA, its GPUs.
 
+    It has no engines, so that the policy may take every GPU; ``with_engine`` makes the config of one.
+
     Raises:
-        ConfigError: no model there, or the layout does not divide it.
+        ConfigError: no model there, or the layout does not divide it, or there are fewer GPUs than ranks.
     """
     import torch
 
@@ -57,6 +59,7 @@ def standalone_config(
     config.policy.model_name = str(model)
     config.policy.precision = precision
     config.policy.megatron_cfg = parse_layout(layout)
+    config.policy.generation.engines = 0
     config.gdpo.rewards = {"none": 1.0}
     content = local_model_config(config)
     if content is None:
@@ -70,3 +73,9 @@ def standalone_config(
     check_model(config, resolved)
     config.policy.megatron_cfg = replace(config.policy.megatron_cfg, data_parallel_size=resolved.data)
     return config
+
+
+def with_engine(config: Config) -> Config:
+    """The config of one engine of one rank on the same machine, for the same model and no policy beside it."""
+    generation = replace(config.policy.generation, engines=1)
+    return replace(config, policy=replace(config.policy, generation=generation))

@@ -230,13 +230,13 @@ def _check_lora(config: Config) -> None:
         raise ConfigError("policy.lora.target_modules: names no layer, so nothing would be learnt")
     if not 0 <= lora.dropout < 1:
         raise ConfigError(f"policy.lora.dropout: must be at least 0 and below 1, got {lora.dropout}")
+    if config.policy.megatron_cfg.fp8:
+        raise ConfigError("policy.megatron_cfg.fp8: cannot go with policy.lora, whose matrices are not in 8 bits")
     if config.policy.megatron_cfg.fused_logprobs and "lm_head" in lora.target_modules:
         raise ConfigError(
             "policy.megatron_cfg.fused_logprobs: its kernels know no adapter on lm_head (policy.lora.target_modules); "
             "use null or false"
         )
-    if config.policy.megatron_cfg.transformer_engine:
-        raise ConfigError("policy.megatron_cfg.transformer_engine: cannot go with policy.lora yet; use null or false")
 
 
 def _check_placement(config: Config) -> None:

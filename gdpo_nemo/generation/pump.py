@@ -13,11 +13,14 @@ from typing import TYPE_CHECKING, Any, Callable, Collection, Iterable, Sequence,
 
 from gdpo_nemo.config.messages import first_line
 from gdpo_nemo.errors import GdpoError, RunError
+from gdpo_nemo.generation.engine_failures import engine_failure, wait_for_death
 from gdpo_nemo.generation.requests import EngineReport, FinishedRequest
 from gdpo_nemo.generation.vllm_core import EngineOptions, Load, VllmCore, completion_of
 from gdpo_nemo.weights.manifest import Manifest
 
 if TYPE_CHECKING:
+    from multiprocessing.process import BaseProcess
+
     from vllm import RequestOutput, SamplingParams
 
     from gdpo_nemo.weights.transports.transport import Receiver
@@ -55,7 +58,7 @@ class Pump:
         self._operations: deque[Callable[[], None]] = deque()
         self._pending: set[Future[Any]] = set()
         """Whoever waits for this thread; a failure reaches them all."""
-        self._failure: RunError | None = None
+        self._failure: GdpoError | None = None
         self._closed = False
         # Under the lock up to here and ``_finished``; what follows belongs to the thread alone.
         self._finished: list[FinishedRequest] = []
@@ -94,9 +97,13 @@ class Pump:
 
         def operation() -> None:
             try:
-                answer.set_result(function())
+                self._answer(answer, function())
             except Exception as error:
-                answer.set_exception(error)
+                failed = engine_failure(error)
+                if failed is not None:
+                    self._fail(failed)
+                else:
+                    self._answer(answer, error=error)
 
         self._put(operation, [answer])
         return answer.result()
@@ -166,7 +173,9 @@ class Pump:
         with self._lock:
             self._closed = True
             self._arrived.notify()
-        self._thread.join()
+            waits = self._failure is not None  # perhaps for ever, for an answer of a process that is gone
+        if not waits:
+            self._thread.join()
 
     def _put(self, operation: Callable[[], None], answers: Iterable[Future[Any]]) -> None:
         with self._lock:
@@ -184,24 +193,37 @@ class Pump:
         except BaseException as error:
             started.set_exception(error)
             return
+        self._watch(self.core.processes)
         started.set_result(None)
         try:
             while self._turn():
                 pass
-            self.core.close()
-            self._fail(RunError("the engine is closed"))
+            if self._failure is None:
+                self.core.close()
+                self._fail(RunError("the engine is closed"))
         except Exception as error:
             traceback.print_exception(error)
-            self._fail(error)
+            self._fail(engine_failure(error) or error)
+
+    def _watch(self, processes: Sequence[BaseProcess]) -> None:
+        """Answer whoever waits once a process of vLLM's has ended: this thread may be waiting for it, too."""
+
+        def watch() -> None:
+            death = wait_for_death(processes)
+            if not self._closed:
+                self._fail(death)
+
+        if processes:
+            threading.Thread(target=watch, daemon=True, name="vLLM's processes").start()
 
     def _turn(self) -> bool:
-        """Do what was asked for, then one step; False once closed."""
+        """Do what was asked for, then one step; False once closed or failed."""
         with self._lock:
-            self._arrived.wait_for(lambda: self._operations or self._closed or self._can_step())
+            self._arrived.wait_for(lambda: self._operations or self._closed or self._failure or self._can_step())
             operations = list(self._operations)
             self._operations.clear()
             self._pending = {answer for answer in self._pending if not answer.done()} if operations else self._pending
-        if self._closed:
+        if self._closed or self._failure:
             return False
         for operation in operations:
             operation()
@@ -232,7 +254,7 @@ class Pump:
             if request.answer is None:
                 finished.append(FinishedRequest(request.name, completion_of(output)))
             else:
-                request.answer.set_result(output)
+                self._answer(request.answer, output)
         self._measure(finished)
 
     def _measure(self, finished: Sequence[FinishedRequest] = ()) -> None:
@@ -246,14 +268,24 @@ class Pump:
                 self._reportable.notify_all()
 
     def _fail(self, error: Exception) -> None:
-        failure = error if isinstance(error, GdpoError) else RunError(f"vLLM failed: {first_line(error)}")
         with self._lock:
-            self._failure = RunError(str(failure))
-            pending = list(self._pending)
+            if self._failure is None:
+                self._failure = error if isinstance(error, GdpoError) else RunError(f"vLLM failed: {first_line(error)}")
+            for answer in self._pending:
+                if not answer.done():
+                    answer.set_exception(self._failure)
             self._reportable.notify_all()
-        for answer in pending:
-            if not answer.done():
-                answer.set_exception(self._failure)
+            self._arrived.notify()
+
+    def _answer(self, answer: Future[T], result: Any = None, error: Exception | None = None) -> None:
+        """Answer, unless a failure has done so already."""
+        with self._lock:
+            if answer.done():
+                return
+            if error is not None:
+                answer.set_exception(error)
+            else:
+                answer.set_result(result)
 
     def _accept(self, requests: Sequence[PumpedRequest]) -> None:
         if self._kv is not None or self.core.asleep:
@@ -287,14 +319,14 @@ class Pump:
             self._deliver(self.core.hold())
             self._held = True
         for answer in self._holds:
-            answer.set_result(None)
+            self._answer(answer)
         self._holds.clear()
 
     def _resume(self) -> None:
         if self.core.torn:
             raise RunError("the engine cannot go on: it holds part of a weight update")
         for answer in self._holds:
-            answer.set_exception(RunError("the engine went on before it was idle"))
+            self._answer(answer, error=RunError("the engine went on before it was idle"))
         self._holds.clear()
         self._end_hold()
 

@@ -16,6 +16,8 @@ from gdpo_nemo.weights.manifest import Manifest
 from gdpo_nemo.weights.model_folder import weight_names
 
 if TYPE_CHECKING:
+    from multiprocessing.process import BaseProcess
+
     from vllm import RequestOutput, SamplingParams
 
     from gdpo_nemo.weights.transports.transport import Receiver
@@ -54,12 +56,12 @@ class VllmCore:
     """One vLLM engine. All calls come from the thread that constructed it: OpenMP counts threads by their parent."""
 
     def __init__(self, options: EngineOptions):
-        from vllm import LLM, envs
+        from vllm import LLM
 
         from gdpo_nemo.weights import vllm_receiver
 
         config = options.config
-        self._in_process = config.tensor_parallel_size == 1 and not envs.VLLM_ENABLE_V1_MULTIPROCESSING
+        self._in_process = in_process(config)
         """Whether vLLM's only worker is this process, which it is on CPUs (``CPU_ENVIRONMENT``)."""
         self._llm = LLM(
             model=options.model,
@@ -135,6 +137,11 @@ class VllmCore:
         if self._steps_by_itself:  # it sends them before it confirms that it has paused
             return not core.outputs_queue.empty()
         return bool(core.engine_core.batch_queue)  # steps that asynchronous scheduling has begun
+
+    @property
+    def processes(self) -> Sequence[BaseProcess]:
+        """vLLM's scheduler where it has a process of its own; its workers end with it, and it with them."""
+        return self._engine.engine_core.resources.engine_manager.processes if self._steps_by_itself else ()
 
     def _pause(self) -> None:
         self._llm.sleep(level=0, mode="keep")
@@ -232,6 +239,13 @@ class VllmCore:
         gc.collect()
 
 
+def in_process(config: VllmConfig) -> bool:
+    """Whether vLLM schedules and computes in the process that makes an engine, and has none of its own."""
+    from vllm import envs
+
+    return config.tensor_parallel_size == 1 and not envs.VLLM_ENABLE_V1_MULTIPROCESSING
+
+
 def _placed(options: EngineOptions) -> dict[str, Any]:
     """Arguments of vLLM that the kind of device decides."""
     config = options.config
@@ -250,6 +264,8 @@ def _placed(options: EngineOptions) -> dict[str, Any]:
             enforce_eager=config.enforce_eager,
             gpu_memory_utilization=config.gpu_memory_utilization,
             enable_sleep_mode=options.sleeps,
+            # vLLM reads it as a field of the model's config.json.
+            hf_overrides={"head_dtype": config.head_dtype},
         )
     if config.tensor_parallel_size > 1:
         placed["distributed_executor_backend"] = "mp"

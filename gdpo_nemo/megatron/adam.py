@@ -50,7 +50,8 @@ class GroupStepAdam(torch.optim.Optimizer):
                 [self.state[p]["exp_avg"] for p in params],
                 [self.state[p]["exp_avg_sq"] for p in params],
                 [],
-                [torch.tensor(float(step), device=p.device) for p in params],  # torch adds 1 itself
+                # torch adds 1 to each itself. Filled in on the device, where a copy from the host would wait for it.
+                list(torch.full((len(params),), float(step), device=params[0].device).unbind()),
                 fused=True,
                 foreach=False,
                 amsgrad=False,

@@ -12,9 +12,10 @@ once for all layers; the frequencies come from transformers, so every published 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, fields
+from typing import Any, Mapping
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -33,8 +34,12 @@ class Packing(PackedSeqParams):
     """Megatron's packed-sequence parameters, plus what attention derives from them once per micro-batch."""
 
     positions: torch.Tensor | None = None
-    """int64 [local tokens]: place of each local token in its own sequence."""
+    """int64 [local tokens]: place of each local token in its own sequence. Only ``PackedAttention`` reads this and what
+    follows."""
     rectangles: list["Rectangle"] = field(default_factory=list)
+    order: torch.Tensor | None = None
+    """int64 [tokens of all context ranks]: where each token of the pack is among what these ranks gather; None without
+    context parallelism."""
     cos: torch.Tensor | None = None
     """[local tokens, 1, head size]"""
     sin: torch.Tensor | None = None
@@ -54,41 +59,74 @@ class Rectangle:
     """int64 [sequences, key length] into the gathered pack."""
     keys_back: torch.Tensor
     key_rows: torch.Tensor
-    mask: torch.Tensor | None
+    mask: torch.Tensor | None = None
     """bool [sequences, 1, query length, key length] under context parallelism, else None (plain causal)."""
 
 
-def make_packing(lengths: list[int], rank: int, size: int, device: torch.device) -> Packing:
-    """Packing for sequences of ``lengths`` (padded tokens each, divisible by 2*size when size > 1) on context rank
-    ``rank``."""
-    bounds = [0]
-    for length in lengths:
-        bounds.append(bounds[-1] + length)
-    cumulative = torch.tensor(bounds, dtype=torch.int32, device=device)
+def packing_arrays(lengths: list[int], rank: int, size: int, rectangles: bool) -> dict[str, np.ndarray]:
+    """Lay out sequences of ``lengths`` (padded tokens each, divisible by 2*size when size > 1) on context rank
+    ``rank``.
+
+    Args:
+        rectangles: lay out what ``PackedAttention`` reads besides; TransformerEngine's kernels take the bounds alone.
+
+    Returns:
+        what ``packing_of`` makes a packing of, on whatever device it is by then.
+    """
+    bounds = np.concatenate(([0], np.cumsum(lengths)))
+    arrays = {"bounds": bounds.astype(np.int32)}
+    if rectangles:
+        arrays["positions"] = np.concatenate([local_positions(length, rank, size) for length in lengths])
+        if size > 1:
+            arrays["order"] = _gathered_rows(lengths, bounds, size)
+        for number, members in enumerate(_similar_lengths(lengths)):
+            parts = _rectangle(members, lengths, bounds, rank, size)
+            arrays |= {f"rectangle.{number}.{name}": array for name, array in parts.items()}
+    return arrays
+
+
+def packing_of(lengths: list[int], arrays: Mapping[str, torch.Tensor]) -> Packing:
+    """Make the packing of sequences of ``lengths`` from the arrays of ``packing_arrays``."""
+    bounds = arrays["bounds"]
     packing = Packing(
         qkv_format="thd",
-        cu_seqlens_q=cumulative,
-        cu_seqlens_kv=cumulative,
-        cu_seqlens_q_padded=cumulative,
-        cu_seqlens_kv_padded=cumulative,
+        cu_seqlens_q=bounds,
+        cu_seqlens_kv=bounds,
+        # The same objects, by which TransformerEngine knows that there is no padding between sequences.
+        cu_seqlens_q_padded=bounds,
+        cu_seqlens_kv_padded=bounds,
         max_seqlen_q=max(lengths),
         max_seqlen_kv=max(lengths),
     )
-    packing.positions = torch.cat([local_positions(length, rank, size) for length in lengths]).to(device)
-    packing.rectangles = [
-        _rectangle(members, lengths, bounds, rank, size, device) for members in _similar_lengths(lengths)
-    ]
+    packing.positions = arrays.get("positions")
+    packing.order = arrays.get("order")
+    while f"rectangle.{len(packing.rectangles)}.queries" in arrays:
+        key = f"rectangle.{len(packing.rectangles)}."
+        parts = {f.name: arrays[key + f.name] for f in fields(Rectangle) if key + f.name in arrays}
+        packing.rectangles.append(Rectangle(**parts))
     return packing
 
 
-def local_positions(length: int, rank: int, size: int) -> torch.Tensor:
+def local_positions(length: int, rank: int, size: int) -> np.ndarray:
     """int64 [length/size]: the positions of one sequence that context rank ``rank`` of ``size`` holds, in its order."""
     if size == 1:
-        return torch.arange(length)
+        return np.arange(length)
     # Megatron's zigzag: under a causal mask late tokens attend to more keys, so each rank gets an early and a late
     # chunk.
-    chunks = torch.arange(length).chunk(2 * size)
-    return torch.cat((chunks[rank], chunks[2 * size - 1 - rank]))
+    chunks = np.split(np.arange(length), 2 * size)
+    return np.concatenate((chunks[rank], chunks[2 * size - 1 - rank]))
+
+
+def _gathered_rows(lengths: list[int], bounds: np.ndarray, size: int) -> np.ndarray:
+    """int64 [tokens]: the row of each token of the pack where the shares of ``size`` context ranks stand one below the
+    other."""
+    order = np.empty(bounds[-1], dtype=np.int64)
+    for rank in range(size):
+        first = rank * (bounds[-1] // size)
+        for length, start in zip(lengths, bounds):
+            places = start + local_positions(length, rank, size)
+            order[places] = np.arange(length // size) + first + start // size
+    return order
 
 
 def _similar_lengths(lengths: list[int]) -> list[list[int]]:
@@ -107,24 +145,23 @@ def _similar_lengths(lengths: list[int]) -> list[list[int]]:
     return groups
 
 
-def _rectangle(members, lengths, bounds, rank, size, device) -> Rectangle:
+def _rectangle(members, lengths, bounds, rank, size) -> dict[str, np.ndarray]:
+    """The fields of a ``Rectangle``; without context parallelism no mask."""
     longest = max(lengths[i] for i in members)
     queries = _Filler(longest // size)
     keys = _Filler(longest)
-    query_positions = torch.full((len(members), longest // size), -1, dtype=torch.int64)
+    query_positions = np.zeros((len(members), longest // size), np.int64)
     for place, i in enumerate(members):
         mine = local_positions(lengths[i], rank, size)
-        queries.add(torch.arange(len(mine)) + bounds[i] // size)
+        queries.add(np.arange(len(mine)) + bounds[i] // size)
         query_positions[place, : len(mine)] = mine
-        keys.add(torch.arange(lengths[i]) + bounds[i])
-    mask = None  # without context parallelism queries and keys are aligned, and is_causal picks a faster kernel
-    if size > 1:
-        # Padded queries (position -1) would see nothing and turn into NaN; let them see the first key.
-        visible = torch.arange(longest)[None, None, :] <= query_positions.clamp(min=0)[:, :, None]
-        mask = visible[:, None].to(device)
-    table, back, rows = (tensor.to(device) for tensor in queries.tensors())
-    key_table, key_back, key_rows = (tensor.to(device) for tensor in keys.tensors())
-    return Rectangle(table, back, rows, key_table, key_back, key_rows, mask)
+        keys.add(np.arange(lengths[i]) + bounds[i])
+    names = ("queries", "queries_back", "rows", "keys", "keys_back", "key_rows")
+    found = dict(zip(names, (*queries.arrays(), *keys.arrays())))
+    if size > 1:  # else queries and keys are aligned, and is_causal picks a faster kernel
+        # Padded queries count as position 0: they would see nothing and turn into NaN, so let them see the first key.
+        found["mask"] = (np.arange(longest)[None, None, :] <= query_positions[:, :, None])[:, None]
+    return found
 
 
 class _Filler:
@@ -132,17 +169,19 @@ class _Filler:
 
     def __init__(self, width: int):
         self.width = width
-        self.table: list[torch.Tensor] = []
-        self.back: list[torch.Tensor] = []
-        self.rows: list[torch.Tensor] = []
+        self.table: list[np.ndarray] = []
+        self.back: list[np.ndarray] = []
+        self.rows: list[np.ndarray] = []
 
-    def add(self, rows: torch.Tensor) -> None:
-        self.back.append(torch.arange(len(rows)) + len(self.table) * self.width)
+    def add(self, rows: np.ndarray) -> None:
+        self.back.append(np.arange(len(rows)) + len(self.table) * self.width)
         self.rows.append(rows)
-        self.table.append(F.pad(rows, (0, self.width - len(rows))))
+        padded = np.zeros(self.width, np.int64)
+        padded[: len(rows)] = rows
+        self.table.append(padded)
 
-    def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        return torch.stack(self.table), torch.cat(self.back), torch.cat(self.rows)
+    def arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        return np.stack(self.table), np.concatenate(self.back), np.concatenate(self.rows)
 
 
 class _Unroll(torch.autograd.Function):
@@ -184,20 +223,24 @@ class _RollUp(torch.autograd.Function):
 
 
 class _GatherContext(torch.autograd.Function):
-    """[local tokens, ...] on each context rank -> [size, local tokens, ...]; the backward sums this rank's share."""
+    """[local tokens, ...] on each context rank -> [all tokens, ...] in the order of the pack; the backward sums this
+    rank's share."""
 
     @staticmethod
-    def forward(ctx, x, group):
+    def forward(ctx, x, order, group):
+        ctx.save_for_backward(order)
         ctx.group = group
-        out = x.new_empty(group.size() * x.size(0), *x.shape[1:])
-        dist.all_gather_into_tensor(out, x.contiguous(), group=group)
-        return out.view(group.size(), *x.shape)
+        shares = x.new_empty(group.size() * x.size(0), *x.shape[1:])
+        dist.all_gather_into_tensor(shares, x.contiguous(), group=group)
+        return shares.index_select(0, order)
 
     @staticmethod
     def backward(ctx, grad):
-        mine = grad.new_empty(grad.shape[1:])
-        dist.reduce_scatter_tensor(mine, grad.flatten(0, 1).contiguous(), group=ctx.group)
-        return mine, None
+        (order,) = ctx.saved_tensors
+        shares = torch.empty_like(grad, memory_format=torch.contiguous_format).index_copy_(0, order, grad)
+        mine = grad.new_empty(grad.size(0) // ctx.group.size(), *grad.shape[1:])
+        dist.reduce_scatter_tensor(mine, shares, group=ctx.group)
+        return mine, None, None
 
 
 class PackedAttention(MegatronModule):
@@ -252,8 +295,8 @@ class PackedAttention(MegatronModule):
             value = value.repeat_interleave(repeats, 1)
         if self.context_group.size() > 1:
             # In one collective; rotated before, since positions are those of the local tokens.
-            both = _GatherContext.apply(torch.stack((key, value), 1), self.context_group)
-            key, value = self._in_order(both, packing).unbind(1)
+            both = _GatherContext.apply(torch.stack((key, value), 1), packing.order, self.context_group)
+            key, value = both.unbind(1)
         drop = self.dropout if self.training else 0.0
         outputs = [self._attend(query, key, value, rectangle, drop) for rectangle in packing.rectangles]
         moves = [(rectangle.queries_back, rectangle.rows) for rectangle in packing.rectangles]
@@ -262,27 +305,16 @@ class PackedAttention(MegatronModule):
     def _rotate(self, x, packing):
         if packing.cos is None:  # the first layer computes it, the others share it
             frequencies, scaling = self.rotary
-            angles = packing.positions.float()[:, None] * frequencies.to(x.device)[None, :]
+            if frequencies.device != x.device:  # once: the copy waits for the device
+                frequencies = frequencies.to(x.device)
+                self.rotary = frequencies, scaling
+            angles = packing.positions.float()[:, None] * frequencies[None, :]
             angles = torch.cat((angles, angles), -1)[:, None, :]
             # Angles in float32: bfloat16 cannot tell positions above 256 apart.
             packing.cos = (angles.cos() * scaling).to(x.dtype)
             packing.sin = (angles.sin() * scaling).to(x.dtype)
         left, right = x.chunk(2, dim=-1)
         return x * packing.cos + torch.cat((-right, left), -1) * packing.sin
-
-    def _in_order(self, gathered, packing):
-        """[size, local tokens, ...] zigzag parts -> [all tokens, ...] in sequence order."""
-        size = self.context_group.size()
-        bounds = packing.cu_seqlens_q.tolist()
-        pieces = []
-        for start, stop in zip(bounds[:-1], bounds[1:]):
-            # Each rank holds 1/size of every sequence: first half the early chunk, second half the late one, in
-            # reverse.
-            parts = gathered[:, start // size : stop // size]
-            half = parts.size(1) // 2
-            pieces.extend(parts[:, :half])
-            pieces.extend(parts[:, half:].flip(0))
-        return torch.cat(list(pieces))
 
     def _attend(self, query, key, value, rectangle: Rectangle, drop: float):
         q = _Unroll.apply(query, rectangle.queries, rectangle.queries_back, rectangle.rows)

@@ -137,7 +137,18 @@ def _held(policy, chunk) -> dict[str, torch.Tensor]:
     """The live tensors of one chunk that a checkpoint holds."""
     if policy.lora:
         return {key: tensor.data for key, tensor in sharded_adapters(chunk).items()}
-    return {key: value for key, value in chunk.state_dict().items() if isinstance(value, torch.Tensor)}
+    return _tensors(chunk.state_dict())
+
+
+def _tensors(state: dict) -> dict[str, torch.Tensor]:
+    """The weights in a state dictionary."""
+    return {key: value for key, value in state.items() if isinstance(value, torch.Tensor) and not _is_extra(key)}
+
+
+def _is_extra(key: str) -> bool:
+    """Whether a key is of TransformerEngine's scales for fp8. Its modules have such an entry without fp8, too; layers
+    of torch have none, and Megatron saves none of attention."""
+    return key.rpartition(".")[2].startswith("_extra_state")
 
 
 def _read_back(policy, folder: Path) -> dict[str, torch.Tensor]:
@@ -149,12 +160,7 @@ def _read_back(policy, folder: Path) -> dict[str, torch.Tensor]:
             # noticed.
             part.data = torch.full_like(part.data, float("nan"))
     state = dist_checkpointing.load(state, str(folder))
-    return {
-        f"{name}.{key}": value
-        for name, _ in _named_chunks(policy)
-        for key, value in state[name].items()
-        if isinstance(value, torch.Tensor)
-    }
+    return {f"{name}.{key}": value for name, _ in _named_chunks(policy) for key, value in _tensors(state[name]).items()}
 
 
 def _checksums(tensors: dict[str, torch.Tensor]) -> dict[str, int]:
@@ -183,8 +189,21 @@ def _fill_moments(optimizer) -> None:
 
 def load_weights(policy, folder: str | Path) -> None:
     """Read the model alone (or its adapters) from a checkpoint written at any layout; collective."""
-    _fill_model(policy, dist_checkpointing.load(_model_state(policy), str(folder)))
+    wanted = _model_state(policy)
+    _leave_out_absent_extras(wanted, load_sharded_metadata(str(folder)))
+    _fill_model(policy, dist_checkpointing.load(wanted, str(folder)))
     dist.barrier()
+
+
+def _leave_out_absent_extras(wanted: dict, there) -> None:
+    """Do not ask for fp8 scales that a checkpoint, written without TransformerEngine, lacks."""
+
+    def is_absent(part) -> bool:
+        return isinstance(part, ShardedObject) and _is_extra(part.key) and part.unique_key not in there
+
+    for chunk in wanted.values():
+        for key in [key for key, part in chunk.items() if is_absent(part)]:
+            del chunk[key]
 
 
 def _fill_model(policy, state: dict) -> None:
@@ -192,7 +211,10 @@ def _fill_model(policy, state: dict) -> None:
         if policy.lora:
             load_adapters(chunk, state[name])
         else:
-            chunk.load_state_dict(state[name])
+            found = chunk.load_state_dict(state[name], strict=False)
+            wrong = [key for key in (*found.missing_keys, *found.unexpected_keys) if not _is_extra(key)]
+            if wrong:
+                raise RunError(f"the checkpoint does not fit the model: {', '.join(wrong)}")
 
 
 def load_checkpoint(policy, folder: str | Path) -> None:
@@ -205,6 +227,7 @@ def load_checkpoint(policy, folder: str | Path) -> None:
 def _load(policy, folder: str | Path) -> None:
     wanted = _state(policy, is_loading=True)
     there = load_sharded_metadata(str(folder))
+    _leave_out_absent_extras({name: wanted[name] for name, _ in _named_chunks(policy)}, there)
     # Random streams belong to ranks: with another number of ranks there are none to continue, and fresh ones are used.
     if wanted["random"].unique_key not in there:
         del wanted["random"]

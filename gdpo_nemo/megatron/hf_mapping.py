@@ -154,7 +154,6 @@ def _expert_fields(fields: dict[str, Any], family: Family) -> dict[str, Any]:
         moe_router_pre_softmax=not normalized,
         moe_router_load_balancing_type="none",
         moe_aux_loss_coeff=0.0,
-        moe_permute_fusion=False,
     )
 
 

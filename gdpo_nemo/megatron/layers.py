@@ -6,6 +6,7 @@ experts) layers, so Hugging Face layer i is Hybrid layers 2i and 2i+1 on every p
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -40,13 +41,63 @@ def transformer_engine_is_usable() -> bool:
     return True
 
 
-def layer_spec(config: TransformerConfig, rotary: tuple[torch.Tensor, float], use_te: bool) -> ModuleSpec:
-    """The stack to build: Megatron's TransformerEngine stack, or local layers that need nothing but torch."""
-    if use_te:
-        from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
+def layer_spec(
+    config: TransformerConfig, rotary: tuple[torch.Tensor, float], use_te: bool, adapted: bool = False
+) -> ModuleSpec:
+    """The stack to build: Megatron's TransformerEngine stack, or local layers that need nothing but torch.
 
-        return hybrid_stack_spec
+    Args:
+        adapted: the linear layers get adapters, which want the inputs of these layers: the norms are modules of their
+            own.
+    """
+    if use_te:
+        return _engine_stack(adapted)
     return _local_stack(config, rotary)
+
+
+# Checkpoint keys of TransformerEngine's layers with a norm inside, so that all stacks read each other's checkpoints.
+_QKV_NORM_KEYS = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
+_MLP_NORM_KEYS = {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
+
+
+def _engine_stack(adapted: bool) -> ModuleSpec:
+    from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TENorm, TERowParallelLinear
+    from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
+
+    if not adapted:
+        return hybrid_stack_spec
+    stock = hybrid_stack_spec.submodules
+    attention = stock.attention_layer.submodules
+    inner = attention.self_attention
+    return replace(
+        hybrid_stack_spec,
+        submodules=replace(
+            stock,
+            attention_layer=replace(
+                stock.attention_layer,
+                submodules=replace(
+                    attention,
+                    input_layernorm=TENorm,
+                    self_attention=replace(
+                        inner, submodules=replace(inner.submodules, linear_qkv=TEColumnParallelLinear)
+                    ),
+                    sharded_state_dict_keys_map=_QKV_NORM_KEYS,
+                ),
+            ),
+            mlp_layer=replace(
+                stock.mlp_layer,
+                submodules=replace(
+                    stock.mlp_layer.submodules,
+                    pre_mlp_layernorm=TENorm,
+                    mlp=partial(
+                        MLP.as_mlp_submodule,
+                        submodules=MLPSubmodules(linear_fc1=TEColumnParallelLinear, linear_fc2=TERowParallelLinear),
+                    ),
+                    sharded_state_dict_keys_map=_MLP_NORM_KEYS,
+                ),
+            ),
+        ),
+    )
 
 
 class RMSNorm(torch.nn.Module):
@@ -96,8 +147,7 @@ def _local_stack(config: TransformerConfig, rotary) -> ModuleSpec:
                 ),
             ),
             self_attn_bda=get_bias_dropout_add,
-            # Checkpoint keys of the fused TransformerEngine layers, so that both paths read each other's checkpoints.
-            sharded_state_dict_keys_map={"input_layernorm.": "self_attention.linear_qkv.layer_norm_"},
+            sharded_state_dict_keys_map=_QKV_NORM_KEYS,
         ),
     )
     mlp = ModuleSpec(
@@ -109,7 +159,7 @@ def _local_stack(config: TransformerConfig, rotary) -> ModuleSpec:
                 submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear),
             ),
             mlp_bda=get_bias_dropout_add,
-            sharded_state_dict_keys_map={"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"},
+            sharded_state_dict_keys_map=_MLP_NORM_KEYS,
         ),
     )
     return ModuleSpec(

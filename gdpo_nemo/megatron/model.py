@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,11 @@ from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.module import Float16Module
 from transformers import PretrainedConfig
 
-from gdpo_nemo.config.architectures import check_scaled_rope
 from gdpo_nemo.config.schema import LoraConfig, MegatronConfig
 from gdpo_nemo.config.stages import stage_layers
 from gdpo_nemo.errors import ConfigError
 from gdpo_nemo.megatron.fused_logprobs import fused_token_logprobs, use_fused_logprobs
-from gdpo_nemo.megatron.hf_mapping import layer_symbols, rotary, transformer_fields
+from gdpo_nemo.megatron.hf_mapping import head_size, layer_symbols, num_experts, rotary, transformer_fields
 from gdpo_nemo.megatron.layers import layer_spec, transformer_engine_is_usable
 from gdpo_nemo.megatron.logprobs import EntropyUse, token_logprobs
 from gdpo_nemo.megatron.lora import attach
@@ -130,7 +130,7 @@ class BuiltModel:
 def transformer_config(
     hf: PretrainedConfig, layout: MegatronConfig, dtype: torch.dtype, use_te: bool
 ) -> TransformerConfig:
-    """Megatron's configuration of the architecture ``hf`` in ``layout``; fused kernels only where CUDA is."""
+    """Megatron's configuration of the architecture ``hf`` in ``layout``; fused kernels on GPUs only."""
     recompute: dict[str, dict[str, Any]] = {
         "none": {},
         "selective": dict(recompute_granularity="selective", recompute_modules=["core_attn"]),
@@ -141,7 +141,7 @@ def transformer_config(
         # A layer of the model is two of the Hybrid stack: attention and MLP.
         options |= dict(recompute_method="block", recompute_num_layers=2 * layout.recompute_layers)
     if use_te:
-        options |= dict(attention_backend=AttnBackend[layout.attention_backend])
+        options |= _engine_options(hf, layout)
     if layout.fp8:
         options |= dict(fp8=layout.fp8, fp8_recipe=layout.fp8_recipe)
     return TransformerConfig(
@@ -162,11 +162,11 @@ def transformer_config(
         # gradient norm counts one rank's shard only.
         perform_initialization=True,
         use_cpu_initialization=False,
+        # Of Megatron's own linear layers, which would need apex; for TransformerEngine's see `_sum_gradients_in_place`.
         gradient_accumulation_fusion=False,
         masked_softmax_fusion=False,
-        bias_activation_fusion=False,
-        bias_dropout_fusion=False,
-        apply_rope_fusion=False,
+        bias_activation_fusion=use_te or torch.cuda.is_available(),
+        bias_dropout_fusion=use_te or torch.cuda.is_available(),
         batch_p2p_comm=False,
         variable_seq_lengths=True,
         moe_token_dispatcher_type="alltoall",
@@ -175,6 +175,18 @@ def transformer_config(
         calculate_per_token_loss=True,
         finalize_model_grads_func=_finalize,
     )
+
+
+def _engine_options(hf: PretrainedConfig, layout: MegatronConfig) -> dict[str, Any]:
+    """What is particular to TransformerEngine's layers."""
+    options: dict[str, Any] = dict(attention_backend=AttnBackend[layout.attention_backend], apply_rope_fusion=True)
+    scaling = rotary(hf)[1]
+    if scaling != 1.0:
+        # Its rotary kernel takes no factor on queries and keys (YaRN's); the scores take both at once.
+        options |= dict(softmax_scale=scaling**2 / math.sqrt(head_size(hf)))
+    if num_experts(hf):
+        options |= dict(moe_permute_fusion=True)
+    return options
 
 
 def _finalize(model, num_tokens=None, **kwargs):
@@ -191,9 +203,10 @@ def layer_pattern(symbols: list[str], layout: MegatronConfig) -> str:
 
 
 def build_chunks(
-    hf: PretrainedConfig, layout: MegatronConfig, dtype: torch.dtype, temperature: float = 1.0
+    hf: PretrainedConfig, layout: MegatronConfig, dtype: torch.dtype, temperature: float = 1.0, adapted: bool = False
 ) -> tuple[TransformerConfig, list[PolicyModel]]:
-    """This rank's model chunks (one, or one per virtual pipeline stage), on its device, randomly initialised."""
+    """This rank's model chunks (one, or one per virtual pipeline stage), on its device, randomly initialised;
+    ``adapted``: for adapters (see ``layer_spec``)."""
     use_te = transformer_engine_is_usable() if layout.transformer_engine is None else layout.transformer_engine
     use_te = use_te and layout.attention_backend != "sdpa"
     if layout.fp8 and not use_te:
@@ -201,14 +214,13 @@ def build_chunks(
     config = transformer_config(hf, layout, dtype, use_te)
     fused = use_fused_logprobs(layout.fused_logprobs)
     frequencies = rotary(hf)
-    check_scaled_rope(frequencies[1], use_te)
     virtual = layout.virtual_pipeline_model_parallel_size
     tensor_size = layout.tensor_model_parallel_size
     chunks = []
     for stage in range(virtual) if virtual else [None]:
         model = PolicyModel(
             config,
-            layer_spec(config, frequencies, use_te),
+            layer_spec(config, frequencies, use_te, adapted),
             vocab_size=-(-hf.vocab_size // tensor_size) * tensor_size,
             max_sequence_length=hf.max_position_embeddings,
             hybrid_layer_pattern=layer_pattern(layer_symbols(hf), layout),
@@ -249,9 +261,21 @@ def wrap(config: TransformerConfig, chunks: list[PolicyModel], layout: MegatronC
     wrapped = [
         DistributedDataParallel(config, ddp, module, disable_bucketing=index > 0) for index, module in enumerate(inner)
     ]
+    _sum_gradients_in_place(chunks)
     if layout.overlap_grad_reduce:
         config.no_sync_func = [m.no_sync for m in wrapped] if len(wrapped) > 1 else wrapped[0].no_sync
     return wrapped
+
+
+def _sum_gradients_in_place(chunks: list[PolicyModel]) -> None:
+    """Have TransformerEngine's matrix products add to the wrapper's float32 gradients themselves.
+
+    Set here and not by ``gradient_accumulation_fusion``, with which Megatron's output layer asks for apex's kernel.
+    """
+    for chunk in chunks:
+        for module in chunk.modules():
+            if hasattr(module, "fuse_wgrad_accumulation"):
+                module.fuse_wgrad_accumulation = True
 
 
 def build_optimizer(layout: MegatronConfig, dtype: torch.dtype, wrapped: list, total_updates: int):
@@ -322,9 +346,7 @@ def build(
     from gdpo_nemo.weights.model_folder import open_weights
 
     hf = AutoConfig.from_pretrained(folder)
-    if lora:  # its hooks need Megatron's own linear layers
-        layout = dataclasses.replace(layout, transformer_engine=False)
-    config, chunks = build_chunks(hf, layout, dtype, temperature)
+    config, chunks = build_chunks(hf, layout, dtype, temperature, adapted=lora is not None)
     modules: list[torch.nn.Module] = list(chunks)
     load_hf(modules, open_weights(folder), hf)
     if lora:

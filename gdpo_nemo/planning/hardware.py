@@ -29,6 +29,8 @@ class Device:
     network: float
     """To other nodes, one direction, per rank."""
     source: str = ""
+    host_link: float = 64.0e9
+    """To the host's memory, one direction."""
 
 
 def device(name: str, link: float | None = None) -> Device:

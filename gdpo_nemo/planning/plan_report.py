@@ -8,10 +8,19 @@ from gdpo_nemo.config.layout import Layout, resolve_layout, samples_per_step, up
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.data.packing import assign
 from gdpo_nemo.planning.fit import best_split, fits, smallest_change
-from gdpo_nemo.planning.footprint import EngineMemory, RankMemory, engine_memory, policy_memory, resting_memory
+from gdpo_nemo.planning.footprint import (
+    EngineMemory,
+    RankMemory,
+    engine_memory,
+    host_memory,
+    micro_batch_load,
+    policy_memory,
+    resting_memory,
+)
 from gdpo_nemo.planning.hardware import Device, Rates
 from gdpo_nemo.planning.shape import Shape, model_shape
 from gdpo_nemo.planning.speed import expected_lengths, refit_bytes, step_time, sync_work
+from gdpo_nemo.planning.utilisation import BANDWIDTH_SHARE, LAUNCH_S, PRODUCT_SHARE, utilisation
 
 
 def worked_batch(config: Config) -> str:
@@ -92,6 +101,10 @@ def full(config: Config, shape: Shape, device: Device, rates: Rates) -> list[tup
         ),
         ("time", _time_line(config, shape, device, rates, layout)),
     ]
+    if layout.gpus:
+        lines.append(("mfu", _mfu_line(config, shape, device, rates, layout)))
+    if pinned := host_memory(config, shape):
+        lines.insert(4, ("host", _host_line(config, pinned, layout, device)))
     if layout.gpus and not layout.colocated:
         lines.append(("split", _split_line(config, shape, device, rates)))
     if layout.gpus and layout.colocated:
@@ -173,6 +186,32 @@ def _time_line(config: Config, shape: Shape, device: Device, rates: Rates, layou
         f"generation {time.generation:.3g} s{verify}, training {time.training:.3g} s, weights {time.sync:.3g} s, "
         f"{how}: {time.step:.3g} s a step, {hours:.3g} h for {_count(steps, 'step')}{cost}; idle: policy "
         f"{time.policy_idle:.0%}, engines {time.engines_idle:.0%}, all ranks {time.idle(layout):.0%}"
+    )
+
+
+def _host_line(config: Config, pinned: int, layout: Layout, device: Device) -> str:
+    ranks = min(layout.policy_ranks, config.cluster.gpus_per_node)
+    return (
+        f"{size(pinned)} of pinned host memory for each policy rank, {size(pinned * ranks)} on a node of {ranks}; "
+        f"{pinned / device.host_link:.3g} s one way at {size(device.host_link)}/s"
+    )
+
+
+def _mfu_line(config: Config, shape: Shape, device: Device, rates: Rates, layout: Layout) -> str:
+    """Percent of the peak by phase, and the arithmetic of one micro-batch of an update."""
+    found = utilisation(config, shape, device, rates)
+    batch = found.batch
+    parts = [("products", batch.products), ("norms and activations", batch.moves), ("log-probs", batch.logprobs),
+             ("gradients", batch.gradients)]  # fmt: skip
+    terms = " + ".join(f"{seconds * 1e3:.3g} ms {name}" for name, seconds in parts)
+    waits = ", which is longer" if batch.host >= batch.seconds else ""
+    sampling = f", generation {found.generation:.1%}" if layout.engines else ""
+    assumed = f"{PRODUCT_SHARE:.0%} of the peak in products, {BANDWIDTH_SHARE:.0%} of the bandwidth elsewhere"
+    return (
+        f"training {found.training:.0%}, log-prob passes {found.evaluation:.0%}{sampling} of "
+        f"{device.compute / 1e12:.3g} TFLOP/s by arithmetic: a micro-batch of {micro_batch_load(config, layout)} "
+        f"tokens is {terms}; the host launches its {batch.launches} kernels in {batch.host * 1e3:.3g} ms{waits}; an "
+        f"optimizer step {found.optimizer * 1e3:.3g} ms (assumed: {assumed}, {LAUNCH_S * 1e6:.2g} us a launch)"
     )
 
 

@@ -13,7 +13,7 @@ from gdpo_nemo.algorithms.own_functions import loss_entry
 from gdpo_nemo.config.layout import Layout, resolve_layout, samples_per_step, updates_per_step
 from gdpo_nemo.config.objective_checks import kl_in_reward
 from gdpo_nemo.config.schema import Config
-from gdpo_nemo.planning.footprint import BYTES, engine_memory
+from gdpo_nemo.planning.footprint import BYTES, engine_memory, optimizer_bytes
 from gdpo_nemo.planning.hardware import Device, Rates
 from gdpo_nemo.planning.shape import Shape
 
@@ -86,7 +86,8 @@ def training_work(config: Config, shape: Shape, device: Device, lengths: Lengths
         batches,
         compute * (1 + bubble)
         + _tensor_traffic(config, shape, device, layout, tokens)
-        + _gradients(config, shape, device, layout),
+        + _gradients(config, shape, device, layout)
+        + _host_traffic(config, shape, device, layout),
     )
 
 
@@ -128,6 +129,20 @@ def _gradients(config: Config, shape: Shape, device: Device, layout: Layout) -> 
     bytes_ = 4 * sum(shape.on_rank(layout, 0)) * 2 * (replicas - 1) / replicas
     seconds = updates_per_step(config) * bytes_ / (device.nvlink if inside else device.network)
     return seconds / 2 if config.policy.megatron_cfg.overlap_grad_reduce else seconds
+
+
+def _host_traffic(config: Config, shape: Shape, device: Device, layout: Layout) -> float:
+    """Seconds of copies between GPU and host memory: an off-loaded optimizer to each update and back, and the weights
+    of a reference in and the policy's own back for each pass under it."""
+    if not layout.gpus:
+        return 0.0
+    moved = 0.0
+    if config.policy.megatron_cfg.optimizer.offload:
+        moved += 2 * updates_per_step(config) * optimizer_bytes(config, shape, layout)
+    passes = bool(config.loss_fn.reference_policy_kl_penalty) + kl_in_reward(config)
+    if not config.policy.lora.rank:
+        moved += passes * sum(shape.on_rank(layout, 0)) * BYTES[config.policy.precision]
+    return moved / device.host_link
 
 
 def refit_bytes(config: Config, shape: Shape) -> int:

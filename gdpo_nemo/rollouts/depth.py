@@ -1,11 +1,13 @@
 """How many groups may be outstanding: the hard bound that staleness sets, and the depth below it that a run needs.
 
-Standard library only: the scheduler of a run and the simulator of ``planning`` follow the same rule.
+The scheduler of a run and the simulator of ``planning`` follow the same rule.
 """
 
 from __future__ import annotations
 
 from math import ceil
+
+from gdpo_nemo.config.rollout_bounds import admission_bound
 
 WAITING = 0.05
 """Share of a step that the trainer may wait for its batch before the depth grows."""
@@ -14,10 +16,8 @@ _MOSTLY = 0.5
 
 
 def outstanding_bound(groups: int, max_staleness: int, window: int) -> int:
-    """Groups that may be admitted and not yet trained so that no token is older than ``max_staleness`` when trained.
-
-    Group i, admitted at version u, has i <= u P + B - 1. It is trained as number r <= i + W - 1 by update v <= r / P,
-    hence v - u <= (B + W - 2) / P, and B = (S + 1) P - (W - 1) keeps that below S + 1.
+    """Groups that may be admitted and not yet trained so that no token is older than ``max_staleness`` when trained
+    (``admission_bound``), if that fills a step.
 
     Args:
         groups: P, groups of a step.
@@ -27,7 +27,7 @@ def outstanding_bound(groups: int, max_staleness: int, window: int) -> int:
     Raises:
         ValueError: the bound would be below one batch, so that no step could ever be filled.
     """
-    bound = (max_staleness + 1) * groups - (window - 1)
+    bound = admission_bound(groups, max_staleness, window)
     if window < 1 or bound < groups:
         raise ValueError(
             f"a window of {window} leaves room for {bound} of the {groups} groups of a step; with a staleness of "

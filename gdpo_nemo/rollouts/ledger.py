@@ -1,8 +1,8 @@
 """Where every prompt of a run is: the one account of what is drawn, trained and dropped.
 
-A position is the number of prompts dealt before one. It is ``WAITING`` once admitted, ``DRAWING`` while engines sample
-its group, ``JUDGED`` when all verdicts are there, ``READY`` when it may be trained, and at last trained or dropped with
-a reason, which happens to every position exactly once.
+A position is the number of prompts dealt before one. It is ``WAITING`` once admitted, ``DRAWING`` while its group is
+sampled and judged, ``READY`` when it may be trained, and at last trained or dropped with a reason, which happens to
+every position exactly once.
 
 With P groups a step, a window W and a bound S on staleness, a group is admitted only while fewer than
 B = (S + 1) * P - (W - 1) are outstanding, and trained only while it is less than W behind the oldest outstanding one.
@@ -29,7 +29,6 @@ class Stage(StrEnum):
 
     WAITING = "waiting"
     DRAWING = "drawing"
-    JUDGED = "judged"
     READY = "ready"
 
 

@@ -87,6 +87,8 @@ class BroadcastGroup:
         self._group: Any = None
         self._operations: list[Operation] = []
         """Of the update under way."""
+        self._device: torch.device | None = None
+        """Of the bytes that pass; a thread's current GPU may be another one."""
         with _named():
             self._group = make(store, rank, meeting.world, address, limit)
 
@@ -97,6 +99,7 @@ class BroadcastGroup:
 
     def broadcast(self, buffer: torch.Tensor) -> Operation:
         """Start to send (rank 0) or receive uint8 [bytes]."""
+        self._device = buffer.device
         with _named():
             return self._started(self._group.broadcast([buffer], dist.BroadcastOptions()))
 
@@ -115,7 +118,7 @@ class BroadcastGroup:
         """
         try:
             yield
-            done = torch.ones(1, dtype=torch.int64, device="cuda" if self.meeting.backend == "nccl" else "cpu")
+            done = torch.ones(1, dtype=torch.int64, device=self._device)
             with _named():
                 last = self._started(self._group.allreduce([done]))
             last.finish()

@@ -1,4 +1,5 @@
-"""How often an engine may die: real Ray actors that die on demand, in the place of vLLM, under the fleet as it is."""
+"""How often an engine may die: real Ray actors that die or fail on demand, in the place of vLLM, under the fleet as it
+is."""
 
 from __future__ import annotations
 
@@ -11,9 +12,9 @@ import numpy as np
 import pytest
 
 from gdpo_nemo.cluster import fleet as fleets
-from gdpo_nemo.cluster.session import ray, session
+from gdpo_nemo.cluster.session import WorkerDied, gather, ray, session
 from gdpo_nemo.config.load import load_config
-from gdpo_nemo.errors import RunError
+from gdpo_nemo.errors import EngineFailed, RunError
 from gdpo_nemo.generation.requests import Completion, EngineReport, FinishedRequest, SampleRequest, Sampling
 
 SAMPLING = Sampling(1.0, 1.0, -1, 4)
@@ -21,7 +22,8 @@ SEED = 40
 
 
 class Mortal:
-    """An engine whose process ends at every call as long as the file of its number has a line to give."""
+    """An engine whose process ends, or fails without ending, at every call as long as the file of its number has a line
+    to give that says which."""
 
     def __init__(self, folder, vllm, precision, length, seed, on_cpu, sleeps, targets):
         self.file = Path(folder) / str(seed - SEED)
@@ -32,6 +34,8 @@ class Mortal:
         left = self.file.read_text().splitlines() if self.file.exists() else []
         if left:
             self.file.write_text("\n".join(left[1:]))
+            if left[0] == "fails":
+                raise EngineFailed("vLLM failed: AcceleratorError: CUDA error: unspecified launch failure")
             os._exit(1)
 
     def process_location(self):
@@ -78,7 +82,7 @@ def config():
 
 @pytest.fixture
 def fleet(config, tmp_path, monkeypatch):
-    monkeypatch.setattr(fleets, "Engine", Mortal)
+    monkeypatch.setattr(fleets, "EngineActor", Mortal)
     fleet = fleets.EngineFleet(config, str(tmp_path))
     fleet.ready()
     yield fleet
@@ -100,6 +104,24 @@ def test_an_engine_that_keeps_dying_is_given_up_and_the_other_draws_for_it(fleet
     assert [line.endswith("; it is replaced, and its samples are drawn again") for line in replaced] == [True] * 3
     assert given_up.startswith("engine 1 is given up: it died 4 times in a row, last: engine 1: a worker process died")
     assert drawn(fleet, 0)[1] == 0
+
+
+def test_an_engine_that_fails_alive_is_replaced_like_a_dead_one(fleet, tmp_path):
+    before = fleet.lanes[1].actor
+    (tmp_path / "1").write_text("fails\n")
+    assert drawn(fleet, 1)[1] == 1
+    (note,) = fleet.take_events()
+    assert note == (
+        "engine 1: vLLM failed: AcceleratorError: CUDA error: unspecified launch failure; it is replaced, and its "
+        "samples are drawn again"
+    )
+    with pytest.raises(WorkerDied):  # nobody asks it again, and its memory is free
+        gather([before.process_location.remote()], "asking the one before", 60)
+    for engine in ("0", "1"):
+        (tmp_path / engine).write_text("fails\n")
+    with fleet.delivering():
+        fleet.update(ToEveryone(), 7)
+    assert [drawn(fleet, engine)[0].version for engine in (0, 1)] == [7, 7]
 
 
 def test_without_an_engine_left_whoever_waits_is_told(fleet, tmp_path):

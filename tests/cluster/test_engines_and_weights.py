@@ -7,6 +7,7 @@ import copy
 import os
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -200,23 +201,6 @@ def test_adapters_alone_give_the_engines_the_merged_weights_on_every_transport(p
         gather([parts.fleet.lanes[0].actor.prepare_update.remote(lost)], "asking", 60)
 
 
-def test_an_engine_whose_vllm_has_a_process_of_its_own_gets_the_same_weights(parts, digit_model, tmp_path, monkeypatch):
-    """As vLLM runs on GPUs, where what is sent to it crosses a border between processes."""
-    monkeypatch.setitem(fleets.CPU_ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING", "1")
-    config = copy.deepcopy(parts.config)
-    config.policy.generation.engines = 1
-    fleet = EngineFleet(config, str(digit_model))
-    fleet.ready()
-    for version, name in enumerate(("memory", "gloo", "folder", OWN), 50):
-        train_once(parts.policy)
-        transport = make_transport(name, parts.policy, tmp_path / str(version), bucket_bytes=100_000)
-        assert WeightSync(parts.policy, fleet, parts.probe, transport).publish(version)["parity/probe"] < 1e-4
-    nobody = IpcReceiver((("\0nobody", b"key"),), 1, 1.0)
-    with pytest.raises(PeerLost, match="weight update 53: the other end of the shared memory is gone"):
-        gather([fleet.lanes[0].actor.update_weights.remote(transport.manifest, nobody)], "from nobody", 60)
-    fleet.close()
-
-
 def test_an_update_that_misses_a_tensor_is_refused_before_it_touches_the_engine(parts):
     parts.sync.publish(5)
     manifest, _ = packed(parts.policy, 6)
@@ -299,7 +283,7 @@ def test_an_engine_replaced_by_an_update_is_not_replaced_again_by_those_who_wait
     """The engine is stopped while it is asked, so that it dies with the call, and the update is the first to notice."""
     parts.sync.publish(22)
     wanted = requests(16)
-    stopped = _engine(parts, 0)
+    stopped = _engine(parts.fleet, 0)
     before = [lane.replaced for lane in parts.fleet.lanes]
     stopped.suspend()
     drawing = parts.fleet.spawn(parts.fleet.sample_all(wanted, SAMPLING))
@@ -366,15 +350,80 @@ def _engines() -> list[psutil.Process]:
     return [p for p in psutil.Process().children(recursive=True) if p.name().startswith("ray::Engine")]
 
 
-def _engine(parts, number: int) -> psutil.Process:
-    (_, pid) = parts.fleet.process_locations()[number]
+def _engine(fleet: EngineFleet, number: int = 0) -> psutil.Process:
+    (_, pid) = fleet.process_locations()[number]
     return psutil.Process(pid)
+
+
+def _cores(engine: psutil.Process) -> list[psutil.Process]:
+    """vLLM's own processes of an engine."""
+    return [p for p in engine.children() if "EngineCore" in " ".join(p.cmdline())]
 
 
 def _kill_one_engine() -> None:
     engines = _engines()
     assert len(engines) == 2
     os.kill(engines[0].pid, signal.SIGKILL)
+
+
+@pytest.fixture(scope="module")
+def apart(parts, digit_model):
+    """An engine whose vLLM has a process of its own, as on GPUs, where what is sent to it crosses a border."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(fleets.CPU_ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+        config = copy.deepcopy(parts.config)
+        config.policy.generation.engines = 1
+        fleet = EngineFleet(config, str(digit_model))
+        fleet.ready()
+        yield fleet
+        fleet.close()
+
+
+def test_an_engine_whose_vllm_has_a_process_of_its_own_gets_the_same_weights(parts, apart, tmp_path, monkeypatch):
+    """nccl needs GPUs; it is gloo but for the group, for which see tests/weights/test_nccl_group.py."""
+    monkeypatch.setattr(parts.policy, "shared", [[0]])  # as if rank 0 and the engine were on one device, for ipc
+    for version, name in enumerate(("memory", "gloo", "folder", "ipc", OWN), 50):
+        train_once(parts.policy)
+        transport = make_transport(name, parts.policy, tmp_path / str(version), bucket_bytes=100_000)
+        assert WeightSync(parts.policy, apart, parts.probe, transport).publish(version)["parity/probe"] < 1e-4
+    nobody = IpcReceiver((("\0nobody", b"key"),), 1, 1.0)
+    with pytest.raises(PeerLost, match="weight update 54: the other end of the shared memory is gone"):
+        gather([apart.lanes[0].actor.update_weights.remote(transport.manifest, nobody)], "from nobody", 60)
+
+
+def test_the_death_of_vllms_own_process_is_the_death_of_its_engine(parts, apart):
+    """Killed while it draws and while an update is on its way to it: nobody waits for ever, nothing is lost."""
+    WeightSync(parts.policy, apart, parts.probe).publish(60)
+    wanted = requests(16)
+    before = draw(apart, wanted)
+    engine = _engine(apart)
+    (core,) = _cores(engine)
+    core.suspend()  # so that it dies with all that it was asked
+    drawing = apart.spawn(apart.sample_all(wanted, SAMPLING))
+    while not apart.lanes[0].pending:
+        time.sleep(0.01)
+    core.kill()
+    assert same(before, drawing.result()) and apart.lanes[0].replaced == 1
+    (note,) = apart.take_events()
+    assert note.startswith(
+        "engine 0: vLLM's process EngineCore was killed by SIGKILL (what it wrote is in the engine's"
+    )
+    assert psutil.wait_procs([engine], timeout=30)[1] == []
+
+    (core,) = _cores(_engine(apart))
+    core.suspend()
+    threading.Timer(2.0, core.kill).start()
+    assert WeightSync(parts.policy, apart, parts.probe).publish(61)["parity/probe"] < 1e-4
+    assert apart.lanes[0].replaced == 2 and draw(apart, wanted).version == 61
+
+
+def test_a_killed_engine_takes_vllms_own_process_with_it(apart):
+    engine = _engine(apart)
+    cores = _cores(engine)
+    engine.kill()
+    assert len(cores) == 1 and psutil.wait_procs(cores, timeout=30)[1] == []
+    # It is replaced; whoever needs it would find it so.
+    assert draw(apart, requests(2)).version == 61
 
 
 def test_a_worker_that_does_not_answer_ends_the_wait_with_a_sentence(parts):

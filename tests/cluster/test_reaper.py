@@ -9,6 +9,11 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
+import pytest
+
+from gdpo_nemo.cluster.reaper import GUARD_MARK
+
 DRIVER = """
 import multiprocessing, sys, tempfile, time
 from multiprocessing import resource_tracker, shared_memory
@@ -29,6 +34,54 @@ if __name__ == "__main__":
     print(scratch, *ours.recv(), flush=True)
     time.sleep(600)
 """
+
+
+GUARDED = """
+import os, subprocess, sys, time
+
+from gdpo_nemo.cluster.reaper import guard_children
+
+CHILD = "import os, subprocess, sys, time; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']); "
+LOST = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(601)'])"
+
+if __name__ == "__main__":
+    before = subprocess.Popen(["sleep", "602"])
+    guard_children()
+    child = subprocess.Popen([sys.executable, "-c", CHILD + "time.sleep(600)"], start_new_session=True)
+    subprocess.run([sys.executable, "-c", LOST], start_new_session=True)  # its parent is gone when we go
+    time.sleep(float(sys.argv[1]))
+    print(before.pid, flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("lived_s", [0.2, 3.0])
+def test_what_a_killed_process_started_under_its_guard_is_gone_in_seconds(tmp_path, lived_s):
+    """Children, theirs, and such whose own parent ended before; what it started earlier is left alone."""
+    script = tmp_path / "guarded.py"
+    script.write_text(GUARDED)
+    repository = Path(__file__).resolve().parents[2]
+    guarded = subprocess.Popen(
+        [sys.executable, str(script), str(lived_s)],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(repository)},
+    )
+    earlier = psutil.Process(int(guarded.stdout.readline()))
+    theirs = [p for p in psutil.process_iter() if GUARD_MARK in _environment(p)]
+    assert len(theirs) == 3
+    guarded.send_signal(signal.SIGKILL)
+    guarded.wait()
+    (_, left) = psutil.wait_procs(theirs, timeout=30)
+    assert left == [] and earlier.is_running()
+    earlier.kill()
+
+
+def _environment(process: psutil.Process) -> dict[str, str]:
+    try:
+        return process.environ()
+    except psutil.Error:
+        return {}
 
 
 def test_processes_temporary_files_and_shared_memory_of_a_killed_driver_are_gone(tmp_path):

@@ -63,6 +63,10 @@ def refused(path: Path, *overrides: str) -> str:
         ),
         (["gdpo.dynamic_sampling.batch_multiplier=2"], "gdpo.dynamic_sampling.batch_multiplier: has no effect"),
         (["policy.lora={rank: 4, target_modules: [lm_hed]}"], "did you mean lm_head?"),
+        (
+            [*GPUS, "policy.precision=bfloat16", "policy.lora.rank=4", f"{MEGATRON}.fp8=hybrid"],
+            f"{MEGATRON}.fp8: cannot go with policy.lora",
+        ),
         (["gdpo.val_period=5"], "gdpo.val_period: asks for validation, but data.validation is null"),
         (["data.train.environment=toi"], "data.train.environment: 'toi' is not under env, did you mean toy?"),
         (["env.other={}", "data.train.environment=null"], "data.train.environment: must be set"),
@@ -103,6 +107,8 @@ def test_what_cannot_run_is_refused_by_name(minimal, overrides, expected):
     [
         ([], f"{VLLM}.gpu_memory_utilization=0.5"),
         (GPUS, f"{VLLM}.kv_cache_memory_bytes=1000000"),
+        ([], f"{VLLM}.head_dtype=model"),
+        ([*GPUS, "policy.precision=float32"], f"{VLLM}.head_dtype=model"),
         (["loss_fn.type=target_po"], "loss_fn.ratio_clip_c=3.0"),
         ([], "loss_fn.target_temperature=0.5"),
         ([], "loss_fn.constant_length=10"),

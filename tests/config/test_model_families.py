@@ -220,16 +220,12 @@ def test_supported_families_pass(name, folder, minimal):
     validate(load_config(minimal, [f"policy.model_name={folder(SUPPORTED[name])}", *gpus]))
 
 
-def test_yarn_is_refused_where_transformer_engine_would_leave_its_factor_out(folder, minimal):
+@pytest.mark.parametrize("layers", ["null", "true", "false"])
+def test_yarn_and_adapters_go_with_the_layers_of_transformer_engine(folder, minimal, layers):
     model = f"policy.model_name={folder(SUPPORTED['Qwen2.5 with YaRN'])}"
-    for local in (
-        "policy.megatron_cfg.transformer_engine=false",
-        "policy.megatron_cfg.attention_backend=sdpa",
-        "policy.lora.rank=8",
-    ):
-        validate(load_config(minimal, [model, *GPUS, local]))
-    with pytest.raises(ConfigError, match="transformer_engine: its layers do not honour the attention factor 1.139"):
-        validate(load_config(minimal, [model, *GPUS]))
+    chosen = [model, *GPUS, f"policy.megatron_cfg.transformer_engine={layers}"]
+    validate(load_config(minimal, chosen))
+    validate(load_config(minimal, [*chosen, "policy.lora.rank=8"]))
 
 
 @pytest.mark.parametrize(

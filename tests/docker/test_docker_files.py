@@ -70,7 +70,9 @@ def test_images_run_as_a_user_that_may_write_only_its_folder(target):
         for word, rest in step.steps
         if word in ("RUN", "COPY")
     ]
-    place = next(i for i, rest in enumerate(dependencies) if "uv sync" in rest)
+    place = next(
+        i for i, rest in enumerate(dependencies) if re.search(r"uv sync|uv pip install .*--requirements", rest)
+    )
     assert place < next(i for i, rest in enumerate(dependencies) if rest.startswith("gdpo_nemo"))
     assert "--editable ." in build[-1]
 

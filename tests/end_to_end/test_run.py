@@ -7,6 +7,8 @@ import json
 import re
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -29,8 +31,8 @@ def test_run_folder_holds_what_the_contract_names(undisturbed):
     run_dir = undisturbed[0].run_dir
     for name in ("config.yaml", "metrics.jsonl", "rewards.png", "report.html", "trace.json", "model/model.safetensors"):
         assert (run_dir / name).stat().st_size > 0, name
-    assert sorted(p.name for p in (run_dir / "checkpoints").iterdir()) == ["step_4", "step_6"]
-    samples = read_rollouts(rollout_path(run_dir, 6))
+    assert sorted(p.name for p in (run_dir / "checkpoints").iterdir()) == ["step_10", "step_12"]
+    samples = read_rollouts(rollout_path(run_dir, STEPS))
     assert len(samples) == 4 * 8 and {"rewards", "advantage", "policy_version"} <= samples[0].keys()
 
 
@@ -156,14 +158,14 @@ def test_killed_and_terminated_run_resumes_bit_for_bit(undisturbed, tmp_path, di
     assert weights[0].read_bytes() == weights[1].read_bytes()
 
 
-def test_eval_of_a_checkpoint_gives_what_the_run_itself_measured_after_that_step(undisturbed, tmp_path, capsys):
+def test_eval_of_a_checkpoint_gives_what_the_run_itself_measured_after_that_step(undisturbed, tmp_path):
     """Through a Hugging Face folder and another engine, bit for bit."""
-    from gdpo_nemo.cli import main
-
     run_dir = undisturbed[0].run_dir
     out = tmp_path / "eval"
-    assert main(["eval", str(run_dir), "--step", str(STEPS), "--out", str(out)]) == 0
-    shown = capsys.readouterr().out
+    command = [sys.executable, "-m", "gdpo_nemo", "eval", str(run_dir), "--step", str(STEPS), "--out", str(out)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, (done.stdout, done.stderr)
+    shown = done.stdout
     found = json.loads((out / "eval.json").read_text())
     measured = next(row for row in rows(run_dir) if row["step"] == STEPS and "loss" not in row)
     assert {f"validation/{name}": score["mean"] for name, score in found["scores"].items()} == {

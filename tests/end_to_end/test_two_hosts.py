@@ -152,7 +152,7 @@ def actors(host: Host) -> set[str]:
         with contextlib.suppress(psutil.NoSuchProcess):  # one may end between the list and the look
             if process.status() != psutil.STATUS_ZOMBIE:
                 names.add(process.name().split(".")[0].removeprefix("ray::"))
-    return names & {"PolicyRank", "Engine", "EnvironmentHost"}
+    return names & {"PolicyRank", "EngineActor", "EnvironmentHost"}
 
 
 def kill_in_the_middle_of_verdicts(host: Host, run: Launch) -> None:
@@ -186,7 +186,7 @@ def test_a_run_over_two_hosts_loses_one_and_resumes_to_the_one_host_run_bit_for_
     head, second = network.hosts
     run = launch(head, tmp_path / "run", digit_model, "cluster.num_nodes=2")
     run.wait_for_step(3)
-    assert (actors(head), actors(second)) == ({"PolicyRank"}, {"Engine"})
+    assert (actors(head), actors(second)) == ({"PolicyRank"}, {"EngineActor"})
     second.lose()
     lost = time.monotonic()
     status, out, err = run.finish()
@@ -201,7 +201,7 @@ def test_a_run_over_two_hosts_loses_one_and_resumes_to_the_one_host_run_bit_for_
     resumed = launch(head, tmp_path / "run", digit_model, "cluster.num_nodes=2", "cluster.env_nodes=1")
     kill_in_the_middle_of_verdicts(verifier, resumed)
     placed = [actors(host) for host in (head, replacement, verifier)]
-    assert placed == [{"PolicyRank"}, {"Engine"}, {"EnvironmentHost"}]
+    assert placed == [{"PolicyRank"}, {"EngineActor"}, {"EnvironmentHost"}]
     status, out, err = resumed.finish()
     assert status == 0 and "resuming from" in out, (out, err)
     straight = undisturbed[0].run_dir

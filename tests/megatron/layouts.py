@@ -28,6 +28,7 @@ _FLAGS = {
     "SHORTTAIL": dict(num_layers_in_last_pipeline_stage=1),
     "FROZENROUTER": dict(freeze_moe_router=True),
     "FLOAT64ROUTER": dict(moe_router_dtype="float64"),
+    "TE": dict(transformer_engine=True),
     "WARMUP": dict(scheduler=SchedulerConfig(lr_warmup_steps=4, lr_warmup_init=1e-3)),
 }
 

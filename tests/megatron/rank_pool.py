@@ -51,9 +51,14 @@ def torch_names() -> dict[str, Any]:
 
 
 class RankPool:
-    """Up to ``size`` rank processes, started when first needed."""
+    """Rank processes, started when first needed.
 
-    def __init__(self, folder: Path):
+    Args:
+        prepare: called in every process before anything of Megatron is imported.
+    """
+
+    def __init__(self, folder: Path, prepare: Callable[[], None] | None = None):
+        self.prepare = prepare
         # Its own, because a file that ranks have met in holds their addresses for ever.
         self.folder = tempfile.mkdtemp(dir=folder)
         self.groups = 0
@@ -90,7 +95,7 @@ class RankPool:
         new = range(len(self.processes), ranks)
         for rank in new:
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, theirs), daemon=True)
+            process = context.Process(target=_serve, args=(rank, theirs, self.prepare), daemon=True)
             process.start()
             theirs.close()
             self.processes.append((process, ours))
@@ -122,8 +127,10 @@ class RankPool:
         return [results[rank] for rank in ranks]
 
 
-def _serve(rank: int, pipe) -> None:
+def _serve(rank: int, pipe, prepare) -> None:
     """The main loop of a rank process; ends when the pool closes its end of the pipe."""
+    if prepare:
+        prepare()
     import torch
 
     from gdpo_nemo.megatron import runtime

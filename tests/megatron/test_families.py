@@ -9,7 +9,7 @@ import torch
 from transformers import AutoConfig, GPT2Config, LlamaConfig, MistralConfig, Qwen2Config
 
 from gdpo_nemo.config import architectures
-from gdpo_nemo.config.architectures import SIZES, attention_scaling
+from gdpo_nemo.config.architectures import SIZES
 from gdpo_nemo.config.families import FAMILIES, last_name
 from gdpo_nemo.config.layout import resolve_layout
 from gdpo_nemo.config.schema import Config, LoraConfig, PolicyConfig
@@ -140,16 +140,10 @@ def test_rotary_frequencies_are_those_of_transformers(name, kind):
     theirs = AutoModelForCausalLM.from_config(config).model.rotary_emb
     frequencies, scaling = rotary(config)
     assert torch.equal(frequencies, theirs.inv_freq)
-    assert scaling == theirs.attention_scaling == pytest.approx(attention_scaling(config.to_dict()))
+    assert scaling == theirs.attention_scaling
 
 
 YARN = dict(rope_type="yarn", rope_theta=1e6, factor=4.0, original_max_position_embeddings=64)
-
-
-@pytest.mark.parametrize("more", [{}, {"attention_factor": 1.0}, {"mscale": 0.7, "mscale_all_dim": 1.0}])
-def test_the_yarn_factor_of_queries_and_keys_is_known_before_the_build(more):
-    config = Qwen2Config(hidden_size=64, num_attention_heads=2, num_key_value_heads=2, rope_parameters={**YARN, **more})
-    assert rotary(config)[1] == pytest.approx(attention_scaling(config.to_dict()))
 
 
 @pytest.mark.parametrize(
@@ -158,15 +152,6 @@ def test_the_yarn_factor_of_queries_and_keys_is_known_before_the_build(more):
 def test_what_the_conversion_would_drop_is_refused(trait):
     with pytest.raises(ConfigError, match=next(iter(trait)).split("_")[0]):
         family_of(LlamaConfig(**trait))
-
-
-def test_attention_by_transformer_engine_refuses_a_factor_that_it_would_not_apply():
-    from gdpo_nemo.config.architectures import check_scaled_rope
-
-    check_scaled_rope(1.0, transformer_engine=True)
-    check_scaled_rope(1.14, transformer_engine=False)
-    with pytest.raises(ConfigError, match="attention factor 1.14"):
-        check_scaled_rope(1.14, transformer_engine=True)
 
 
 def test_the_head_sizes_that_are_promised_are_those_of_the_installed_engine():

@@ -185,6 +185,6 @@ def test_the_limit_of_a_run_ends_admission():
 def test_a_stage_never_goes_back():
     ledger = Ledger(1, 1, 1)
     ledger.admit(0)
-    ledger.move(0, Stage.JUDGED)
-    with pytest.raises(ValueError, match="position 0 cannot go from judged to drawing"):
+    ledger.move(0, Stage.READY)
+    with pytest.raises(ValueError, match="position 0 cannot go from ready to drawing"):
         ledger.move(0, Stage.DRAWING)

@@ -13,8 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from gdpo_nemo.errors import RunError
+from gdpo_nemo.weights import checksum as checksums
 from gdpo_nemo.weights.broadcast_group import BroadcastServer
 from gdpo_nemo.weights.buckets import PeerLost, divide, filled
 from gdpo_nemo.weights.checksum import _BLOCK, checksum
@@ -78,6 +80,38 @@ def test_flipped_swapped_and_shifted_bytes_change_the_checksum(data, values, dty
     shift = data.draw(st.integers(1, len(values) - 1))
     for changed in (bytes(flipped), bytes(swapped), values[shift:] + values[:shift], bytes(shift) + values[:-shift]):
         assert (int(checksum(of(changed, dtype))) == before) == (changed == values)
+
+
+class Launches(TorchDispatchMode):
+    """Counts the operations that are kernels on a GPU: all but views."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, arguments=(), named=None):
+        self.count += not function.is_view
+        return function(*arguments, **(named or {}))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("elements", [0, 5, _BLOCK - 1, _BLOCK, _BLOCK + 1, 35 * _BLOCK + 77])
+def test_a_gpu_adds_many_blocks_at_once_to_the_same_checksum(dtype, elements, monkeypatch):
+    drawn = torch.randint(0, 256, (elements * dtype.itemsize,), dtype=torch.uint8)
+    here = int(checksum(drawn.view(dtype)))
+    monkeypatch.setattr(checksums, "_on_cpu", lambda words: False)
+    assert int(checksum(drawn.view(dtype))) == here
+
+
+def test_the_checksums_of_7b_are_some_thousand_launches():
+    """Shapes of Qwen2.5-7B, on a device without memory; 37 thousand with a block at a time."""
+    layer = [(3584, 3584), (512, 3584), (512, 3584), (3584, 3584), (18944, 3584), (18944, 3584), (3584, 18944)]
+    shapes = 28 * [*layer, (3584,), (512,), (512,), (3584,), (3584,)] + [(152064, 3584), (152064, 3584), (3584,)]
+    weights = [torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in shapes]
+    checksum(weights[0])
+    with Launches() as launches:
+        for weight in weights:
+            checksum(weight)
+    print(f"{launches.count} launches for {sum(weight.numel() for weight in weights) / 1e9:.1f} G elements")
+    assert launches.count < 6500
 
 
 def test_blocks_that_change_places_and_lengths_that_differ_change_the_checksum():

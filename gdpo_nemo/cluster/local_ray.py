@@ -1,0 +1,115 @@
+"""Starts a Ray session on this machine so that a busy machine delays it and does not end it."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import socket
+import threading
+from typing import Any, Callable, Iterator
+
+import psutil
+import ray
+from ray._private.node import Node
+from ray._raylet import persist_port
+
+from gdpo_nemo.config.messages import message_line
+from gdpo_nemo.errors import RunError
+
+_STARTS = 3
+"""Attempts before the run gives up."""
+_START_LIMIT_S = 900.0
+"""Limit of one attempt: several times what Ray itself waits for its processes."""
+_UNUSED = -1
+"""What Ray's agent for the dashboard writes for a service that it does not offer."""
+
+
+def start(initialize: Callable[[], None]) -> None:
+    """Call ``initialize``, which starts a session, until it succeeds; what a failed attempt leaves is killed.
+
+    Raises:
+        RunError: no attempt succeeded.
+    """
+    failure: str | None = None
+    for _ in range(_STARTS):
+        before = set(psutil.Process().children())
+        failure = _attempt(initialize, before)
+        if failure is None:
+            return
+        # What the attempt's frames held is garbage now. A client of Ray that lives on would end this process, a minute
+        # after it lost the server that is killed here.
+        gc.collect()
+        ray.shutdown()
+        left = set(psutil.Process().children()) - before
+        for child in left:
+            child.kill()
+        psutil.wait_procs(left)
+    raise RunError(
+        f"Ray did not start on this machine in {_STARTS} attempts ({failure}); its logs are in "
+        f"{os.environ['RAY_TMPDIR']}/ray"
+    )
+
+
+def _attempt(initialize: Callable[[], None], before: set[psutil.Process]) -> str | None:
+    """Why ``initialize`` failed, in a line; None: it did not."""
+    try:
+        with _end_after(_START_LIMIT_S, before), _agents_awaited_by_nobody():
+            initialize()
+    except Exception as error:  # of many kinds; Ray raises a bare Exception when its node is late
+        return message_line(error)
+    return None
+
+
+@contextlib.contextmanager
+def _agents_awaited_by_nobody() -> Iterator[None]:
+    """Tell the raylets that start in this block the ports of their agents beforehand.
+
+    A raylet gives its agents, Python processes with many imports, 15 s to write their ports into files, and aborts
+    then; no setting changes that (https://github.com/ray-project/ray/issues/65983). On two cores with a load of 12 they
+    need longer.
+    """
+    original = Node.start_raylet
+
+    def start_raylet(node: Node, *arguments: Any, **options: Any) -> None:
+        # Actors with an environment of their own need this agent, and wait for it as long as the session says.
+        node._ray_params.runtime_env_agent_port = _free_port()
+        # Nobody asks for metrics or jobs of a session that ends with the run.
+        for service in ("metrics_agent_port", "metrics_export_port", "dashboard_agent_listen_port"):
+            persist_port(node._session_dir, node._node_id, service, _UNUSED)
+        original(node, *arguments, **options)
+
+    Node.start_raylet = start_raylet
+    try:
+        yield
+    finally:
+        Node.start_raylet = original
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextlib.contextmanager
+def _end_after(limit_s: float, before: set[psutil.Process]) -> Iterator[None]:
+    """Kill the GCS of a start that takes longer than ``limit_s``, so that the start fails.
+
+    Ray retries a GCS that is alive but silent once for every second of gcs_server_port_wait_time_s, and waits half a
+    minute each time: for hours.
+    """
+
+    def end() -> None:
+        for child in set(psutil.Process().children()) - before:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if "gcs_server" in child.name():
+                    child.kill()
+
+    timer = threading.Timer(limit_s, end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()

@@ -1,0 +1,67 @@
+"""A machine that is busy, or a raylet that dies, delays the start of a session; it does not end the run."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+SLOW_AGENTS = """
+import sys, time
+command = open("/proc/self/cmdline").read()
+if "dashboard/agent.py" in command or "runtime_env/agent/main.py" in command:
+    time.sleep(20)  # a raylet aborts when its agents are not there after 15 s
+"""
+KILL_THE_FIRST_RAYLET = """
+import threading, time
+import psutil
+
+def kill():
+    while True:
+        for child in psutil.Process().children():
+            if child.name() == "raylet":
+                child.kill()
+                return
+        time.sleep(0.02)
+
+threading.Thread(target=kill, daemon=True).start()
+"""
+SESSION = """
+import os
+from gdpo_nemo.cluster import local_ray
+from gdpo_nemo.cluster.session import ray, session
+from gdpo_nemo.config.schema import ClusterConfig
+
+class Actor:
+    def variable(self):
+        return os.environ["VARIABLE"]
+
+attempts = []
+attempt = local_ray._attempt
+local_ray._attempt = lambda *arguments: attempts.append(attempt(*arguments)) or attempts[-1]
+if __name__ == "__main__":
+    with session(ClusterConfig()):
+        actor = ray.remote(Actor).options(runtime_env={"env_vars": {"VARIABLE": "set"}}).remote()
+        print(ray.get(actor.variable.remote()), len(attempts), attempts[-1])
+"""
+
+
+def _session(tmp_path: Path, before: str = "", **environment: str) -> str:
+    script = tmp_path / "script.py"
+    script.write_text(before + SESSION)
+    done = subprocess.run(
+        [sys.executable, str(script)], env={**os.environ, **environment}, capture_output=True, text=True, timeout=900
+    )
+    assert done.returncode == 0, (done.stdout, done.stderr)
+    return done.stdout.splitlines()[-1]
+
+
+def test_agents_that_are_late_do_not_end_the_raylet(tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(SLOW_AGENTS)
+    assert _session(tmp_path, PYTHONPATH=str(tmp_path)) == "set 1 None"
+
+
+def test_a_session_starts_again_after_its_raylet_died(tmp_path):
+    shown = _session(tmp_path, KILL_THE_FIRST_RAYLET, RAY_raylet_start_wait_time_s="20")
+    assert shown == "set 2 None"

@@ -1,0 +1,132 @@
+"""What an engine on GPUs asks of vLLM, bound against vLLM's own signatures: its Python is the same on CPUs and GPUs but
+for three files that have none of these."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import pickle
+from types import SimpleNamespace
+from unittest.mock import create_autospec
+
+import numpy as np
+import pytest
+
+from gdpo_nemo.config.schema import VllmConfig
+from gdpo_nemo.generation.requests import SampleRequest, Sampling
+from gdpo_nemo.generation.vllm_core import (
+    EngineOptions,
+    VllmCore,
+    _placed,
+    sampling_parameters,
+    scoring_parameters,
+)
+from gdpo_nemo.weights.manifest import pack
+from gdpo_nemo.weights.model_folder import open_weights, weight_names
+from gdpo_nemo.weights.transports.memory import MemoryReceiver
+
+RANKS = (1, 4)
+
+
+@pytest.fixture(params=RANKS)
+def core(request, engine_model, monkeypatch):
+    """With vLLM's classes replaced by such that check how they are called and do nothing."""
+    import vllm
+    from vllm.v1.engine.core_client import SyncMPClient
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+    llm = create_autospec(vllm.LLM)
+    made = llm.return_value
+    made.llm_engine = create_autospec(LLMEngine, instance=True)
+    made.llm_engine.engine_core = create_autospec(SyncMPClient, instance=True)
+    made.llm_engine.engine_core.outputs_queue = SimpleNamespace(empty=lambda: True)
+    made.llm_engine.has_unfinished_requests.return_value = False
+    made.llm_engine.output_processor = SimpleNamespace(request_states={})
+    made.collective_rpc.return_value = [None]
+    made.wake_up.side_effect = lambda tags: tags != ["weights"]
+    monkeypatch.setattr(vllm, "LLM", llm)
+    config = VllmConfig(tensor_parallel_size=request.param)
+    core = VllmCore(EngineOptions(str(engine_model), config, "bfloat16", 256, 0, on_cpu=False, sleeps=True))
+    core.asked = llm.call_args.kwargs
+    core.made = made
+    return core
+
+
+def test_every_argument_is_one_of_vllms(core):
+    from vllm import LLM
+    from vllm.engine.arg_utils import EngineArgs
+
+    known = {field.name for field in dataclasses.fields(EngineArgs)}
+    assert core.asked.keys() <= known | set(inspect.signature(LLM.__init__).parameters)
+    assert core.asked["enable_sleep_mode"] is True
+    assert core.asked["worker_extension_cls"] == "gdpo_nemo.weights.vllm_receiver.Worker"
+
+
+def test_a_gpu_engine_captures_graphs_caches_prefixes_and_prefills_in_chunks(core, engine_model):
+    """As vLLM itself decides for a model of text, with nothing of ours in its way."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    arguments = EngineArgs(**{**core.asked, "enable_sleep_mode": False})  # which is refused without a GPU
+    arguments._set_default_chunked_prefill_and_prefix_caching_args(arguments.create_model_config())
+    assert arguments.enable_prefix_caching is True and arguments.enable_chunked_prefill is True
+    assert arguments.enforce_eager is False and not core.asked.keys() & {"compilation_config", "max_num_batched_tokens"}
+    default = EngineArgs(model=str(engine_model))
+    assert arguments.compilation_config == default.compilation_config
+    assert arguments.async_scheduling == default.async_scheduling
+
+
+@pytest.mark.parametrize(
+    "dtype,head,expected",
+    [
+        ("bfloat16", "float32", "torch.float32"),
+        ("bfloat16", "model", "torch.bfloat16"),
+        ("float32", "float32", "torch.float32"),
+    ],
+)
+def test_logits_are_not_rounded_unless_asked_for(engine_model, dtype, head, expected):
+    from vllm.engine.arg_utils import EngineArgs
+
+    placed = _placed(EngineOptions(str(engine_model), VllmConfig(head_dtype=head), dtype, 256, 0, on_cpu=False))
+    found = EngineArgs(model=str(engine_model), dtype=dtype, **placed).create_model_config()
+    assert str(found.head_dtype) == expected and str(found.dtype) == f"torch.{dtype}"
+    here = _placed(EngineOptions(str(engine_model), VllmConfig(head_dtype=head), dtype, 256, 0, on_cpu=True))
+    assert "hf_overrides" not in here  # a CPU would cast the head's weights at every step
+
+
+def test_an_update_a_sleep_and_requests_are_calls_that_vllm_has(core, engine_model):
+    read = open_weights(str(engine_model))
+    manifest, buffer = pack(((name, read(name)) for name in weight_names(str(engine_model))), 3)
+    sampling = Sampling(1.0, 0.9, 20, 8, ("stop",))
+    requests = [("a", [1, 2], sampling_parameters(SampleRequest(np.arange(2), 1), sampling, 8))]
+    core.add([*requests, ("b", [1, 2], scoring_parameters())])
+    assert core.hold() == [] and core.unstarted() == set()
+    core.update(manifest, MemoryReceiver(), [buffer], keep=False)
+    core.release()
+    core.abort(["a"])
+    core.sleep()
+    core.wake("weights")
+    assert core.asleep
+    core.wake("kv_cache")
+    assert not core.asleep and core.version == 3
+    core.close_receiver(MemoryReceiver())
+    made = core.made
+    core.close()
+
+    ((update,), _) = made.update_weights.call_args
+    (sent, receiver) = pickle.loads(update["update_info"]["update"])
+    assert sent == manifest and receiver.buffer is None and receiver.path.startswith("/dev/shm/gdpo_nemo_weights_")
+    assert made.llm_engine.engine_core.shutdown.called
+    assert [call.args[0] for call in made.llm_engine.add_request.call_args_list] == ["a", "b"]
+
+
+def test_what_an_update_calls_in_the_workers_is_there():
+    """``collective_rpc`` takes names: of the worker, or of the extension that it is given."""
+    from vllm.v1.worker.gpu_worker import Worker
+
+    from gdpo_nemo.weights.vllm_receiver import Worker as Extension
+
+    for name in ("update_error", "close_receiver"):
+        assert hasattr(Extension, name) and not hasattr(Worker, name)
+    for name in ("init_weight_transfer_engine", "start_weight_update", "update_weights", "finish_weight_update"):
+        assert hasattr(Worker, name)

@@ -1,0 +1,177 @@
+"""The driver of the first hour, without a GPU: options, time limits, what it writes, and its steps on tiny shapes."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+
+
+def _module(name: str):
+    spec = importlib.util.spec_from_file_location(f"gpu_{name}", HERE / f"{name}.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # where its dataclasses look for their module
+    spec.loader.exec_module(module)
+    return module
+
+
+first_hour = _module("first_hour")
+
+
+def step(code: str, limit_s: float = 60.0, name: str = "one"):
+    return first_hour.Step(name, limit_s, ("-c", code), "a step of a test")
+
+
+FINDING = 'import json, os; f = open(os.environ["FINDINGS"], "a"); print(json.dumps({row}), file=f, flush=True);'
+
+
+def finding(**row) -> str:
+    return FINDING.format(row=row)
+
+
+def test_a_step_that_hangs_is_killed_with_its_children_and_keeps_what_it_found(tmp_path):
+    child = tmp_path / "child"
+    code = finding(name="before", value=1) + (
+        "import signal, subprocess, sys, time; signal.signal(signal.SIGTERM, signal.SIG_IGN);"
+        "p = subprocess.Popen([sys.executable, '-c', 'import signal, time; "
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)']);"
+        f"open({str(child)!r}, 'w').write(str(p.pid)); print('waiting for ever', flush=True); time.sleep(600)"
+    )
+    start = time.monotonic()
+    outcome = first_hour.run_step(step(code, limit_s=8.0), tmp_path)
+    assert outcome.status == "timeout" and time.monotonic() - start < 60
+    assert [row["name"] for row in outcome.findings] == ["before"] and outcome.error == "waiting for ever"
+    pid = int(child.read_text())
+    deadline = time.monotonic() + 20
+    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline, "the step's own child lives on"
+        time.sleep(0.1)
+
+
+@pytest.mark.parametrize(
+    "code, status, error",
+    [
+        (finding(name="a", value=1, limit=2, passed=True), "ok", ""),
+        (finding(name="a", value=3, limit=2, passed=False), "exceeded", ""),
+        ("raise ValueError('no such kernel')", "failed", "ValueError: no such kernel"),
+        ("import os; os.kill(os.getpid(), 11)", "failed", ""),
+    ],
+)
+def test_a_step_is_ok_only_if_it_ends_and_nothing_exceeds_its_limit(tmp_path, code, status, error):
+    outcome = first_hour.run_step(step(code), tmp_path)
+    assert (outcome.status, outcome.error) == (status, error)
+
+
+def test_a_finding_that_was_cut_off_is_left_out_and_those_of_an_earlier_start_are_gone(tmp_path):
+    (tmp_path / "one.jsonl").write_text('{"name": "old", "value": 1}\n')
+    code = finding(name="whole", value=1) + 'f.write(\'{"name": "half", "va\')'
+    assert [row["name"] for row in first_hour.run_step(step(code), tmp_path).findings] == ["whole"]
+
+
+def test_json_and_markdown_are_whole_after_every_step_and_say_what_failed(tmp_path, monkeypatch, capsys):
+    seen = []
+    reading = f"import pathlib; print(pathlib.Path({str(tmp_path / 'first_hour.md')!r}).read_text())"
+    monkeypatch.setattr(
+        first_hour,
+        "steps",
+        lambda cpu: [
+            step(finding(name="a | b", value=0.123456, unit="s", limit=0.1, passed=False), name="first"),
+            step(reading + "; raise SystemExit('it | broke')", name="second"),
+        ],
+    )
+    monkeypatch.setattr(first_hour, "machine", lambda: seen.append(1) or {"device": "none"})
+    assert first_hour.main(["--out", str(tmp_path)]) == 1 and seen == [1]
+    whole = json.loads((tmp_path / "first_hour.json").read_text())
+    assert [row["status"] for row in whole["steps"]] == ["exceeded", "failed"]
+    text = (tmp_path / "first_hour.md").read_text()
+    assert "| a \\| b | 0.1235 | s | 0.1 | **exceeded** |" in text and "failed: it \\| broke" in text
+    assert "| first |" in (tmp_path / "second.log").read_text(), "written before the second step began"
+    assert all(line.replace("\\|", "").count("|") in (0, 5, 6) for line in text.splitlines())
+    assert str(tmp_path / "first_hour.md") in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("arguments", [["--only", "nothing"], ["--skip", "basics", "speed"], ["--bogus"]])
+def test_a_wrong_option_is_refused_with_the_steps_there_are(arguments, capsys):
+    with pytest.raises(SystemExit) as end:
+        first_hour.main(arguments)
+    err = capsys.readouterr().err
+    assert end.value.code == 2 and ("there are basics, " in err or "unrecognized" in err)
+
+
+def test_all_steps_together_take_an_hour_at_most_and_each_measurement_exists(capsys):
+    assert sum(step.limit_s for step in first_hour.steps(False)) <= 3600
+    assert first_hour.main(["--list"]) == 0
+    names = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
+    assert names == [step.name for step in first_hour.steps(False)] == [step.name for step in first_hour.steps(True)]
+    source = (HERE / "measure.py").read_text()
+    for found in first_hour.steps(False):
+        if found.command[0].endswith("measure.py"):
+            assert f'"{found.command[1]}": ' in source
+
+
+def test_the_driver_needs_the_standard_library_alone():
+    """-S: without site-packages; the script finds its folder wherever it is called from."""
+    done = subprocess.run(
+        [sys.executable, "-S", str(HERE / "first_hour.py"), "--list"], cwd="/", capture_output=True, text=True
+    )
+    assert done.returncode == 0 and "basics" in done.stdout, done.stderr
+    environment = {**os.environ, "PYTHON": sys.executable}
+    script = ["bash", str(HERE / "first_hour.sh"), "--list", "--only", "noise"]
+    done = subprocess.run(script, cwd="/", env=environment, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.split()[0] == "noise"
+
+
+BLOCKED = """
+import runpy, sys
+from importlib.machinery import PathFinder
+class Without(PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        absent = name.split(".")[0] in ("ray", "vllm", "datasets", "pydantic", "wandb", "pytest")
+        return None if absent else PathFinder.find_spec(name, path, target)
+sys.meta_path[:] = [Without if finder is PathFinder else finder for finder in sys.meta_path]
+sys.argv = ["measure.py", *ARGUMENTS]
+runpy.run_path(MEASURE, run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize("name", ["speed", "policy", "weights", "logprobs", "noise"])
+def test_a_measurement_runs_on_a_cpu_without_ray_and_vllm_and_meets_its_limits(name, tmp_path):
+    """basics is two processes of ``update``, which the others do the work of."""
+    code = BLOCKED.replace("ARGUMENTS", repr([name, "--cpu", "--rounds", "1"]))
+    code = code.replace("MEASURE", repr(str(HERE / "measure.py")))
+    if name == "weights":  # its second process imports the main script again, which must then be a file
+        (tmp_path / "blocked.py").write_text(f"if __name__ == '__main__':\n{_indented(code)}")
+        command = [sys.executable, "-W", "ignore", str(tmp_path / "blocked.py")]
+    else:
+        command = [sys.executable, "-W", "ignore", "-c", code]
+    file = tmp_path / "findings.jsonl"
+    environment = {**os.environ, "FINDINGS": str(file), "OMP_NUM_THREADS": "2", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-3000:]
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    assert rows and [row for row in rows if row.get("passed") is False] == []
+
+
+def _indented(code: str) -> str:
+    return "".join(f"    {line}\n" for line in code.splitlines())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not list(Path("/dev").glob("nvidia[0-9]*")), reason="needs a CUDA device")
+@pytest.mark.parametrize("name", ["basics", "policy", "weights", "logprobs"])
+def test_a_measurement_meets_its_limits_on_this_gpu(name, tmp_path):
+    known = {step.name: step for step in first_hour.steps(False)}
+    outcome = first_hour.run_step(known[name], tmp_path)
+    assert outcome.status == "ok", (outcome.error, [row for row in outcome.findings if row.get("passed") is False])

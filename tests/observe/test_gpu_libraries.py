@@ -1,0 +1,108 @@
+"""What a machine lacks for training on GPUs is named before a run is started, with nothing imported that needs one."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from gdpo_nemo import cli
+from gdpo_nemo.observe import gpu_libraries, installation
+
+WHOLE = dict.fromkeys(("transformer-engine", "transformer-engine-torch", "transformer-engine-cu13"), "2.20.2")
+
+
+@pytest.fixture
+def machine(monkeypatch, tmp_path):
+    """``machine(packages, *files)``: what is installed, and files in its only folder of packages."""
+
+    def of(packages: dict[str, str], *files: str) -> Path:
+        monkeypatch.setattr(gpu_libraries, "version", packages.get)
+        monkeypatch.setattr(gpu_libraries, "_packages", lambda: [tmp_path])
+        monkeypatch.setattr(gpu_libraries, "_CUDA_HOME", str(tmp_path / "no_toolkit"))
+        for name in ("CUDA_HOME", "CUDA_PATH", "CPATH", "CPLUS_INCLUDE_PATH", "LD_LIBRARY_PATH", "CXX"):
+            monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+        for name in files:
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name).touch(mode=0o755)
+        return tmp_path
+
+    return of
+
+
+def test_transformer_engine_without_its_bindings_says_what_their_build_lacks(machine):
+    machine({"transformer-engine": "2.20.2", "transformer-engine-cu13": "2.20.2", "torch": "2.13.0", "pip": "26"})
+    found = gpu_libraries.transformer_engine(False)
+    assert found.usable is False
+    for name in ("C++ compiler", "setuptools", "wheel", "cudnn.h (nvidia-cudnn-cu13)", "nccl.h", "crt/host_config.h"):
+        assert name in found.text
+    assert "package torch" not in found.text and "package pip" not in found.text
+    headers = ("cu13/include/cuda_runtime.h", "cu13/include/crt/host_config.h", "cudnn/include/cudnn.h")
+    build = dict.fromkeys(("torch", "pip", "setuptools", "wheel"), "1")
+    machine(build, "bin/c++", *(f"nvidia/{name}" for name in (*headers, "nccl/include/nccl.h")))
+    assert [what for what in gpu_libraries.missing_for_build() if "Python.h" not in what] == []
+
+
+@pytest.mark.parametrize(
+    "packages, usable, text",
+    [
+        ({}, None, "not installed"),
+        (WHOLE, True, "transformer-engine-torch 2.20.2"),
+        (WHOLE | {"transformer-engine-torch": "2.19.0"}, False, "versions differ"),
+        ({k: v for k, v in WHOLE.items() if "cu13" not in k}, False, "without its kernels"),
+    ],
+)
+def test_transformer_engine_is_whole_absent_or_named(machine, packages, usable, text):
+    machine(packages)
+    found = gpu_libraries.transformer_engine(False)
+    assert found.usable is usable and text in found.text
+
+
+def test_an_import_that_fails_on_a_gpu_machine_gives_its_last_line(machine, monkeypatch):
+    machine(WHOLE)
+    failed = SimpleNamespace(returncode=1, stderr="Traceback\nOSError: libcudnn.so.9: cannot open shared object file\n")
+    monkeypatch.setattr(subprocess, "run", lambda *a, **k: failed)
+    found = gpu_libraries.transformer_engine(True)
+    assert found.usable is False and found.text.endswith("OSError: libcudnn.so.9: cannot open shared object file")
+
+
+def test_flashinfer_needs_nvcc_and_ninja_for_its_kernels(machine, monkeypatch):
+    folder = machine({"flashinfer-python": "0.7.0"}, "nvidia/cu13/bin/nvcc")
+    found = gpu_libraries.flashinfer()
+    assert found.usable is None and "no nvcc and no ninja" in found.text
+    assert found.text.endswith(f"CUDA_HOME={folder / 'nvidia/cu13'} has one")
+    monkeypatch.setenv("CUDA_HOME", str(folder / "nvidia" / "cu13"))
+    assert "finds no ninja: " in gpu_libraries.flashinfer().text
+    machine({"flashinfer-python": "0.7.0"}, "bin/nvcc", "bin/ninja")
+    assert gpu_libraries.flashinfer().usable is True
+    machine({})
+    assert gpu_libraries.flashinfer().usable is None
+
+
+def test_another_nccl_than_the_installed_one_is_found(machine, monkeypatch):
+    folder = machine({"nvidia-nccl-cu13": "2.29.7"}, "old/libnccl.so.2")
+    assert gpu_libraries.nccl("2.29.7").usable is True and gpu_libraries.nccl(None).usable is None
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(folder / "old"))
+    found = gpu_libraries.nccl("2.19.3")
+    assert found.usable is False and f"2.19.3, from LD_LIBRARY_PATH {folder / 'old'}, but 2.29.7" in found.text
+
+
+def test_the_doctor_prints_a_line_for_each_and_fails_where_one_is_broken(machine, monkeypatch, tmp_path, capsys):
+    machine({"transformer-engine": "2.20.2", **dict.fromkeys(("torch", "megatron-core", "ray", "vllm"), "1")})
+    gpu = installation.Check("GPUs", True, "1 x H100")
+    monkeypatch.setattr(installation, "_gpus", lambda: (gpu, "2.29.7"))
+    assert cli.main(["doctor", "--environment", str(tmp_path)]) == 1
+    lines = {line[7:25].strip(): line for line in capsys.readouterr().out.splitlines()}
+    assert lines["TransformerEngine"].startswith("FAILED") and lines["NCCL"].startswith("ok")
+    assert lines["FlashInfer"].startswith("-")
+
+
+def test_nothing_but_the_standard_library_is_imported():
+    code = "import sys, gdpo_nemo.observe.gpu_libraries; print('torch' in sys.modules)"
+    root = Path(__file__).resolve().parents[2]
+    done = subprocess.run([sys.executable, "-S", "-c", code], cwd=root, capture_output=True, text=True)
+    assert done.stdout == "False\n"

@@ -1,0 +1,137 @@
+"""What is asked of NCCL on both ends of an update, by a recording group in its place that lets gloo carry the bytes."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import re
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from test_streams import CPU, Received, model, same
+
+from gdpo_nemo.weights import broadcast_group
+from gdpo_nemo.weights.broadcast_group import JOIN_S, BroadcastServer
+from gdpo_nemo.weights.buckets import PeerLost, divide, filled
+from gdpo_nemo.weights.manifest import weight_metadata
+from gdpo_nemo.weights.transports.collective import CollectiveReceiver
+
+BUCKET = 700
+_lock = threading.Lock()
+
+
+class RecordedNccl:
+    """``ProcessGroupNCCL`` as its binding declares it: (store, rank, size, options)."""
+
+    Options = dist.ProcessGroupNCCL.Options
+    made: list[RecordedNccl] = []
+    fails_at: int | None = None
+    """Number of the receivers' broadcast at which a member is lost."""
+
+    def __init__(self, store: dist.Store, rank: int, size: int, options: dist.ProcessGroupNCCL.Options):
+        assert isinstance(options, self.Options)
+        self.rank = rank
+        self.size = size
+        self.limit = options._timeout
+        self.blocking = os.environ.get("TORCH_NCCL_BLOCKING_WAIT")
+        self.asked: list[tuple[str, int, torch.dtype]] = []
+        self.aborts = 0
+        self._gloo = broadcast_group._gloo(store, rank, size, "127.0.0.1", datetime.timedelta(seconds=60))
+        with _lock:
+            self.made.append(self)
+
+    def broadcast(self, tensors: list[torch.Tensor], opts: dist.BroadcastOptions):
+        (tensor,) = tensors
+        assert opts.rootRank == 0 and opts.asyncOp
+        if self.rank and len(self.asked) == self.fails_at:
+            raise dist.DistBackendError("NCCL error in: NCCLUtils.cpp:94, remote process exited or there was an error")
+        self.asked.append(("broadcast", tensor.nbytes, tensor.dtype))
+        return self._gloo.broadcast(tensors, opts)
+
+    def allreduce(self, tensors: list[torch.Tensor]):
+        self.asked.append(("allreduce", tensors[0].nbytes, tensors[0].dtype))
+        return self._gloo.allreduce(tensors)
+
+    def abort(self) -> None:
+        self.aborts += 1
+        self._gloo.abort()
+        self._gloo = None  # its connections close with it
+
+
+@pytest.fixture
+def groups(monkeypatch):
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", RecordedNccl)
+    monkeypatch.setattr(RecordedNccl, "made", [])
+    monkeypatch.delenv("TORCH_NCCL_BLOCKING_WAIT", raising=False)
+    return RecordedNccl.made
+
+
+def update(server: BroadcastServer, joins: bool, version: int) -> None:
+    """From this thread to the two processes of one engine, which are threads here."""
+    manifest = weight_metadata(model(), version)
+    receiver = CollectiveReceiver(server.meeting, 0, 1, joins, BUCKET, 30)
+    found = [Received(receiver, manifest, worker) for worker in range(2)]
+    server.send(filled(manifest, iter(model()), BUCKET, CPU))
+    assert all(same(each.get(), model()) for each in found)
+
+
+def test_both_ends_ask_nccl_for_the_same_in_the_same_order_update_after_update(groups):
+    server = BroadcastServer("127.0.0.1", 2, "nccl", stands=True)
+    update(server, True, 1)
+    update(server, False, 2)
+    sizes = [bucket.nbytes for bucket in divide(weight_metadata(model(), 1), BUCKET)]
+    of_one = [*(("broadcast", size, torch.uint8) for size in sizes), ("allreduce", 8, torch.int64)]
+    assert len(sizes) == 3 and sorted(group.rank for group in groups) == [0, 1, 2]
+    for group in groups:
+        assert group.asked == 2 * of_one and group.size == 3 and group.aborts == 0
+    server.end()
+    for member in (0, 1):
+        broadcast_group.leave(f"process {member} of engine 0")
+    assert [group.aborts for group in groups] == [1, 1, 1]
+
+
+@pytest.mark.parametrize("before", [None, "0"])
+def test_a_wait_for_nccl_ends_with_an_exception_when_its_time_is_up(groups, monkeypatch, before):
+    """torch reads the variable when a group is made; afterwards it is as the user had it."""
+    if before is not None:
+        monkeypatch.setenv("TORCH_NCCL_BLOCKING_WAIT", before)
+    limit = datetime.timedelta(seconds=7)
+    group = broadcast_group._nccl(dist.HashStore(), 0, 1, "127.0.0.1", limit)
+    assert (group.blocking, group.limit) == ("1", limit) and os.environ.get("TORCH_NCCL_BLOCKING_WAIT") == before
+
+
+def test_each_end_waits_as_long_as_it_was_told(groups, monkeypatch):
+    monkeypatch.setenv("TORCH_NCCL_BLOCKING_WAIT", "1")
+    update(BroadcastServer("127.0.0.1", 2, "nccl"), True, 1)
+    assert {group.rank: group.limit.total_seconds() for group in groups} == {0: JOIN_S, 1: 30, 2: 30}
+
+
+def test_an_error_of_nccls_is_a_lost_member_on_every_end_and_all_leave(groups, monkeypatch):
+    monkeypatch.setattr(RecordedNccl, "fails_at", 2)
+    server = BroadcastServer("127.0.0.1", 2, "nccl", stands=True)
+    manifest = weight_metadata(model(), 1)
+    receiver = CollectiveReceiver(server.meeting, 0, 1, True, BUCKET, 30)
+    found = [Received(receiver, manifest, worker) for worker in range(2)]
+    with pytest.raises(PeerLost):
+        server.send(filled(manifest, iter(model()), BUCKET, CPU))
+    for each in found:
+        with pytest.raises(PeerLost, match="weight update 1: a member of the broadcast group was lost"):
+            each.get()
+    assert server.ended and broadcast_group._standing == {} and [group.aborts for group in groups] == [1, 1, 1]
+
+
+def test_the_recorded_group_has_the_signatures_of_torchs_own():
+    """From the stub beside torch's extension and the methods' own words: the group itself is made on a GPU only."""
+    stub = (Path(torch.__file__).with_name("_C") / "_distributed_c10d.pyi").read_text()
+    declared = stub.partition("class ProcessGroupNCCL(Backend):")[2]
+    (of_options, of_group) = re.findall(r"def __init__\((.*?)\)", declared, re.DOTALL)[:2]
+    assert of_options == "self, is_high_priority_stream: bool = False"
+    assert re.findall(r"(\w+):", of_group) == ["store", "rank", "size", "options"]
+    real = dist.ProcessGroupNCCL
+    for name, options in (("broadcast", "BroadcastOptions"), ("allreduce", "AllreduceOptions")):
+        declared = f"tensors: collections.abc.Sequence[torch.Tensor], opts: torch._C._distributed_c10d.{options} ="
+        assert declared in getattr(real, name).__doc__
+    assert real.abort.__doc__.startswith("abort(self: torch._C._distributed_c10d.Backend) -> None")
