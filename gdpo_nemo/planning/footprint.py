@@ -271,7 +271,7 @@ def host_memory(config: Config, shape: Shape) -> int:
 
 def reference_is_off_loaded(config: Config) -> bool:
     """Whether a reference's weights, if there are any, wait in host memory."""
-    return config.cluster.gpus_per_node > 0 and bool(getattr(config.policy, "offload_reference", True))
+    return config.cluster.gpus_per_node > 0 and config.policy.offload_reference
 
 
 def _reference(config: Config, shape: Shape, layout: Layout, stage: int) -> int:
