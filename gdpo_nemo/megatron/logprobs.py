@@ -69,7 +69,7 @@ class _TokenLogprobs(torch.autograd.Function):
             # d logprob / d x = onehot - p;  d entropy / d x = -p (log p + entropy)
             grad = p * -grad_logprob[rows, None]
             # Most losses have no entropy term; then this saves two passes over the vocabulary.
-            if grad_entropy is not None:
+            if entropy is not None and grad_entropy is not None:
                 log_p.clamp_(min=-1e30).add_(entropy[rows, None]).mul_(p)
                 grad.sub_(log_p * grad_entropy[rows, None])
             grad.scatter_add_(-1, local[rows, None], (owned[rows] * grad_logprob[rows])[:, None])
