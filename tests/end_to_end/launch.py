@@ -20,7 +20,7 @@ from gdpo_nemo.observe.metric_registry import unknown_metrics
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 START_S = 1200
-STEPS = 12
+STEPS = 6
 
 
 class Launch:

@@ -31,7 +31,7 @@ def test_run_folder_holds_what_the_contract_names(undisturbed):
     run_dir = undisturbed[0].run_dir
     for name in ("config.yaml", "metrics.jsonl", "rewards.png", "report.html", "trace.json", "model/model.safetensors"):
         assert (run_dir / name).stat().st_size > 0, name
-    assert sorted(p.name for p in (run_dir / "checkpoints").iterdir()) == ["step_10", "step_12"]
+    assert sorted(p.name for p in (run_dir / "checkpoints").iterdir()) == ["step_4", "step_6"]
     samples = read_rollouts(rollout_path(run_dir, STEPS))
     assert len(samples) == 4 * 8 and {"rewards", "advantage", "policy_version"} <= samples[0].keys()
 
