@@ -114,15 +114,15 @@ def reads_of_bounds(place, folder, batch) -> int:
 
 def gathered_order(place, lengths, size) -> list[int]:
     """The tokens of a pack, numbered in its order, as context ranks hold and gather them, put back in order."""
-    import torch
+    import numpy as np
 
-    from gdpo_nemo.megatron.attention import local_positions, make_packing
+    from gdpo_nemo.megatron.attention import local_positions, packing_arrays
 
     starts = [sum(lengths[:i]) for i in range(len(lengths))]
-    gathered = torch.cat(
+    gathered = np.concatenate(
         [start + local_positions(length, rank, size) for rank in range(size) for start, length in zip(starts, lengths)]
     )
-    return gathered[make_packing(lengths, 0, size, torch.device("cpu")).order].tolist()
+    return gathered[packing_arrays(lengths, 0, size, rectangles=True)["order"]].tolist()
 
 
 def bind_calls(place) -> tuple[list[str], int]:
