@@ -39,7 +39,7 @@ if __name__ == "__main__":
 GUARDED = """
 import os, subprocess, sys, time
 
-from gdpo_nemo.cluster.reaper import guard_children
+from gdpo_nemo.cluster.reaper import GUARD_MARK, guard_children
 
 CHILD = "import os, subprocess, sys, time; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']); "
 LOST = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(601)'])"
@@ -50,7 +50,7 @@ if __name__ == "__main__":
     child = subprocess.Popen([sys.executable, "-c", CHILD + "time.sleep(600)"], start_new_session=True)
     subprocess.run([sys.executable, "-c", LOST], start_new_session=True)  # its parent is gone when we go
     time.sleep(float(sys.argv[1]))
-    print(before.pid, flush=True)
+    print(before.pid, os.environ[GUARD_MARK], flush=True)
     time.sleep(600)
 """
 
@@ -67,8 +67,9 @@ def test_what_a_killed_process_started_under_its_guard_is_gone_in_seconds(tmp_pa
         text=True,
         env={**os.environ, "PYTHONPATH": str(repository)},
     )
-    earlier = psutil.Process(int(guarded.stdout.readline()))
-    theirs = [p for p in psutil.process_iter() if GUARD_MARK in _environment(p)]
+    pid, mark = guarded.stdout.readline().split()
+    earlier = psutil.Process(int(pid))
+    theirs = [p for p in psutil.process_iter() if _environment(p).get(GUARD_MARK) == mark]
     assert len(theirs) == 3
     guarded.send_signal(signal.SIGKILL)
     guarded.wait()
