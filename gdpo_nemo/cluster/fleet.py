@@ -442,7 +442,14 @@ class EngineFleet:
 
     async def _score(self, sequences: Sequence[np.ndarray]) -> dict[int, list[np.ndarray]]:
         self._check_awake()
-        await self.until(lambda: any(lane.samples for lane in self.lanes))
+
+        def at_work() -> bool:
+            # Asked again at every change: a lane that learns of its engine's death only now forgets who wanted it.
+            for lane in self.lanes:
+                lane.want_weights()
+            return any(lane.samples for lane in self.lanes)
+
+        await self.until(at_work)
         lanes = [lane for lane in self.lanes if lane.samples]
         refs = [lane.actor.score.remote(list(sequences)) for lane in lanes]
         what = "probing the engines"
