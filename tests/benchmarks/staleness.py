@@ -1,6 +1,6 @@
-"""What off-policyness costs the demo's learning, and what the correction gives back: the figures of docs/async.md.
+"""What off-policyness costs the demo's learning, and what the correction gives back.
 
-    uv run tests/benchmarks/staleness.py --out /tmp/staleness          27 runs, about an hour on two quiet cores
+    uv run tests/benchmarks/staleness.py --out /tmp/staleness          27 runs
     uv run tests/benchmarks/staleness.py --out /tmp/staleness --report
 
 Every run is the demo, ``examples/run_gdpo.py`` with ``configs/gdpo_tiny_cpu.yaml``: S = 0, and S = 1 and 4 with
