@@ -417,10 +417,11 @@ class EngineFleet:
         """One delivery; returns the lanes that live and did not get it."""
         weights = self._weights
         assert weights is not None
+        asked = {lane.index: lane.actor for lane in lanes}
 
         def send() -> tuple[list[Any], list[Any]]:
             with errors_named(type(weights), "send"):
-                return weights.send({lane.index: lane.actor for lane in lanes})
+                return weights.send(asked)
 
         refs, sent = await asyncio.to_thread(send)
         again = []
@@ -432,10 +433,12 @@ class EngineFleet:
         what = "updating the engines' weights"
         found = await self._answers(lanes, refs, what)
         for lane, result in zip(lanes, found):
-            if isinstance(result, int):
-                lane.version = result
-            elif _died(result):
+            # The slowest engine's answer ends the wait. One that answered and died since has no weights any more, and
+            # its replacement, which asks for them itself, must not pass for it.
+            if _died(result) or lane.actor is not asked[lane.index]:
                 again = [other for other in again if other is not lane]
+            elif isinstance(result, int):
+                lane.version = result
             elif lane not in again:
                 again.append(lane)
         return again
@@ -481,7 +484,8 @@ class EngineFleet:
         doing = {"sleep": "putting the engines to sleep", "wake": "waking the engines"}[method]
         found = await self._answers(lanes, refs, doing)
         for lane, result in zip(lanes, found):
-            if not _died(result):  # a dead engine holds no memory; its lane replaces it once the others are awake
+            # A dead engine holds no memory; its lane replaces it once the others are awake.
+            if not _died(result) and lane.state not in (LaneState.STARTING, *_GONE):
                 lane.enter(state)
 
 

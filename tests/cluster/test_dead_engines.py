@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -34,10 +35,11 @@ class Mortal:
     def _live(self) -> None:
         left = self.file.read_text().splitlines() if self.file.exists() else []
         if left:
+            if left[0] == "fails":
+                self.failed = True  # first: calls run beside each other
             self.file.write_text("\n".join(left[1:]))
-            if left[0] != "fails":
+            if not self.failed:
                 os._exit(1)
-            self.failed = True
         if self.failed:
             raise EngineFailed("vLLM failed: AcceleratorError: CUDA error: unspecified launch failure")
 
@@ -61,6 +63,8 @@ class Mortal:
         self._live()
 
     def update_weights(self, version) -> int:
+        while self.file.with_suffix(".slow").exists():
+            time.sleep(0.02)
         self.version = version
         return version
 
@@ -125,6 +129,27 @@ def test_an_engine_that_fails_alive_is_replaced_like_a_dead_one(fleet, tmp_path)
     with fleet.delivering():
         fleet.update(ToEveryone(), 7)
     assert [drawn(fleet, engine)[0].version for engine in (0, 1)] == [7, 7]
+
+
+def test_an_engine_that_dies_after_its_answer_while_another_takes_the_weights_gets_them_again(fleet, tmp_path):
+    before = fleet.lanes[1].actor
+    (tmp_path / "0.slow").touch()
+    with fleet.delivering(), ThreadPoolExecutor(1) as beside:
+        update = beside.submit(fleet.update, ToEveryone(), 7)
+        # As soon as engine 1 has answered, it dies; its replacement is up before engine 0 answers.
+        until(lambda: drawn(fleet, 1)[0].version == 7)
+        (tmp_path / "1").write_text("dies")
+        until(lambda: fleet.lanes[1].actor is not before and fleet.lanes[1].state == "loaded")
+        (tmp_path / "0.slow").unlink()
+        update.result(60)
+    assert [drawn(fleet, engine)[0].version for engine in (0, 1)] == [7, 7]
+
+
+def until(holds, limit_s: float = 120.0) -> None:
+    deadline = time.monotonic() + limit_s
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 def test_without_an_engine_left_whoever_waits_is_told(fleet, tmp_path):
