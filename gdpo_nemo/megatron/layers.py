@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from importlib.util import find_spec
 
 import torch
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
@@ -27,17 +28,25 @@ from megatron.core.transformer.transformer_layer import (
     TransformerLayerSubmodules,
 )
 
+from gdpo_nemo.errors import RunError
 from gdpo_nemo.megatron.attention import PackedAttention
 
 
 def transformer_engine_is_usable() -> bool:
-    """Whether TransformerEngine imports and there is a GPU for it."""
-    if not torch.cuda.is_available():
+    """Whether TransformerEngine is installed and there is a GPU for it.
+
+    Raises:
+        RunError: it is installed and does not import; without it the run would only be slower, and nobody told why.
+    """
+    if not torch.cuda.is_available() or find_spec("transformer_engine") is None:
         return False
     try:
         import transformer_engine.pytorch  # noqa: F401
-    except ImportError:
-        return False
+    except Exception as error:  # of any kind: it loads libraries and looks at the device
+        raise RunError(
+            f"TransformerEngine is installed and does not import ({type(error).__name__}: {error}); mend it, or set "
+            "policy.megatron_cfg.transformer_engine: false to train without it"
+        ) from error
     return True
 
 

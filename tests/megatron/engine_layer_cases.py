@@ -48,6 +48,25 @@ def fusions(place, folder, lora=None) -> dict[str, Any]:
 _WRAPPED = "megatron.core.extensions.transformer_engine"
 
 
+def packed_arrays(place, folder, batch) -> set[str]:
+    """Names of the arrays that make the packings of an update."""
+    from unittest.mock import patch
+
+    from gdpo_nemo.megatron import micro_batch
+
+    seen: set[str] = set()
+    stock = micro_batch.packing_of
+
+    def noted(lengths, arrays):
+        packing = stock(lengths, arrays)
+        seen.update(arrays)
+        return packing
+
+    with patch.object(micro_batch, "packing_of", noted):
+        train(build_policy(place, folder), batch, spread(place, batch), 1)
+    return seen
+
+
 def on_cuda(place, folder) -> dict[str, Any]:
     """The flags of local layers where CUDA is."""
     from unittest.mock import patch

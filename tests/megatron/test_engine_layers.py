@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 import sys
 from functools import partial
@@ -18,6 +19,8 @@ from rank_pool import RankPool
 from te_stub import bootstrap
 
 from gdpo_nemo.config.schema import LoraConfig
+from gdpo_nemo.errors import RunError
+from gdpo_nemo.megatron.layers import transformer_engine_is_usable
 
 WHEEL = "transformer-engine==2.20.2"
 YARN = dict(rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=16)
@@ -205,3 +208,25 @@ def test_context_ranks_put_a_pack_in_order_without_reading_it_back(on_ranks, mod
         assert order == list(range(sum(lengths)))
     reads = on_ranks("CP2", engine_layer_cases.reads_of_bounds, model_folder("qwen2"), tiny_models.make_batch())
     assert reads == [0, 0]
+
+
+def test_its_attention_is_sent_the_bounds_of_a_packing_and_nothing_else(on_engine_ranks, model_folder):
+    arguments = (engine_layer_cases.packed_arrays, model_folder("qwen2"), tiny_models.make_batch())
+    with_it, without = (on_engine_ranks(layout, *arguments)[0] for layout in ("TP1+TE", "TP1"))
+    packing = without - with_it
+    assert "bounds" in with_it and with_it < without
+    assert "positions" in packing and all(name == "positions" or name.startswith("rectangle.") for name in packing)
+    assert not any("rectangle" in name or name in ("positions", "order") for name in with_it)
+
+
+def test_one_that_is_installed_and_broken_is_named_and_not_done_without(tmp_path, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert not transformer_engine_is_usable()
+    package = tmp_path / "transformer_engine"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise OSError('libcudnn.so.9: cannot open shared object file')")
+    importlib.invalidate_caches()
+    said = r"does not import \(OSError: libcudnn.so.9: cannot .*transformer_engine: false to train without it"
+    with pytest.raises(RunError, match=said):
+        transformer_engine_is_usable()
