@@ -407,11 +407,11 @@ class EngineFleet:
         Before the sender starts: its own deadline is short, and an engine that drains may take long.
         """
         assert self._weights is not None
-        manifest = self._weights.manifest
-        refs = [lane.actor.prepare_update.remote(manifest, kv) for lane in lanes]
-        what = "updating the engines' weights"
-        found = await self._answers(lanes, refs, what)
-        return [lane for lane, error in zip(lanes, found) if not _died(error)]
+        asked = [lane.actor for lane in lanes]
+        refs = [actor.prepare_update.remote(self._weights.manifest, kv) for actor in asked]
+        found = await self._answers(lanes, refs, "updating the engines' weights")
+        # One that answered and died while another drained is not its replacement, which has yet to load the model.
+        return [lane for lane, actor, error in zip(lanes, asked, found) if not _died(error) and lane.actor is actor]
 
     async def _send(self, lanes: Sequence[Lane]) -> list[Lane]:
         """One delivery; returns the lanes that live and did not get it."""
@@ -430,8 +430,7 @@ class EngineFleet:
                 await asyncio.to_thread(gather, sent, "sending weights", self._timeout_s, "policy")
             except PeerLost:  # it does not say which engine is gone; their own answers below do
                 again = list(lanes)
-        what = "updating the engines' weights"
-        found = await self._answers(lanes, refs, what)
+        found = await self._answers(lanes, refs, "updating the engines' weights")
         for lane, result in zip(lanes, found):
             # The slowest engine's answer ends the wait. One that answered and died since has no weights any more, and
             # its replacement, which asks for them itself, must not pass for it.
@@ -445,20 +444,24 @@ class EngineFleet:
 
     async def _score(self, sequences: Sequence[np.ndarray]) -> dict[int, list[np.ndarray]]:
         self._check_awake()
+        died: list[Any] = []
 
-        def at_work() -> bool:
+        def at_work() -> list[Lane]:
             # Asked again at every change: a lane that learns of its engine's death only now forgets who wanted it.
             for lane in self.lanes:
                 lane.want_weights()
-            return any(lane.samples for lane in self.lanes)
+            return [lane for lane in self.lanes if lane.samples and lane.actor not in died]
 
-        await self.until(at_work)
-        lanes = [lane for lane in self.lanes if lane.samples]
-        refs = [lane.actor.score.remote(list(sequences)) for lane in lanes]
-        what = "probing the engines"
-        found = await self._answers(lanes, refs, what)
-        scored: dict[int, Any] = {lane.index: scores for lane, scores in zip(lanes, found) if not _died(scores)}
-        return scored
+        while True:  # where all that were asked died, their replacements are
+            await self.until(lambda: bool(at_work()))
+            lanes = at_work()
+            asked = [lane.actor for lane in lanes]
+            refs = [actor.score.remote(list(sequences)) for actor in asked]
+            found = await self._answers(lanes, refs, "probing the engines")
+            scored: dict[int, Any] = {lane.index: scores for lane, scores in zip(lanes, found) if not _died(scores)}
+            if scored:
+                return scored
+            died += asked
 
     async def _sleep(self) -> None:
         self.awake.clear()
@@ -491,10 +494,6 @@ class EngineFleet:
 
 def _died(result: Any) -> bool:
     """Whether an answer is the death of its engine; False for a result. Raises what is neither."""
-    if isinstance(result, WorkerDied):
-        return True
-    if isinstance(result, PeerLost):
-        return False
-    if isinstance(result, BaseException):
+    if isinstance(result, BaseException) and not isinstance(result, (WorkerDied, PeerLost)):
         raise result
-    return False
+    return isinstance(result, WorkerDied)

@@ -31,6 +31,8 @@ _NODE_POLL_S = 2.0
 FULL_KV = 0.9
 """Share of the KV cache in use from which an engine with waiting requests gets no further group: vLLM would preempt."""
 
+_NO_REPORT = EngineReport([], -1, 0, 0, 0.0, 0.0, 0, 0)
+
 # An engine may report requests of an earlier lane of its process, so names are unique.
 _names = (f"{uuid.uuid4().hex}/{number}" for number in itertools.count())
 
@@ -106,8 +108,8 @@ class Lane:
         """Since the last completion."""
         self.replaced = 0
         """In all."""
-        self.report = EngineReport([], -1, 0, 0, 0.0, 0.0, 0, 0)
-        """The newest."""
+        self.report = _NO_REPORT
+        """The engine's newest."""
         self._busy_s = 0.0
         self.pending: dict[str, PendingRequest] = {}
         self.promised = 0
@@ -144,8 +146,12 @@ class Lane:
 
     def has_room(self, version: int) -> bool:
         """Whether another group may go to the engine, to be sampled by weights of ``version`` or newer."""
-        full = self.report.kv_used > FULL_KV and self.report.waiting > 0
-        return self._state is LaneState.READY and self.version >= version and self.load < self.slots and not full
+        current = self._state is LaneState.READY and self.version >= version
+        return current and self.load < self.slots and not self._full
+
+    @property
+    def _full(self) -> bool:
+        return self.report.kv_used > FULL_KV and self.report.waiting > 0
 
     @property
     def load(self) -> int:
@@ -185,9 +191,12 @@ class Lane:
 
     def abort(self, pending: PendingRequest) -> None:
         """Drop a request that nobody waits for any more."""
-        if self.pending.pop(pending.name, None) is not None and self.samples:
+        if self.pending.pop(pending.name, None) is None:
+            return
+        if self.samples:
             self.actor.abort.remote([pending.name])
         self._note_done()
+        self._owner.changed()
 
     def surrender(self) -> list[PendingRequest]:
         """Hand out the unanswered requests, for other lanes."""
@@ -224,6 +233,7 @@ class Lane:
 
     async def _begin(self) -> None:
         self.version = -1
+        self.report = _NO_REPORT
         self.enter(LaneState.STARTING)
         await self._started()
         self.enter(LaneState.LOADED)
@@ -270,6 +280,7 @@ class Lane:
         return report
 
     def _take(self, report: EngineReport) -> None:
+        was_full = self._full
         self.report = report
         for done in report.finished:
             pending = self.pending.pop(done.name, None)
@@ -280,6 +291,7 @@ class Lane:
             self._progress = time.monotonic()
             self._begin_wait()
             self._note_done()
+        if report.finished or was_full:
             self._owner.changed()
 
     def _begin_wait(self) -> None:
@@ -300,22 +312,26 @@ class Lane:
             self._send(given)
 
     def _send(self, requests: list[PendingRequest]) -> None:
-        task = asyncio.get_running_loop().create_task(self._submit(requests))
+        asked = {pending.name: (pending.request, pending.sampling) for pending in requests}
+        # At once: a turn of the loop later the actor may be a replacement, which has no weights yet.
+        submitted = self.actor.submit.remote(asked)
+        task = asyncio.get_running_loop().create_task(self._submitted(submitted, self.actor, requests))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _submit(self, requests: list[PendingRequest]) -> None:
-        asked = {pending.name: (pending.request, pending.sampling) for pending in requests}
+    async def _submitted(self, ref: Any, actor: Any, requests: list[PendingRequest]) -> None:
         try:
-            await answer(self.actor.submit.remote(asked), f"engine {self.index}", self._timeout_s)
+            await answer(ref, f"engine {self.index}", self._timeout_s)
         except WorkerDied:
             return  # the poll finds out, too; the replacement is given all again
         except GdpoError as error:
+            if self.actor is not actor:
+                return  # the replacement has been given them
             for pending in requests:
-                self.pending.pop(pending.name, None)
-                if not pending.answer.done():
+                if self.pending.pop(pending.name, None) is not None and not pending.answer.done():
                     pending.answer.set_exception(error)
             self._note_done()
+            self._owner.changed()
 
     async def _replace(self, error: WorkerDied) -> bool:
         """Start another engine in place of a dead one; False once it is given up."""

@@ -99,6 +99,8 @@ class Service:
         self._engines = engines
         self._shared = shared
         self._sampling: Sampling | None = None
+        self._batch = object()
+        """Another one whenever somebody opens a phase while nobody has one open."""
         self._drawn: Counter[bytes] = Counter()
         """Requests by the digest of their prompt, since the oldest of ``_users`` became that."""
         self._users: list[_User] = []
@@ -137,6 +139,7 @@ class Service:
                 self.counts.clear()
                 self._drawn.clear()
                 self._sampling = sampling
+                self._batch = object()
             user = _User(entropy, self.history.count)
             self._users.append(user)
         return user
@@ -173,6 +176,7 @@ class Service:
 
     async def _turn(self, request: ChatRequest, sampling: Sampling) -> tuple[Turn, dict[str, Any]]:
         """Sample the next turn of a conversation, store it, return it and the assistant's message. Raises Refused."""
+        batch = self._batch
         following = self._next(request)
         allowed = self._allowed(request, following, sampling)
         before = following.before
@@ -185,9 +189,17 @@ class Service:
         turn = Turn(following.token_ids, completion, engine, turns + 1, written, said)
         for place, call in enumerate(message.get("tool_calls") or ()):
             call["id"] = f"call_{_number(turn)}_{turn.turns}_{place}"
-        self.history.keep(request.session, turn)
-        self.counts["turns"] += 1
+        self._keep(batch, request.session, turn)
         return turn, message
+
+    def _keep(self, batch: object, session: str, turn: Turn) -> None:
+        """Store a turn. Raises Refused where the phases that were open when it was asked for are over: of the same
+        tokens, those of the next batch would be given its log-probs and version."""
+        with self._door:
+            if self._batch is not batch or not self._users:
+                raise Refused(400, _NO_ROLLOUT)
+            self.history.keep(session, turn)
+            self.counts["turns"] += 1
 
     async def _draw(self, request: SampleRequest, sampling: Sampling, engine: int | None) -> tuple[Completion, int]:
         """A completion and the engine that drew it. Raises Refused where sampling failed for good."""

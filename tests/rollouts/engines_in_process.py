@@ -31,6 +31,8 @@ class ScriptedEngine:
         self.version = -1
         self.dead = False
         self.held = False
+        self.full = False
+        """Whether it says that its KV cache is full and requests wait for it."""
         self.batches: list[list[int]] = []
         """Seeds of each ``submit``, in order."""
         self.aborted: list[str] = []
@@ -62,7 +64,8 @@ class ScriptedEngine:
                 done = [] if self.held else [name for name, (_, due, _) in self._running.items() if due <= now]
                 finished = [FinishedRequest(name, self._completion(name)) for name in done]
                 if finished or now >= deadline:
-                    return EngineReport(finished, self.version, len(self._running), 0, 0.0, now, 0, 0)
+                    waiting, kv_used = (1, 1.0) if self.full else (0, 0.0)
+                    return EngineReport(finished, self.version, len(self._running), waiting, kv_used, now, 0, 0)
             time.sleep(0.001)
 
     def _completion(self, name):
@@ -172,7 +175,7 @@ class InProcessFleet(fleets.EngineFleet):
     def __init__(self, config: Config, script: Script):
         self.script = script
         super().__init__(config, "nowhere")
-        self.spawn(self.until(lambda: all(lane.samples for lane in self.lanes))).result(10)
+        self.spawn(self.until(lambda: all(lane.samples for lane in self.lanes))).result(120)
 
     def _start(self, index: int) -> Any:
         return self.script.start(index)

@@ -263,3 +263,23 @@ def test_groups_called_at_once_are_under_way_together_and_their_samples_differ(e
         assert len({t.completion_ids.tobytes() for t in samples}) == 6
     finally:
         runner.close()
+
+
+def test_a_turn_that_was_asked_for_in_the_batch_before_is_not_kept_in_the_next(endpoint, engines):
+    """Of the same tokens, the next batch would be given its log-probs and its version."""
+    service = endpoint.service
+    answers: list[httpx.Response] = []
+    engines.gate.clear()
+    with service.phase(WARM, 1):
+        late = threading.Thread(target=lambda: answers.append(say(endpoint, "x")))
+        late.start()
+        deadline = time.monotonic() + 60
+        while not engines.requests:
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+    with service.phase(WARM, 2):
+        engines.gate.set()
+        late.join(60)
+        assert [(reply.status_code, reply.json()["message"]) for reply in answers] == [(400, "no rollout is under way")]
+        assert service.history.count == 0 and not service.counts["turns"]
+        assert ids(say(endpoint, "x"))
