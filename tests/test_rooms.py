@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 from collections import Counter
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).resolve().parents[1] / "gdpo_nemo"
 ORDER = (
@@ -69,3 +72,25 @@ def test_every_command_is_a_file_that_registers_itself():
     listed = {module.__name__.rpartition(".")[2] for module in cli.COMMANDS}
     registering = {path.stem for path in (ROOT / "commands").glob("*.py") if "\ndef add(commands)" in path.read_text()}
     assert listed == registering
+
+
+OUTSIDE = sorted(
+    path for folder in ("examples", "tests/benchmarks", "tests/soak") for path in (ROOT.parent / folder).glob("*.py")
+)
+
+
+@pytest.mark.parametrize("path", OUTSIDE, ids=lambda path: path.stem)
+def test_what_no_other_test_may_run_imports_names_that_exist(path):
+    missing = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "gdpo_nemo":
+            try:
+                module = importlib.import_module(node.module)
+            except ModuleNotFoundError as error:
+                missing.append(str(error))
+                continue
+            for alias in node.names:
+                submodule = f"{node.module}.{alias.name}"
+                if not hasattr(module, alias.name) and importlib.util.find_spec(submodule) is None:
+                    missing.append(submodule)
+    assert missing == []

@@ -21,7 +21,6 @@ from statistics import fmean
 from typing import Any, Iterator, Mapping, Sequence
 
 import numpy as np
-from gdpo_nemo.rollouts.groups import sample_seed
 
 from gdpo_nemo.cluster import fleet as fleets
 from gdpo_nemo.cluster.fleet import EngineFleet
@@ -34,6 +33,7 @@ from gdpo_nemo.environments.base import Environment
 from gdpo_nemo.environments.execution.dispatch import EnvironmentPools
 from gdpo_nemo.generation.engine import Engine
 from gdpo_nemo.generation.requests import SampleRequest, Sampling
+from gdpo_nemo.rollouts.rollout_batch import sample_seed
 from gdpo_nemo.rollouts.scheduler import RolloutScheduler
 from gdpo_nemo.weights.manifest import pack
 from gdpo_nemo.weights.transports.memory import MemoryReceiver
