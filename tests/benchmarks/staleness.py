@@ -214,7 +214,7 @@ def draw(found: dict[Variant, list[Run]], path: Path) -> None:
         axes.set(xlabel="step", xlim=(WINDOW, STEPS), ylim=(0, 1))
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(alpha=0.25)
-        axes.legend(frameon=False, fontsize=9, loc="lower right")
+        axes.legend(frameon=False, fontsize=9, loc=("lower right", "upper left")[place])
     figure.axes[0].set_ylabel(f"all three rewards right (last {WINDOW} steps)")
     figure.savefig(path, dpi=120)
 
