@@ -291,12 +291,21 @@ def compare() -> list[str]:
         for side in SIDES:
             for name, spent in _in_fresh_process(side, model).items():
                 found[name] = spent
+                _check_lengths(name, spent)
                 print(
                     f"{name:16s} {spent.wall_s / spent.steps:8.2f} {spent.cpu_s / spent.steps:13.2f} "
                     f"{spent.rates[0]:9.0f} {spent.rates[1]:13.0f}",
                     flush=True,
                 )
     return [line for name, (max_staleness, _) in OURS.items() if (line := _ratio(found, name)) and max_staleness]
+
+
+def _check_lengths(name: str, spent: Spent) -> None:
+    mean = spent.tokens / (spent.steps * WORK.groups * WORK.samples)
+    if abs(mean / LENGTHS.mean - 1) > 0.25:
+        raise SystemExit(
+            f"{name}: {mean:.0f} tokens a sample in the mean, not {LENGTHS.mean:.0f}: not the lengths given"
+        )
 
 
 def _ratio(found: Mapping[str, Spent], name: str) -> str | None:

@@ -9,7 +9,6 @@ with, through a real transport. Verifiers sleep in threads, as clients of server
 from __future__ import annotations
 
 import contextlib
-import copy
 import json
 import os
 import time
@@ -19,6 +18,7 @@ from pathlib import Path
 from random import Random
 from statistics import fmean
 from typing import Any, Iterator, Mapping, Sequence
+from unittest.mock import patch
 
 import numpy as np
 
@@ -362,14 +362,8 @@ def rig(work: Work, folder: Path) -> Iterator[Rig]:
 
 @contextlib.contextmanager
 def engines_of(pace: Pace) -> Iterator[None]:
-    """Let fleets start ``LengthEngine`` instead of ``Engine``."""
-    before = copy.copy(fleets.ENVIRONMENT)
-    fleets.Engine = LengthEngine  # type: ignore[misc]
+    """Let fleets start ``LengthEngine`` for their engines."""
     here = [str(Path(__file__).resolve().parent), os.environ.get("PYTHONPATH", "")]
-    fleets.ENVIRONMENT |= {_PACE: json.dumps(asdict(pace)), "PYTHONPATH": os.pathsep.join(filter(None, here))}
-    try:
+    environment = {_PACE: json.dumps(asdict(pace)), "PYTHONPATH": os.pathsep.join(filter(None, here))}
+    with patch.object(fleets, "EngineActor", LengthEngine), patch.dict(fleets.ENVIRONMENT, environment):
         yield
-    finally:
-        fleets.Engine = Engine  # type: ignore[misc]
-        fleets.ENVIRONMENT.clear()
-        fleets.ENVIRONMENT.update(before)
