@@ -29,6 +29,9 @@ class Tokenizer:
     def batch_decode(self, ids, **_):
         return ["text"] * len(ids)
 
+    def decode(self, ids, **_):
+        return "text"
+
 
 class World:
     """Prompts are numbered by their place; those in ``dead`` reward both samples alike."""
