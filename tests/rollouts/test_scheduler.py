@@ -21,15 +21,17 @@ def test_a_synchronous_step_is_submitted_at_once_in_order_with_its_own_seeds(wor
     assert w.submitted() == seeds
 
 
-def test_with_several_engines_a_groups_engine_follows_from_its_place_alone(world):
+@pytest.mark.parametrize("engines, each", [(2, [4, 2]), (3, [2, 2, 2])])
+def test_with_several_engines_a_groups_engine_follows_from_its_place_alone(world, engines, each):
     rng = random.Random(0)
     found = []
     for _ in range(2):
-        w = world("policy.generation.engines=2", script=Script(lambda engine, request: rng.random() / 50))
+        w = world(f"policy.generation.engines={engines}", script=Script(lambda engine, request: rng.random() / 50))
         for _ in range(3):
             w.train()
         found.append([engine.batches for engine in w.script.engines])
-    assert found[0] == found[1] and [len(batch) for batch in found[0][0]] == [4, 4, 4]
+    assert found[0] == found[1]
+    assert [[len(batch) for batch in batches] for batches in found[0]] == [[samples] * 3 for samples in each]
 
 
 def test_steps_take_the_prompts_in_order_and_account_for_them(world):
