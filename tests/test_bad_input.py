@@ -9,28 +9,15 @@ import shutil
 import bad_input
 import pytest
 from bad_input import added, binary, empty, folder, gone, loop, replaced, snapshot, text
+from bad_input_of_runs import EVAL, EXPLAIN, HEALTH, PLAN, RECIPES, ROLLOUTS, RUNS
 
 from gdpo_nemo import cli
 
 DRY = "train --dry-run --config {d}/good.yaml"
 TRAIN = "train --config {d}/good.yaml"
-PLAN = "plan --config {d}/good.yaml"
 SIMULATE = "simulate --config {d}/good.yaml"
-EVAL = "eval {d}/run"
-HEALTH = "health {d}/run --thresholds {d}/limits.yaml"
-REPORT = "report {d}/run"
-ROLLOUTS = "run/rollouts/step_0001.jsonl"
-PARQUET = "run/rollouts/step_0002.parquet"
-EXPLAIN = "explain-advantages {d}/" + ROLLOUTS
-EXPLAIN_PARQUET = "explain-advantages {d}/" + PARQUET
-EXPORT = "rollouts {d}/run"
-RECIPE = "config from-nemo-rl {d}/recipe.yaml"
-SCRIPT = "config from-trl {d}/trl.py"
 PARITY = "parity --model {d}/model"
-TO_HF = "convert --to hf {d}/run/checkpoints/step_1 {d}/new"
 TO_CHECKPOINT = "convert --to checkpoint {d}/model {d}/new"
-STEP = "run/checkpoints/step_1"
-CALIBRATE = "plan --calibrate {d}/run --out {d}/new.json"
 ENV = "env check gsm8k --config {d}/good.yaml"
 
 COMMAND_LINE = [
@@ -305,160 +292,6 @@ ENVIRONMENTS = [
     ("env new gsm8k --dir {d}", None, "is called gsm8k already"),
     ("env new empty --dir {d}", None, "exists already"),
     ("env new mine --dir {d}/rows.jsonl", None, "rows.jsonl"),
-]
-RUNS = [
-    ("health {d}/absent --thresholds {d}/limits.yaml", None, "absent"),
-    (HEALTH, gone("run/metrics.jsonl"), "no training steps"),
-    (HEALTH, empty("run/metrics.jsonl"), "no training steps"),
-    (HEALTH, binary("run/metrics.jsonl"), "run"),
-    (HEALTH, text("run/metrics.jsonl", '{"step": 1}\n{"st\n{"step": 3}\n'), "line 2: not a row of metrics"),
-    (HEALTH, text("run/metrics.jsonl", "[1]\n"), "line 1: not a row of metrics"),
-    (HEALTH, text("run/metrics.jsonl", '{"loss": 1}\n'), "line 1: not a row of metrics"),
-    (
-        HEALTH,
-        text("run/metrics.jsonl", '{"step": "one", "reward/correctness/mean": 1}\n'),
-        "line 1: not a row of metrics",
-    ),
-    (
-        HEALTH,
-        text("run/metrics.jsonl", '{"step": 1, "reward/correctness/mean": "high"}\n'),
-        "line 1: not a row of metrics",
-    ),
-    (HEALTH, folder("run/metrics.jsonl"), "metrics.jsonl"),
-    (HEALTH, loop("run/metrics.jsonl"), "metrics.jsonl"),
-    (HEALTH, gone("limits.yaml"), "limits.yaml"),
-    (HEALTH, empty("limits.yaml"), "has no list of checks"),
-    (HEALTH, binary("limits.yaml"), "limits.yaml"),
-    (HEALTH, folder("limits.yaml"), "limits.yaml"),
-    (HEALTH, text("limits.yaml", "3"), "limits.yaml"),
-    (HEALTH, text("limits.yaml", "checks: [3]"), "limits.yaml: check 1"),
-    (HEALTH, text("limits.yaml", "checks: [{metric: x, at: never, min: 1}]"), "limits.yaml: check 1"),
-    (HEALTH, text("limits.yaml", "checks: [{metric: x, at: end}]"), "limits.yaml: check 1"),
-    (HEALTH, text("limits.yaml", "checks: [{metric: x, at: end, min: low}]"), "limits.yaml: check 1"),
-    ("report {d}/absent", None, "absent"),
-    ("report {d}/rows.jsonl", None, "rows.jsonl"),
-    (REPORT, gone("run/metrics.jsonl"), "no metrics"),
-    (REPORT, binary("run/metrics.jsonl"), "run"),
-    (REPORT, folder("run/metrics.jsonl"), "metrics.jsonl"),
-    (REPORT, text("run/alerts.jsonl", "{\n"), "alerts.jsonl"),
-    (REPORT, text("run/alerts.jsonl", "[1]\n"), "alerts.jsonl"),
-    (REPORT, text("run/alerts.jsonl", "null\n"), "alerts.jsonl"),
-    (REPORT, text(ROLLOUTS, "{\n"), "step_0001.jsonl"),
-    (REPORT, text(ROLLOUTS, "[1]\n"), "step_0001.jsonl"),
-    (REPORT, text(ROLLOUTS, '{"a": 1}\n'), "step_0001.jsonl"),
-    (REPORT, binary(ROLLOUTS), "step_0001.jsonl"),
-    (REPORT, binary(PARQUET), "step_0002.parquet: is not a file of rollouts"),
-    (REPORT, text("run/report.html/mine", "x"), "report.html"),
-    ("rollouts", None, "RUN_DIR"),
-    ("rollouts {d}/absent", None, "absent is no folder of a run"),
-    ("rollouts {d}/rows.jsonl", None, "rows.jsonl is no folder of a run"),
-    ("rollouts {d}/model", None, "model holds no samples"),
-    (EXPORT + " --step 7", None, "no samples of step 7, but of 1 to 2"),
-    (EXPORT + " --step one", None, "--step"),
-    (EXPORT + " --out {d}/empty", None, "--out: "),
-    (EXPORT + " --out {d}/absent/x", None, "--out: "),
-    (EXPORT + " --step 1 --out {d}/x", text(ROLLOUTS, "{\n"), "step_0001.jsonl: is not a file of rollouts"),
-    (EXPORT + " --step 1 --out {d}/x", text(ROLLOUTS, "[1]\n"), "step_0001.jsonl: is not a file of rollouts"),
-    (EXPORT + " --step 2 --out {d}/x", binary(PARQUET), "step_0002.parquet: is not a file of rollouts"),
-    (EXPORT + " --step 2 --out {d}/x", empty(PARQUET), "step_0002.parquet: is not a file of rollouts"),
-    (EXPORT + " --step 2 --out {d}/x", folder(PARQUET), "step_0002.parquet: cannot be read"),
-    (EXPORT + " --step 2 --out {d}/x", loop(PARQUET), "step_0002.parquet: cannot be read"),
-    ("replay {d}/absent", None, "absent: no such run folder"),
-    ("replay {d}/run", None, "holds no journal.jsonl"),
-    ("replay {d}/run --audit", None, "holds no journal.jsonl"),
-    ("replay {d}/run --to x", None, "--to"),
-    ("replay {d}/run", text("run/journal.jsonl", "1\n2\n"), "journal.jsonl, line 1"),
-    ("replay {d}/run", text("run/journal.jsonl/mine", "x"), "journal.jsonl"),
-    ("doctor {d}/absent", None, "absent"),
-    ("doctor {d}/run", None, "status.json"),
-    ("doctor {d}/run", text("run/status.json", "{"), "status.json"),
-    ("doctor {d}/run", text("run/status.json", "[]"), "status.json"),
-    ("doctor {d}/run", text("run/status.json", "{}"), "status.json"),
-    ("doctor {d}/run", binary("run/status.json"), "status.json"),
-    ("doctor {d}/run", text("run/status.json/x", ""), "status.json"),
-    ("explain-advantages {d}/absent.jsonl", None, "cannot be read"),
-    ("explain-advantages {d}/run", None, "cannot be read"),
-    (EXPLAIN, empty(ROLLOUTS), "step_0001.jsonl"),
-    (EXPLAIN, binary(ROLLOUTS), "is not a file of rollouts"),
-    (EXPLAIN, text(ROLLOUTS, "{}\n"), "is not a file of rollouts"),
-    (EXPLAIN, text(ROLLOUTS, "[1]\n"), "is not a file of rollouts"),
-    (EXPLAIN, text(ROLLOUTS, '{"a": {"b": \n'), "is not a file of rollouts"),
-    (EXPLAIN_PARQUET, binary(PARQUET), "is not a file of rollouts"),
-    (EXPLAIN_PARQUET, empty(PARQUET), "is not a file of rollouts"),
-    (EXPLAIN_PARQUET, folder(PARQUET), "cannot be read"),
-    (EXPLAIN_PARQUET, loop(PARQUET), "cannot be read"),
-    (EXPLAIN, gone("run/config.yaml"), "config.yaml"),
-    (EXPLAIN, binary("run/config.yaml"), "config.yaml"),
-    (EXPLAIN + " --groups -1", None, "--groups"),
-    (EXPLAIN + " 'gdpo.rewards={kindness: 1}'", None, "kindness"),
-    (CALIBRATE, gone("run/config.yaml"), "holds no run"),
-    (CALIBRATE, gone("run/metrics.jsonl"), "metrics.jsonl"),
-    (CALIBRATE, binary("run/metrics.jsonl"), "metrics.jsonl"),
-    (CALIBRATE, text("run/metrics.jsonl", "{\n"), "metrics.jsonl"),
-    (CALIBRATE, text("run/metrics.jsonl", '{"step": 1, "time/train": 1}\n'), "fewer than 2 steps"),
-    (CALIBRATE, gone(ROLLOUTS), "--calibrate"),
-    ("plan --calibrate {d}/absent --out {d}/new.json", None, "absent"),
-    (PLAN + " --calibration {d}/absent.json", None, "--calibration"),
-    (PLAN + " --calibration {d}/rows.jsonl", None, "is not a calibration file"),
-    (PLAN + " --calibration {d}/empty", None, "--calibration"),
-    (PLAN + " --calibration {d}/c.json", text("c.json", "[]"), "is not a calibration file"),
-    ("eval {d}/absent", None, "absent"),
-    ("eval {d}/empty", None, "neither a run"),
-    ("eval {d}/model", None, "--config: must say on what to evaluate"),
-    ("eval {d}/model --config {d}/absent.yaml", None, "absent.yaml"),
-    ("eval {d}/rows.jsonl", None, "rows.jsonl"),
-    (EVAL + " --step 7", None, "there are 1"),
-    ("eval {d}/model --config {d}/good.yaml --step 3", None, "name the folder of the run"),
-    (EVAL + " --out {d}/empty", None, "--out"),
-    (EVAL + " --out {d}/rows.jsonl/x", None, "--out"),
-    (EVAL + " data.validation=null gdpo.val_at_start=false", None, "data.validation"),
-    (EVAL, gone("run/checkpoints"), "no checkpoint and no exported model"),
-    (EVAL, gone("run/config.yaml"), "config.yaml"),
-    (EVAL, binary("run/config.yaml"), "config.yaml"),
-    (EVAL, None, "is damaged (state.json has changed)"),
-    (EVAL, gone(STEP + "/state.json"), "state.json"),
-    (EVAL, binary(STEP + "/state.json"), "state.json"),
-    (EVAL, text(STEP + "/state.json", '{"stepp": 1}'), "state.json"),
-    (EVAL, text(STEP + "/state.json", "[]"), "state.json"),
-    (EVAL, binary(STEP + "/files.json"), "files.json"),
-    (EVAL, text(STEP + "/files.json", "[1]"), "files.json"),
-    (EVAL, text(STEP + "/files.json", '{"a": 3}'), "files.json"),
-    (EVAL, empty("model/model.safetensors"), "is no safetensors file"),
-    (TO_HF, gone(STEP + "/files.json"), "not a checkpoint"),
-    (TO_HF, gone(STEP), "not a checkpoint"),
-    (TO_HF, gone("run/config.yaml"), "--model: must name the model folder"),
-    (TO_HF, binary("run/config.yaml"), "config.yaml"),
-    (TO_HF, gone("model"), "no such model folder"),
-    (TO_HF, None, "is damaged (state.json has changed)"),
-    (TO_HF, text("new/mine", "x"), "exists and is not empty"),
-    (TO_HF, text("new", "x"), "exists"),
-    (TO_HF + " --model {d}/empty", None, "has no config.json"),
-    (TO_HF + " --layout data=0", None, "--layout"),
-    (TO_HF, binary(STEP + "/files.json"), "files.json"),
-]
-RECIPES = [
-    ("config from-trl", None, "FILE"),
-    (SCRIPT, None, "no such field; did you mean 'learning_rate'"),
-    (SCRIPT, gone("trl.py"), "cannot be read"),
-    (SCRIPT, empty("trl.py"), "has 0 calls of GRPOTrainer"),
-    (SCRIPT, binary("trl.py"), "is not valid Python"),
-    (SCRIPT, folder("trl.py"), "cannot be read"),
-    (SCRIPT, text("trl.py", "GRPOTrainer(args=GRPOConfig(**f()))"), "hides its arguments"),
-    (SCRIPT + " {d}/recipe.yaml --num-processes 0", None, "--num-processes"),
-    ("config from-trl {d}/recipe.yaml", None, "grpo: neither GRPOConfig nor"),
-    ("config from-trl {d}/recipe.yaml", binary("recipe.yaml"), "is neither JSON nor YAML"),
-    ("config from-nemo-rl", None, "RECIPE"),
-    (RECIPE, gone("recipe.yaml"), "no such recipe"),
-    (RECIPE, empty("recipe.yaml"), "has no section grpo"),
-    (RECIPE, binary("recipe.yaml"), "cannot be read as YAML"),
-    (RECIPE, folder("recipe.yaml"), "cannot be read as YAML"),
-    (RECIPE, loop("recipe.yaml"), "recipe.yaml"),
-    (RECIPE, text("recipe.yaml", "[1]"), "expected sections"),
-    (RECIPE, text("recipe.yaml", "words"), "recipe.yaml"),
-    (RECIPE, text("recipe.yaml", "grpo: {a: [1\n"), "cannot be read as YAML"),
-    (RECIPE, text("recipe.yaml", "sft: {a: 1}"), "has no section grpo"),
-    (RECIPE, text("recipe.yaml", "defaults: absent.yaml\ngrpo: {a: 1}"), "no such recipe"),
-    (RECIPE, text("recipe.yaml", "defaults: recipe.yaml\ngrpo: {a: 1}"), "inherits from itself"),
 ]
 CASES = [*COMMAND_LINE, *CONFIGS, *ROWS, *MODELS, *ENVIRONMENTS, *RUNS, *RECIPES]
 

@@ -55,7 +55,8 @@ class MegatronConfig:
     pipeline_model_parallel_size: int = 1
     """Ranks that share the layers, in stages."""
     virtual_pipeline_model_parallel_size: Optional[int] = None
-    """Model chunks per pipeline stage (interleaved schedule); null: one."""
+    """Model chunks per pipeline stage (interleaved schedule); null: one. An update then has two or more times as many
+    micro-batches as stages, of which some may be empty."""
     num_layers_in_first_pipeline_stage: Optional[int] = None
     """Layers of the first pipeline stage, which also has the embedding; the stages between share evenly what is
     left."""

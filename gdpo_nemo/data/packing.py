@@ -70,12 +70,13 @@ def assign(
     """Spread sequences over ``ranks``, in as few micro-batches of at most ``token_budget`` tokens as a greedy fit
     finds (above 64 a rank, to within 1/64).
 
-    Every rank gets the same number of micro-batches (a multiple of ``multiple_of``, which interleaved pipelines need);
+    Every rank gets the same number of micro-batches (whole rounds of ``multiple_of``, as interleaved pipelines need);
     a micro-batch may be empty when there are fewer sequences than micro-batches. The dearest sequences are placed
     first, each into the cheapest micro-batch with room for it, and micro-batches are dealt to the ranks to and fro, so
     that micro-batches and ranks cost about the same. Deterministic.
 
     Args:
+        multiple_of: stages of an interleaved pipeline; 1: it is not interleaved.
         quadratic: what a sequence of n tokens costs is n + quadratic * n^2 (see ``attention_cost``).
 
     Raises:
@@ -85,7 +86,7 @@ def assign(
         raise ValueError(f"a sequence of {max(lengths)} tokens exceeds the micro-batch budget of {token_budget}")
     count = math.ceil(_least_micro_batches(lengths, token_budget) / ranks)
     while True:
-        count = math.ceil(count / multiple_of) * multiple_of
+        count = _whole_rounds(count, multiple_of)
         bins = _fit(lengths, count * ranks, token_budget, quadratic)
         if bins is not None:
             return _distribute(bins, ranks)
@@ -94,9 +95,19 @@ def assign(
 
 def assign_singly(count: int, ranks: int, multiple_of: int = 1) -> Assignment:
     """Every sequence in a micro-batch of its own, equally many per rank (some may be empty)."""
-    each = math.ceil(max(1, math.ceil(count / ranks)) / multiple_of) * multiple_of
+    each = _whole_rounds(max(1, math.ceil(count / ranks)), multiple_of)
     bins = [[i] for i in range(count)] + [[] for _ in range(each * ranks - count)]
     return [bins[rank::ranks] for rank in range(ranks)]
+
+
+def _whole_rounds(count: int, stages: int) -> int:
+    """Micro-batches of whole rounds through an interleaved pipeline, two or more.
+
+    In the only round, Megatron's last stages begin their backward passes while the first ones, which count all of it as
+    warm-up, still send forward and receive nothing. With shapes that are exchanged ahead, both then wait for ever.
+    """
+    rounds = math.ceil(count / stages)
+    return stages * (max(2, rounds) if stages > 1 else rounds)
 
 
 def _least_micro_batches(lengths: Sequence[int], budget: int) -> int:

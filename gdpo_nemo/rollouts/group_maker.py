@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import copy
 import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Sequence
@@ -16,14 +15,12 @@ from gdpo_nemo.data.records import Group, Outcome, Prompt, TrainerState, Traject
 from gdpo_nemo.environments.episodes import EpisodeReply, EpisodeStep
 from gdpo_nemo.environments.execution.executor import EnvironmentExecutor
 from gdpo_nemo.environments.registry import judges_by_sample
-from gdpo_nemo.generation.requests import Completion, CompletionBatch, SampleRequest, Sampling
+from gdpo_nemo.generation.requests import Completion, SampleRequest, Sampling
+from gdpo_nemo.rollouts.calls import Draws, call_within
 from gdpo_nemo.rollouts.functions import RolloutKind, RolloutRunner, SamplingJob, needs_verdict
 from gdpo_nemo.rollouts.rendezvous import Rendezvous
 from gdpo_nemo.rollouts.rollout_batch import aborted, apply_verdicts, decode, sample_seed, sampled
 from gdpo_nemo.rollouts.turns import EpisodeJob
-
-_CALLS = 1024
-"""Most calls of rollout functions and agents at once, one for each group under way."""
 
 
 @dataclass
@@ -68,8 +65,6 @@ class GroupMaker:
         self._runner = RolloutRunner(config, fleet, pool, tokenizer)
         # Of our own: texts are decoded in threads, while others may set the padding of the run's tokenizer.
         self._tokenizer = copy.deepcopy(tokenizer)
-        # Beside the threads of the loop: a call lasts as long as its episodes, and must not keep verdicts waiting.
-        self._calls = ThreadPoolExecutor(_CALLS, thread_name_prefix="calls")
         self._by_sample = {name for name, options in config.env.items() if judges_by_sample(name, dict(options or {}))}
 
     def kind(self, prompt: Prompt) -> RolloutKind:
@@ -79,7 +74,6 @@ class GroupMaker:
     def close(self) -> None:
         """Stop the endpoint; calls under way end by themselves."""
         self._runner.close()
-        self._calls.shutdown(wait=False, cancel_futures=True)
 
     async def make(self, job: GroupJob, meeting: Rendezvous | None = None) -> MadeGroup:
         """Sample and judge one group.
@@ -100,7 +94,10 @@ class GroupMaker:
         return MadeGroup(Group(job.prompt, made, job.position), job.engine, started, done, time.time())
 
     async def call(self, jobs: Sequence[GroupJob]) -> list[MadeGroup]:
-        """Groups by the rollout function of their environment, which gets all prompts in one call, in a thread."""
+        """Groups by the rollout function of their environment, which gets all prompts in one call, in a thread.
+
+        A call that is late is given up with all its groups.
+        """
         started = time.time()
         first = jobs[0]
         version = self._fleet.version
@@ -108,12 +105,12 @@ class GroupMaker:
         if first.promised:
             for _ in range(first.samples):
                 self._keep_promise(first)
-
-        def sample(requests: Sequence[SampleRequest]) -> CompletionBatch:
-            return self._fleet.generate(requests, first.sampling, first.engine)
-
-        call = partial(self._runner.call, [job.prompt for job in jobs], asked, sample)
-        made = await asyncio.get_running_loop().run_in_executor(self._calls, call)
+        draws = Draws(self._fleet, first.sampling, first.engine)
+        # Beside the threads of the loop: a call lasts as long as its episodes, and must not keep verdicts waiting.
+        call = partial(self._runner.call, [job.prompt for job in jobs], asked, draws)
+        made = await call_within(self._config.rollout.group_timeout_s, call, draws)
+        if made is None:
+            made = [[self._late(job, j, version) for j in range(job.samples)] for job in jobs]
         done = time.time()
         await self._judge([t for group in made for t in group], first.state, decoded=True)
         now = time.time()
@@ -133,11 +130,12 @@ class GroupMaker:
             await _cancelled(tasks)
             raise
         await _cancelled(late)
-        reason = f"not done within {limit:g} s (rollout.group_timeout_s)" if limit else ""
         version = self._fleet.version
-        return [
-            task.result() if task in done else aborted(job.prompt, j, version, reason) for j, task in enumerate(tasks)
-        ]
+        return [task.result() if task in done else self._late(job, j, version) for j, task in enumerate(tasks)]
+
+    def _late(self, job: GroupJob, sample: int, version: int) -> Trajectory:
+        limit = self._config.rollout.group_timeout_s
+        return aborted(job.prompt, sample, version, f"not done within {limit:g} s (rollout.group_timeout_s)")
 
     async def _trajectory(self, job: GroupJob, sample: int, meeting: Rendezvous | None) -> Trajectory:
         promised = job.promised

@@ -141,7 +141,7 @@ def test_an_engine_that_dies_after_its_answer_while_another_takes_the_weights_ge
         (tmp_path / "1").write_text("dies")
         until(lambda: fleet.lanes[1].actor is not before and fleet.lanes[1].state == "loaded")
         (tmp_path / "0.slow").unlink()
-        update.result(60)
+        update.result(300)
     assert [drawn(fleet, engine)[0].version for engine in (0, 1)] == [7, 7]
 
 

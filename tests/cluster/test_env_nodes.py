@@ -26,7 +26,7 @@ def nodes():
         env={"env": {"plugin": f"{HOSTILE}:Hostile"}, "one": {"plugin": f"{HOSTILE}:Hostile", "num_workers": 1}}
     )
     config.rollout.env_workers = 3
-    config.rollout.env_timeout_s = 0.7
+    config.rollout.env_timeout_s = 3.0
     with session(config.cluster):
         config.cluster.env_nodes = 2
         nodes = EnvironmentNodes(config, here(config))
@@ -53,7 +53,7 @@ def test_hangs_crashes_and_mistakes_are_what_they_are_beside_the_driver(nodes):
     texts = ["a", "bb", "hang", "dddd", "crash", "ffffff"]
     verdicts = nodes.verify(trajectories(texts, group=1))
     assert [v.outcome is Outcome.ENV_FAILED for v in verdicts] == [False, False, True, False, True, False]
-    assert "exceeded 0.7 s" in verdicts[2].detail and "died (exit code 7)" in verdicts[4].detail
+    assert "exceeded 3 s" in verdicts[2].detail and "died (exit code 7)" in verdicts[4].detail
     with pytest.raises(RunError, match="Hostile.verify raised ValueError: this sample"):
         nodes.verify(trajectories(["a", "raise"], group=1))
     with pytest.raises(RunError, match="names the environment 'unknown'"):
@@ -70,7 +70,7 @@ def test_a_killed_actor_is_replaced_and_asked_again_and_its_workers_end(nodes):
     time.sleep(0.2)
     for host in before:
         os.kill(host.pid, signal.SIGKILL)
-    thread.join(60)
+    thread.join(600)
     assert lengths(answers[0]) == [None, 2.0, 3.0]
     assert not {host.pid for host in before} & {host.pid for host in hosts()}
     assert not psutil.wait_procs(orphans, timeout=120)[1]

@@ -99,7 +99,7 @@ def test_explain_knows_every_key_of_the_schema_and_the_nearest_to_any_other(caps
 def test_the_package_and_its_command_line_run_as_modules(module):
     def run(*arguments):
         return subprocess.run(
-            [sys.executable, "-m", module, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=60
+            [sys.executable, "-m", module, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=600
         )
 
     wrong = run("explain", "gdpo.estimater")

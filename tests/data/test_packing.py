@@ -50,7 +50,10 @@ def test_every_sequence_is_assigned_once_within_the_budget(lengths, ranks, multi
 def test_ranks_get_equally_many_micro_batches(lengths, ranks, multiple):
     counts = {len(share) for share in assign(lengths, ranks, BUDGET, multiple)}
     assert len(counts) == 1
-    assert counts.pop() % multiple == 0
+    count = counts.pop()
+    assert count % multiple == 0
+    # One round through an interleaved pipeline is one too few: see ``packing._whole_rounds``.
+    assert multiple == 1 or count >= 2 * multiple
 
 
 @given(
@@ -160,7 +163,9 @@ def test_single_sequences_are_spread_evenly_in_the_multiple_of_the_pipeline(coun
     shares = assign_singly(count, ranks, multiple)
     assert len(shares) == ranks and len({len(share) for share in shares}) == 1
     each = len(shares[0])
-    assert each % multiple == 0 and (each - multiple) * ranks < max(count, 1) <= each * ranks
+    least = 2 * multiple if multiple > 1 else 1
+    assert each % multiple == 0 and max(count, 1) <= each * ranks and each >= least
+    assert each == least or (each - multiple) * ranks < count
     assert all(len(members) <= 1 for share in shares for members in share)
     assert sorted(i for share in shares for members in share for i in members) == list(range(count))
 

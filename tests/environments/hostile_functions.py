@@ -23,8 +23,15 @@ def sometimes(completions, answer, **_):
     return [None if gold is None else float("nan") if gold == "nan" else 1.0 for gold in answer]
 
 
-async def slowly(completions, **_):
-    await asyncio.sleep(2.0)
+_arrived: list[str] = []
+
+
+async def meeting(completions, **_):
+    """Waits until it is called three times at once."""
+    _arrived.append("here")
+    async with asyncio.timeout(120):
+        while len(_arrived) < 3:
+            await asyncio.sleep(0.01)
     return [2.0] * len(completions)
 
 

@@ -134,7 +134,7 @@ async def _answer(app: FastAPI, row: dict, request: Request, elsewhere: str):
     if misdeed == "slow":
         await asyncio.sleep(row["seconds"])
     if misdeed == "hang":
-        await asyncio.sleep(60)
+        await asyncio.sleep(600)
     if misdeed == "drip":
         return StreamingResponse(_drip(json.dumps(honest).encode()), media_type="application/json")
     if misdeed == "errors" or (misdeed == "error_once" and times == 1):

@@ -38,7 +38,7 @@ class _Handler(JsonHandler):
             self._say("SCORE: 5", times)
 
     def _hang(self, rest, times):
-        self.server.stopped.wait(20)
+        self.server.stopped.wait(600)
 
     def _drip(self, rest, times):
         self.send_response(200)

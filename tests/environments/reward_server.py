@@ -49,7 +49,7 @@ class _Handler(JsonHandler):
             self._score(rest, times, completions)
 
     def _hang(self, rest, times, completions):
-        self.server.stopped.wait(20)
+        self.server.stopped.wait(600)
 
     def _huge(self, rest, times, completions):
         self._send(200, b" " * 10_000_000)

@@ -25,7 +25,13 @@ ENVIRONMENTS = {
 
 @pytest.fixture(scope="module")
 def pool():
-    with EnvironmentPool(ENVIRONMENTS, workers=2, timeout_s=2.0) as pool:
+    with EnvironmentPool(ENVIRONMENTS, workers=2, timeout_s=120.0) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module")
+def impatient():
+    with EnvironmentPool({"env": ENVIRONMENTS["env"]}, workers=2, timeout_s=2.0) as pool:
         yield pool
 
 
@@ -51,15 +57,15 @@ def test_no_trajectories_no_verdicts(pool):
     "misdeed, detail",
     [("hang", "exceeded 2 s"), ("spin", "exceeded 2 s"), ("crash", "died (exit code 7)")],
 )
-def test_a_sample_that_hangs_or_crashes_fails_alone(pool, misdeed, detail):
-    verdicts = pool.verify(trajectories(["a", "bb", misdeed, "dddd", "eeeee", "ffffff"]))
+def test_a_sample_that_hangs_or_crashes_fails_alone(impatient, misdeed, detail):
+    verdicts = impatient.verify(trajectories(["a", "bb", misdeed, "dddd", "eeeee", "ffffff"]))
     assert verdicts[2].outcome is Outcome.ENV_FAILED and detail in verdicts[2].detail and verdicts[2].rewards == {}
     others = verdicts[:2] + verdicts[3:]
     assert lengths(others) == [1.0, 2.0, 4.0, 5.0, 6.0] and {v.outcome for v in others} == {Outcome.OK}
 
 
-def test_a_verifier_that_always_hangs_costs_a_few_time_limits(pool):
-    verdicts = pool.verify([trajectory("hang", index=index) for index in range(20)])
+def test_a_verifier_that_always_hangs_costs_a_few_time_limits(impatient):
+    verdicts = impatient.verify([trajectory("hang", index=index) for index in range(20)])
     assert {verdict.outcome for verdict in verdicts} == {Outcome.ENV_FAILED}
     assert sum("not tried alone" in verdict.detail for verdict in verdicts) == 20 - RETRY_FAILURES
 
@@ -143,7 +149,7 @@ def test_close_ends_a_verification_under_way():
     thread.start()
     time.sleep(0.3)
     pool.close()
-    thread.join(10)
+    thread.join(120)
     assert caught == ["the environment pool was closed during verification"]
     pool.close()
 

@@ -1,6 +1,5 @@
 import re
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -49,10 +48,10 @@ def test_none_and_nan_are_not_applicable_and_a_missing_column_is_none():
 
 
 def test_async_functions_run_concurrently():
-    env = environment(one=f"{PLACE}:slowly", two=f"{PLACE}:slowly", three=f"{PLACE}:slowly", four=f"{PLACE}:instance")
-    begin = time.monotonic()
+    env = environment(
+        one=f"{PLACE}:meeting", two=f"{PLACE}:meeting", three=f"{PLACE}:meeting", four=f"{PLACE}:instance"
+    )
     assert rewards(env, [trajectory("a")]) == [{"one": 2.0, "two": 2.0, "three": 2.0, "four": 3.0}]
-    assert time.monotonic() - begin < 5.5  # three that sleep for 2 s
 
 
 def test_a_function_cannot_alter_what_the_next_one_sees():
@@ -173,7 +172,7 @@ def test_an_environment_with_its_own_workers_waits_for_no_other(tmp_path):
         stuck = threading.Thread(target=hang)
         stuck.start()
         assert lengths(pools.verify([trajectory("good")])) == [4.0] and not ended
-    stuck.join(10)
+    stuck.join(120)
     assert ended
 
 

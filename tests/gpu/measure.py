@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).resolve().parent)]
+from one_rank import BF16, CHECKS  # noqa: E402
 from standing import (  # noqa: E402
     SHAPES,
     Model,
@@ -40,7 +41,6 @@ _LAUNCHES = ("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLau
 _SYNCS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy")
 _GPU_SHARE = 0.9
 """Of the device's memory that a plan may take."""
-_BF16 = "bfloat16"
 
 
 # -- 1: basics --------------------------------------------------------------------------------------------------------
@@ -49,7 +49,7 @@ _BF16 = "bfloat16"
 def basics(arguments: argparse.Namespace) -> None:
     """Does it import, does NCCL start, and is a bf16 update what float32 on the CPU says?"""
     found = {name: _update_elsewhere(precision, cpu) for name, precision, cpu in (
-        ("CPU", "float32", True), ("device", _BF16, arguments.cpu))}  # fmt: skip
+        ("CPU", "float32", True), ("device", BF16, arguments.cpu))}  # fmt: skip
     for key, limit in (("loss", 0.02), ("grad_norm", 0.03)):
         ours, reference = found["device"][key], found["CPU"][key]
         record(f"{key}, bf16 against float32 on the CPU", abs(ours - reference) / abs(reference), "relative", limit)
@@ -141,8 +141,8 @@ def fitting(
         for recompute in ("none", "selective", "full"):
             count = max(1, int(layers * share))
             cut = (shape[0], count, *shape[2:])
-            policy = policy_config(_BF16, recompute=recompute)
-            if planned(hf_config(cut, length, _BF16), policy, budget, budget, on_gpu).total <= _GPU_SHARE * device:
+            policy = policy_config(BF16, recompute=recompute)
+            if planned(hf_config(cut, length, BF16), policy, budget, budget, on_gpu).total <= _GPU_SHARE * device:
                 return cut, recompute
     raise SystemExit(f"not even an eighth of {layers} layers fits {device / 1e9:.0f} GB")
 
@@ -153,8 +153,8 @@ def _speed_of(stand: Stand, folder: Path, size: str, shape, recompute: str, leng
     from gdpo_nemo.algorithms import LossSettings
 
     label = f"{size} ({shape[1]} layers), {budget // length} x {length}, recompute {recompute}"
-    model = write_model(folder / "model", shape, max(length, 512), _BF16)
-    policy = stand.policy(model, _BF16, recompute=recompute)
+    model = write_model(folder / "model", shape, max(length, 512), BF16)
+    policy = stand.policy(model, BF16, recompute=recompute)
     batch = batch_of([length] * (2 * budget // length), shape[5])
     micro_batches = assigned(batch, budget)
     if stand.on_gpu:
@@ -217,114 +217,11 @@ def policy(arguments: argparse.Namespace) -> None:
     with scratch() as folder:
         stand = Stand(Path(folder))
         size = "tiny" if arguments.cpu else "0.5b"
-        model = write_model(Path(folder) / "model", SHAPES[size], 2048, _BF16)
+        model = write_model(Path(folder) / "model", SHAPES[size], 2048, BF16)
         longest = 61 if arguments.cpu else 700
         batch = batch_of([longest, longest // 3, longest // 2, 17, longest - 5, 40], model.shape[5])
-        for check in (_packing, _reference, _checkpoint, _offloading, _lora):
+        for check in CHECKS:
             check(stand, model, batch, Path(folder))
-
-
-def _packing(stand: Stand, model: Model, batch, folder: Path) -> None:
-    built = stand.policy(model, _BF16)
-    packed = logprobs(built, batch, assigned(batch, sum(map(len, batch))))
-    alone = logprobs(built, batch, one_by_one(batch))
-    record("packed against alone, mean difference of log-probs", float(np.abs(packed - alone).mean()), "nats", 0.02)
-    record("packed against alone, largest", float(np.abs(packed - alone).max()), "nats")
-    again = logprobs(built, batch, assigned(batch, sum(map(len, batch))))
-    record("the same pass twice, largest difference", float(np.abs(packed - again).max()), "nats")
-
-
-def _train(built, batch) -> Any:
-    from gdpo_nemo.algorithms import LossSettings
-
-    return built.train(batch, assigned(batch, sum(map(len, batch))), LossSettings())
-
-
-def _weights(built) -> dict[str, Any]:
-    return {name: tensor.detach().cpu().clone() for name, tensor in built.weights()}
-
-
-def _unequal(first: dict[str, Any], second: dict[str, Any]) -> int:
-    """Tensors that differ in any bit."""
-    import torch
-
-    return len(first.keys() ^ second.keys()) + sum(not torch.equal(first[n], second[n]) for n in first.keys() & second)
-
-
-def _reference(stand: Stand, model: Model, batch, folder: Path) -> None:
-    built = stand.policy(model, _BF16, keep_reference=True)
-    micro_batches = assigned(batch, sum(map(len, batch)))
-    before = logprobs(built, batch, micro_batches)
-    _train(built, batch)
-    trained = _weights(built)
-    after = logprobs(built, batch, micro_batches, reference=True)
-    record(
-        "reference after an update against the start, largest difference",
-        float(np.abs(after - before).max()),
-        "nats",
-        1e-3,
-    )
-    record("tensors that a pass under the reference changed", _unequal(trained, _weights(built)), "", 0)
-    seconds = timed(stand, lambda: built.logprobs(batch, micro_batches, reference=True), 2)
-    plain = timed(stand, lambda: built.logprobs(batch, micro_batches), 2)
-    record("swapping the reference in and out", float(np.median(seconds) - np.median(plain)), "s")
-
-
-def _checkpoint(stand: Stand, model: Model, batch, folder: Path) -> None:
-    from gdpo_nemo.megatron.checkpoint import load_checkpoint, save
-
-    built = stand.policy(model, _BF16)
-    _train(built, batch)
-    save(built, folder / "checkpoint")
-    expected = _weights(built)
-    after = _train(built, batch)
-    other = stand.policy(model, _BF16)
-    load_checkpoint(other, folder / "checkpoint")
-    record("tensors that a checkpoint gives back changed", _unequal(expected, _weights(other)), "", 0)
-    found = _train(other, batch)
-    record("next loss after resuming, difference", abs(found.loss - after.loss), "", 1e-4)
-    record("next gradient norm after resuming", abs(found.grad_norm / after.grad_norm - 1), "relative", 1e-3)
-
-
-def _offloading(stand: Stand, model: Model, batch, folder: Path) -> None:
-    """Off-loaded or not, the same updates; what it frees and how long it takes."""
-    import torch
-
-    rows = {}
-    for offload in (False, True):
-        built = stand.policy(model, _BF16, offload=offload)
-        with built.optimizer_on_device():
-            pass
-        rows[offload] = [_train(built, batch) for _ in range(2)], _weights(built)
-        if stand.on_gpu:
-            stand.settle()
-            record(
-                f"memory between updates, optimizer.offload {offload}".lower(),
-                torch.cuda.memory_allocated() / 1e9,
-                "GB",
-            )
-        if offload:
-
-            def there_and_back(built=built) -> None:
-                with built.optimizer_on_device():
-                    pass
-
-            record("optimizer to the GPU and back", float(np.median(timed(stand, there_and_back, 3))), "s")
-        del built
-        if stand.on_gpu:
-            torch.cuda.empty_cache()
-    record("tensors that off-loading changed", _unequal(rows[False][1], rows[True][1]), "", 0)
-
-
-def _lora(stand: Stand, model: Model, batch, folder: Path) -> None:
-    built = stand.policy(model, _BF16, lora=8)
-    micro_batches = assigned(batch, sum(map(len, batch)))
-    before = logprobs(built, batch, micro_batches)
-    plain = logprobs(stand.policy(model, _BF16), batch, micro_batches)
-    record("fresh adapters against none, mean difference", float(np.abs(before - plain).mean()), "nats", 0.02)
-    _train(built, batch)
-    gap = np.abs(logprobs(built, batch, micro_batches, reference=True) - before)
-    record("reference under LoRA against the start, largest difference", float(gap.max()), "nats", 1e-3)
 
 
 # -- 4: weights -------------------------------------------------------------------------------------------------------
@@ -414,21 +311,21 @@ def logprob_chunks(arguments: argparse.Namespace) -> None:
 
         size = "tiny" if arguments.cpu else "1.5b"
         hidden, *_, vocabulary, _ = SHAPES[size]
-        written = write_model(Path(folder) / "model", (hidden, 1, *SHAPES[size][2:]), 16384, _BF16)
+        written = write_model(Path(folder) / "model", (hidden, 1, *SHAPES[size][2:]), 16384, BF16)
         tokens = 512 if arguments.cpu else 16384
         batch = batch_of([tokens // 8] * 8, vocabulary)
         micro_batches = assigned(batch, tokens)
         for kernel in (False, True):
             if kernel and not stand.on_gpu:
                 continue  # Triton's interpreter would measure itself
-            built = stand.policy(written, _BF16, fused_logprobs=kernel)
+            built = stand.policy(written, BF16, fused_logprobs=kernel)
             stock = models._LOGIT_BYTES
             for mib in (stock >> 20,) if kernel else (64, 256, 1024, 4096):
                 models._LOGIT_BYTES = mib << 20
                 torch.cuda.empty_cache()
                 _measure_head(stand, built, batch, micro_batches, "fused" if kernel else f"chunks of {mib} MiB")
             models._LOGIT_BYTES = stock
-        _syncs(stand, stand.policy(written, _BF16), batch)
+        _syncs(stand, stand.policy(written, BF16), batch)
 
 
 def _measure_head(stand: Stand, built, batch, micro_batches, label: str) -> None:
@@ -480,11 +377,11 @@ def noise(arguments: argparse.Namespace) -> None:
         if arguments.model:
             model = Model(Path(arguments.model), (0,) * 7, 0)
         else:  # logits of a spread that a trained model's have
-            model = write_model(Path(folder) / "m", SHAPES["tiny" if arguments.cpu else "0.5b"], 2048, _BF16, 10.0)
+            model = write_model(Path(folder) / "m", SHAPES["tiny" if arguments.cpu else "0.5b"], 2048, BF16, 10.0)
         batch = _sampled(stand, model, 4 if arguments.cpu else 24, 32 if arguments.cpu else 256)
         micro_batches = assigned(batch, 4096)
         exact = logprobs(stand.policy(model, "float32", transformer_engine=False), batch, one_by_one(batch))
-        built = stand.policy(model, _BF16)
+        built = stand.policy(model, BF16)
         places = {
             "packed": logprobs(built, batch, micro_batches),
             "alone": logprobs(built, batch, one_by_one(batch)),
@@ -543,7 +440,7 @@ def main() -> None:
     parser.add_argument("--cpu", action="store_true", help="tiny shapes, no GPU")
     parser.add_argument("--size", default="0.5b", choices=SHAPES, help="of speed (%(default)s)")
     parser.add_argument("--rounds", type=int, default=3, help="updates that are timed (%(default)s)")
-    parser.add_argument("--precision", default="float32", choices=("float32", _BF16), help="of update")
+    parser.add_argument("--precision", default="float32", choices=("float32", BF16), help="of update")
     parser.add_argument("--model", metavar="DIR", help="of noise: a real model instead of random weights")
     arguments = parser.parse_args()
     if arguments.cpu:

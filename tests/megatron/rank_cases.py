@@ -275,7 +275,7 @@ def save_beside_training(place, folder, batch, checkpoint, count=2):
 
     class SlowDisk(Save):
         def _write(self, *arguments):
-            trained.wait(60)
+            trained.wait(300)
             super()._write(*arguments)
 
     policy = build_policy(place, folder)

@@ -65,7 +65,7 @@ class RankPool:
         self.processes: list[tuple[Any, Any]] = []
         self.laid_out = None
 
-    def run(self, function: Callable, ranks: int, layout, *arguments, deadline_s: float = 90.0, seed: int = 1) -> list:
+    def run(self, function: Callable, ranks: int, layout, *arguments, deadline_s: float = 300.0, seed: int = 1) -> list:
         """``function(place, *arguments)`` on every rank of ``layout``; the results by rank.
 
         ``function`` is a top-level function of an importable module.

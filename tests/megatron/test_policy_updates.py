@@ -32,7 +32,7 @@ def test_gradients_and_logprobs_do_not_depend_on_the_token_budget(on_ranks, mode
             np.testing.assert_allclose(got, value, atol=2e-6, rtol=0)
 
 
-@pytest.mark.parametrize("layout", ["DP2", "DP2+DIST", "PP2", "CP2", "TP2+SP"])
+@pytest.mark.parametrize("layout", ["DP2", "DP2+DIST", "PP2", "PP2xVPP2", "CP2", "TP2+SP"])
 def test_ranks_without_a_sequence_take_part(on_ranks, model_folder, layout):
     batch = tiny_models.make_batch(1)
     expected = on_ranks("TP1", rank_cases.updates, model_folder("qwen3"), batch)[0]
@@ -85,7 +85,7 @@ def test_every_loss_is_the_same_in_every_layout(losses, layout):
         assert relative_error(steps, losses("TP1")[name]) < 1e-5, name
 
 
-@pytest.mark.parametrize("layout", ["TP1", "DP2", "PP2"])
+@pytest.mark.parametrize("layout", ["TP1", "DP2", "PP2", "PP2xVPP2"])
 def test_sequences_of_advantage_0_may_be_left_out_of_an_update(on_ranks, model_folder, layout):
     """Of nine four have no advantage and a fifth no weight; what is left takes fewer micro-batches."""
     batch = [replace(s, advantage=0.0) if i % 2 else s for i, s in enumerate(off_policy_batch())]

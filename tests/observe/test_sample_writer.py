@@ -28,7 +28,7 @@ class Disk:
         monkeypatch.setattr(sample_writer, "write_rollouts", self.write)
 
     def write(self, run_dir, step, *arguments):
-        assert self.free.wait(20)
+        assert self.free.wait(120)
         self.threads.add(threading.current_thread().name)
         if self.error:
             raise self.error
@@ -54,7 +54,7 @@ def waited_for(start, done: str) -> threading.Thread:
     """``start`` in a thread, once it is known to wait for ``done``."""
     thread = threading.Thread(target=start, daemon=True)
     thread.start()
-    end = time.monotonic() + 20
+    end = time.monotonic() + 120
     while not any(done in wait.what and wait.owner == "driver" for wait in waits.current()):
         assert time.monotonic() < end, waits.current()
         time.sleep(0.005)
@@ -78,7 +78,7 @@ def test_a_run_faster_than_its_disk_waits_and_says_so_once(writer, disk, complai
     third = waited_for(lambda: writer.write(3, []), "samples of step 3")
     assert disk.written == []
     disk.free.set()
-    third.join(20)
+    third.join(120)
     for step in range(4, 9):
         writer.write(step, [])
     writer.close()
@@ -97,7 +97,7 @@ def test_flush_waits_for_the_steps_up_to_its_own_and_no_others(writer, disk):
     second = waited_for(lambda: writer.flush(2), "samples to reach the disk")
     assert disk.written == [1]
     disk.free.set()
-    second.join(20)
+    second.join(120)
     assert disk.written == [1, 2]
     writer.close()
 

@@ -86,17 +86,17 @@ def test_prometheus_shows_the_newest_row_until_the_run_ends(config, tmp_path):
     log = RunLog(config, tmp_path)
     for row in ROWS:
         log.step(row)
-    shown = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10).read().decode()
+    shown = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=120).read().decode()
     assert 'gdpo_step{run="tracked"} 3.0' in shown and 'gdpo_reward_format_mean{run="tracked"} 0.53' in shown
     log.step({"step": 4, "reward_function/mine": 1.0})
-    shown = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10).read().decode()
+    shown = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=120).read().decode()
     assert "# HELP gdpo_reward_function_mine reward_function/mine\n" in shown
     assert (
         "# HELP gdpo_reward_format_mean Component format, mean over the batch's samples that have it [reward]" in shown
     )
     log.close("complete")
     with pytest.raises(OSError):
-        urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10)
+        urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=120)
 
 
 @pytest.mark.parametrize("tracker", [WandbLog, MlflowLog, PrometheusLog])

@@ -33,7 +33,7 @@ class Talkers(Environment):
     def talk(self, prompt, sampling) -> Episode:
         items = [dict(message) for message in prompt.messages]
         for turn in range(2):
-            reply = httpx.post(self.url, json={"input": items, **sampling}, timeout=60)
+            reply = httpx.post(self.url, json={"input": items, **sampling}, timeout=600)
             assert reply.status_code == 200, reply.text
             items += reply.json()["output"]
             items += [{"role": "user", "content": f"go on {turn}"}] if turn == 0 else []

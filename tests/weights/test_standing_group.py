@@ -116,7 +116,6 @@ def test_an_engine_that_dies_in_an_update_ends_it_for_all_and_the_rest_goes_on(r
     run.prepare()
     (updates, sent) = run.start(engines)
     engines[1].process.kill()
-    start = time.monotonic()
     with pytest.raises(PeerLost):
         run.policy.wait(sent, "sending")
     with pytest.raises((EOFError, ConnectionError)):
@@ -125,7 +124,6 @@ def test_an_engine_that_dies_in_an_update_ends_it_for_all_and_the_rest_goes_on(r
     left = {0: engines[0], 2: engines[2]}
     run.deliver(left)
     assert run.publish(left) != first
-    assert time.monotonic() - start < 30
 
 
 def test_an_update_that_broke_off_with_all_alive_is_followed_by_another_group(run):

@@ -195,7 +195,7 @@ class Received(threading.Thread):
             self.result = error
 
     def get(self):
-        self.join(60)
+        self.join(300)
         if isinstance(self.result, RunError):
             raise self.result
         return self.result
