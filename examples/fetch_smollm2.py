@@ -131,31 +131,40 @@ def _alone(folder: Path) -> Iterator[None]:
 
 def _from_hub(whole: Path) -> str:
     """Copy the files out of the hub's cache, downloaded where they are not there. ``HF_HUB_OFFLINE`` is honoured."""
+    print(f"asking the Hugging Face hub for {REPOSITORY}", flush=True)
+    cached = _snapshot()
+    weights = cached / "model.safetensors"
+    if not weights.is_file() or _sha256(weights) != WEIGHTS_SHA256:
+        raise RunError(
+            f"{weights} is not the file that was published as {REPOSITORY} (its SHA-256 differs); remove it from the "
+            "hub's cache, or look at what HF_ENDPOINT names"
+        )
+    for file in cached.iterdir():
+        if file.is_file():
+            shutil.copyfile(file, whole / file.name)  # of the link's target
+    return f"the original weights, from {REPOSITORY} at {REVISION[:12]} on the hub, in bfloat16"
+
+
+def _snapshot() -> Path:
+    """The repository's folder in the hub's cache. Raises _Unavailable."""
     from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.utils import logging
 
     logging.set_verbosity_error()
-    what = dict(repo_id=REPOSITORY, revision=REVISION, allow_patterns=list(HUB_FILES))
-    print(f"asking the Hugging Face hub for {REPOSITORY}", flush=True)
+    why = None
     try:
         # Asked first because it fails at once: a download of something that cannot be reached tries six times.
-        reached = HfApi().model_info(REPOSITORY, revision=REVISION, timeout=HUB_TIMEOUT_S)
-    except Exception as error:  # noqa: BLE001 - the client raises many kinds; all mean that the hub does not give it
-        reached, reason = None, type(error).__name__
+        HfApi().model_info(REPOSITORY, revision=REVISION, timeout=HUB_TIMEOUT_S)
+    except Exception as error:  # noqa: BLE001 - the client raises many kinds; all mean that the hub does not answer
+        why = type(error).__name__
     try:
-        cached = snapshot_download(**what, local_files_only=reached is None)
-    except Exception as error:  # noqa: BLE001 - as above
-        reason = reason if reached is None else type(error).__name__
-        raise _Unavailable(f"the Hugging Face hub does not give {REPOSITORY} ({reason})") from None
-    if _sha256(Path(cached) / "model.safetensors") != WEIGHTS_SHA256:
-        raise RunError(
-            f"{cached}/model.safetensors is not the file that was published as {REPOSITORY} (its SHA-256 differs); "
-            "remove it from the hub's cache, or look at what HF_ENDPOINT names"
+        folder = snapshot_download(
+            REPOSITORY, revision=REVISION, allow_patterns=list(HUB_FILES), local_files_only=why is not None
         )
-    for file in Path(cached).iterdir():
-        if file.is_file():
-            shutil.copyfile(file, whole / file.name)  # of the link's target
-    return f"the original weights, from {REPOSITORY} at {REVISION[:12]} on the hub, in bfloat16"
+    except Exception as error:  # noqa: BLE001 - as above, or it is not in the cache
+        why = why or type(error).__name__
+        raise _Unavailable(f"the Hugging Face hub does not give {REPOSITORY} ({why})") from None
+    return Path(folder)
 
 
 def _sha256(file: Path) -> str:
