@@ -16,7 +16,6 @@ whole.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import random
@@ -40,7 +39,8 @@ from gdpo_nemo.algorithms import LossSettings
 from gdpo_nemo.config.schema import MegatronConfig, OptimizerConfig, PolicyConfig, SchedulerConfig
 from gdpo_nemo.data.packing import TrainSequence, assign
 from gdpo_nemo.environments.tasks.digit_sort import DIGITS, is_held_out
-from gdpo_nemo.errors import ConfigError, GdpoError
+from gdpo_nemo.errors import GdpoError
+from gdpo_nemo.weights.model_folder import whole_or_nothing
 
 ALPHABET = "0123456789+=<>/ta,."
 PAD = 0
@@ -110,7 +110,7 @@ def make_small_model(folder: str, seed: int, steps: int = 250) -> None:
 
 def _make_digit_sorter(folder: str, seed: int, steps: int, fields: dict) -> None:
     tokenizer = character_tokenizer()
-    with _whole_or_nothing(folder) as whole, tempfile.TemporaryDirectory() as scratch:
+    with whole_or_nothing(folder) as whole, tempfile.TemporaryDirectory() as scratch:
         _write_random(scratch, tokenizer, seed, fields)
         _warm_up(scratch, whole, seed, steps, _character_rows(seed))
 
@@ -124,7 +124,7 @@ def make_answering_model(folder: str, seed: int, steps: int = 120) -> None:
         ConfigError: there is something at ``folder`` already.
     """
     tokenizer = byte_tokenizer()
-    with _whole_or_nothing(folder) as whole, tempfile.TemporaryDirectory() as scratch:
+    with whole_or_nothing(folder) as whole, tempfile.TemporaryDirectory() as scratch:
         _write_random(scratch, tokenizer, seed, MODEL_CONFIGS["make_answering_model"])
         _warm_up(scratch, whole, seed, steps, _byte_rows(seed, tokenizer), rows_per_step=16)
 
@@ -138,7 +138,7 @@ def make_tool_calling_model(folder: str, seed: int, steps: int = 120) -> None:
         ConfigError: there is something at ``folder`` already.
     """
     tokenizer = byte_tokenizer()
-    with _whole_or_nothing(folder) as whole, tempfile.TemporaryDirectory() as scratch:
+    with whole_or_nothing(folder) as whole, tempfile.TemporaryDirectory() as scratch:
         _write_random(scratch, tokenizer, seed, MODEL_CONFIGS["make_tool_calling_model"])
         _warm_up(scratch, whole, seed, steps, _tool_call_rows(seed, tokenizer), rows_per_step=16)
 
@@ -149,7 +149,7 @@ def make_random_model(folder: str, seed: int) -> None:
     Raises:
         ConfigError: there is something at ``folder`` already.
     """
-    with _whole_or_nothing(folder) as whole:
+    with whole_or_nothing(folder) as whole:
         _write_random(whole, byte_tokenizer(), seed, MODEL_CONFIGS["make_random_model"])
 
 
@@ -166,20 +166,6 @@ def _write_random(folder: str | Path, tokenizer: Qwen2Tokenizer, seed: int, fiel
     tokenizer.save_pretrained(folder)
     for file in Path(folder).glob("*.safetensors"):  # which safetensors makes private
         file.chmod((Path(folder) / "config.json").stat().st_mode & 0o777)
-
-
-@contextlib.contextmanager
-def _whole_or_nothing(folder: str | Path) -> Iterator[Path]:
-    """A new folder that takes its final name when the block is through, so that a killed run leaves no half model."""
-    folder = Path(folder)
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ConfigError(f"{folder} exists already; remove it to have the model made again")
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as private:
-        whole = Path(private) / "model"  # the private folder is closed to other users, the model need not be
-        whole.mkdir()
-        yield whole
-        whole.rename(folder)
 
 
 # -- tokenizers -----------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Mapping, Sequence
@@ -25,6 +26,22 @@ from gdpo_nemo.errors import ConfigError, GdpoError, RunError
 from gdpo_nemo.rollouts.functions import rollout_methods
 from gdpo_nemo.rollouts.own_objective import check_own_functions
 from gdpo_nemo.weights.transports.transport import load_transport
+
+# An error that the factory means for the user comes back as a text: it is the run's one line on stderr.
+_CALL_FACTORY = """
+import importlib.util, pathlib, sys
+from gdpo_nemo.errors import GdpoError
+path, function, folder, seed, said = sys.argv[1:]
+spec = importlib.util.spec_from_file_location("model_factory", path)
+module = importlib.util.module_from_spec(spec)
+sys.modules["model_factory"] = module
+try:
+    spec.loader.exec_module(module)
+    getattr(module, function)(folder, int(seed))
+except GdpoError as error:
+    pathlib.Path(said).write_text(str(error), encoding="utf-8")
+    sys.exit(1)
+"""
 
 
 @dataclass
@@ -139,21 +156,19 @@ def _make_model(config: Config) -> None:
         raise ConfigError("policy.model_factory: names no function")
     path, function = find_function("policy.model_factory", config.policy.model_factory)
     print(f"{name} does not exist: making it with {path.name}:{function}", flush=True)
-    code = (
-        "import importlib.util, sys; path, function, folder, seed = sys.argv[1:]; "
-        "spec = importlib.util.spec_from_file_location('model_factory', path); "
-        "module = importlib.util.module_from_spec(spec); sys.modules['model_factory'] = module; "
-        "spec.loader.exec_module(module); getattr(module, function)(folder, int(seed))"
-    )
     threads = str(config.cluster.cpus_per_node or len(os.sched_getaffinity(0)))
     environment = {**os.environ, "OMP_NUM_THREADS": threads, "OMP_WAIT_POLICY": "PASSIVE"}
-    command = [sys.executable, "-W", "ignore", "-c", code, str(path), function, name, str(config.run.seed)]
-    process = subprocess.Popen(command, env=environment)
-    try:
-        status = process.wait()
-    except BaseException:
-        process.terminate()
-        process.wait()
-        raise
+    with tempfile.TemporaryDirectory() as scratch:
+        said = Path(scratch) / "error"
+        arguments = [str(path), function, name, str(config.run.seed), str(said)]
+        process = subprocess.Popen([sys.executable, "-W", "ignore", "-c", _CALL_FACTORY, *arguments], env=environment)
+        try:
+            status = process.wait()
+        except BaseException:
+            process.terminate()
+            process.wait()
+            raise
+        if status and said.exists():
+            raise RunError(f"policy.model_factory: {path.name}:{function}: {said.read_text(encoding='utf-8')}")
     if status:
         raise RunError(f"policy.model_factory: {path.name}:{function} ended with status {status}")

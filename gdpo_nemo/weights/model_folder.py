@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import tempfile
 from pathlib import Path
-from typing import Any, Callable, Mapping
+from typing import Any, Callable, Iterator, Mapping
 
 import torch
 from safetensors import safe_open
@@ -14,6 +16,24 @@ from safetensors.torch import save_file
 from gdpo_nemo.errors import ConfigError
 
 INDEX = "model.safetensors.index.json"
+
+
+@contextlib.contextmanager
+def whole_or_nothing(folder: str | Path) -> Iterator[Path]:
+    """A new folder that takes its final name when the block is through, so that a killed process leaves no half model.
+
+    Raises:
+        ConfigError: there is something at ``folder`` already.
+    """
+    folder = Path(folder)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigError(f"{folder} exists already; remove it to have the model made again")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as private:
+        whole = Path(private) / "model"  # the private folder is closed to other users, the model need not be
+        whole.mkdir()
+        yield whole
+        whole.rename(folder)
 
 
 def save_tensors(
