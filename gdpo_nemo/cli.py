@@ -28,6 +28,7 @@ from gdpo_nemo.commands import (
     health,
     parity,
     plan,
+    push,
     reference,
     replay,
     report,
@@ -53,6 +54,7 @@ COMMANDS = (
     evaluate,
     parity,
     convert,
+    push,
     env,
     reference,
 )
