@@ -17,6 +17,7 @@ from typing import Any, Sequence
 
 from gdpo_nemo import __version__
 from gdpo_nemo.commands import (
+    chat,
     config,
     convert,
     doctor,
@@ -52,6 +53,7 @@ COMMANDS = (
     report,
     replay,
     evaluate,
+    chat,
     parity,
     convert,
     push,

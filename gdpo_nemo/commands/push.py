@@ -71,7 +71,7 @@ def model_files(folder: Path) -> list[str]:
 
 
 def _check_name(repo: str) -> None:
-    from huggingface_hub.utils import validate_repo_id
+    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # public, but no __all__ names it
 
     try:
         validate_repo_id(repo)
@@ -113,7 +113,7 @@ def push(folder: Path, files: list[str], repo: str, token: str, public: bool = F
         reached, or refuses.
     """
     from huggingface_hub import HfApi
-    from huggingface_hub.utils import disable_progress_bars
+    from huggingface_hub.utils import disable_progress_bars  # type: ignore[attr-defined]  # as above
 
     if not sys.stderr.isatty():
         disable_progress_bars()
