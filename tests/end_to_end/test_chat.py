@@ -98,7 +98,7 @@ def test_a_script_gets_replies_of_two_models_with_history_rows_and_rewards(run_d
     assert all(len(text) == 1 for text in texts) and texts[0] == texts[3], "equal models say the same"
     row = found[2]
     assert (row["split"], row["row"], row["id"]) == ("validation", 1, "validation/1")
-    assert all(reply["rewards"] == {"correctness": 0.0, "format": 0.0} for reply in row["replies"])
+    assert all(reply["rewards"] == dict.fromkeys(("correctness", "integer", "format"), 0.0) for reply in row["replies"])
     assert "rewards" not in found[0]["replies"][0] and found[0]["replies"][0]["finish_reason"] == "length"
     tokenizer = AutoTokenizer.from_pretrained(other)
     spoken = [{"role": "system", "content": "Be kind."}]
@@ -179,7 +179,7 @@ def test_a_person_stops_a_reply_asks_a_row_and_ends_on_a_terminal(run_dir):
         chat.wait_for("error: /nonsense is no command")
         chat.type("/row 2\n")
         chat.wait_for(r"row 2 of validation\r\n2 and 2\?\r\n[A-Za-z]")
-        chat.wait_for(r"correctness 0  format 0\r\n")
+        chat.wait_for(r"correctness 0  format 0  integer 0\r\n")
         chat.wait_for("> ")
         chat.type("\x04")
         assert chat.finish() == 0, chat.shown

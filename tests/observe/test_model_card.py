@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import yaml
 from huggingface_hub import ModelCard
 
 from gdpo_nemo.config.load import load_config
+from gdpo_nemo.inputs import model_folder
 from gdpo_nemo.observe.log import RunLog
 from gdpo_nemo.observe.model_card import write_card
 
@@ -94,11 +96,33 @@ def test_a_licence_that_nobody_states_is_not_invented(exported, tmp_path, card, 
     assert "base_model" not in front and "`base` after 2 steps" in text
 
 
-def test_a_model_of_the_hub_is_named_as_it_is_there(exported, tmp_path, monkeypatch):
+@pytest.mark.parametrize("fetched", [True, False])
+def test_a_model_of_the_hub_is_named_as_it_is_there_with_the_licence_of_its_card(
+    exported, tmp_path, monkeypatch, fetched
+):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    if fetched:
+        cache = tmp_path / "models--org--model"
+        for name, content in {"refs/main": "abc", "snapshots/abc/README.md": "---\nlicense: apache-2.0\n---\n"}.items():
+            (cache / name).parent.mkdir(parents=True)
+            (cache / name).write_text(content)
     text = write_card(exported, "org/model", settings("org/model"), None, 2).read_text()
-    assert yaml.safe_load(text.split("---\n")[1])["base_model"] == "org/model"
+    front = yaml.safe_load(text.split("---\n")[1])
+    assert (front["base_model"], front["license"]) == ("org/model", "apache-2.0" if fetched else "unknown")
     assert "[org/model](https://huggingface.co/org/model) after 2 steps" in text
+
+
+def test_what_is_fetched_of_a_model_has_its_card_which_states_the_licence(monkeypatch, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
+    asked = []
+
+    def download(name, allow_patterns):
+        asked.extend(pattern for pattern in allow_patterns if fnmatch("README.md", pattern))
+        return str(tmp_path)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    monkeypatch.setattr("gdpo_nemo.inputs.check_model_content", lambda content: None)
+    assert model_folder(settings("org/model")) == tmp_path and asked
 
 
 def test_equal_runs_have_equal_cards_and_no_path_of_this_machine_is_in_them(exported, tmp_path):
