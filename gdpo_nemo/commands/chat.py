@@ -165,7 +165,7 @@ def _interactive() -> bool:
 def _greet(sources: Sequence[Source], screen: Screen) -> None:
     for source in sources:
         if not source.chat:
-            screen.note(f"{source.name} has no chat template: it continues each text by itself, without a history")
+            screen.note(f"{source.name}: no chat template, so it continues each text by itself, without a history")
     if _interactive():
         screen.note(HELP)
 

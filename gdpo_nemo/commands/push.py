@@ -32,13 +32,14 @@ def run(arguments: argparse.Namespace) -> int:
     folder = exported_model(Path(arguments.source))
     _check_name(arguments.repo)
     files = model_files(folder)
+    token = None if arguments.dry_run else _token(arguments.token_file)
     if not (folder / "README.md").is_file():
         print(f"note: {folder} has no model card (README.md)", file=sys.stderr)
-    if arguments.dry_run:
+    if token is None:
         _list(folder, files)
         print(f"would go to {arguments.repo}, {'for everybody' if arguments.public else 'private'}")
         return 0
-    print(push(folder, files, arguments.repo, _token(arguments.token_file), arguments.public))
+    print(push(folder, files, arguments.repo, token, arguments.public))
     return 0
 
 
@@ -82,12 +83,13 @@ def _check_name(repo: str) -> None:
 def _list(folder: Path, files: list[str]) -> None:
     sizes = {name: (folder / name).stat().st_size for name in files}
     for name, size in sizes.items():
-        print(f"{_megabytes(size)}  {name}")
-    print(f"{_megabytes(sum(sizes.values()))}  {len(files)} files of {folder}")
+        print(f"{_shown(size)}  {name}")
+    print(f"{_shown(sum(sizes.values()))}  {len(files)} files of {folder}")
 
 
-def _megabytes(size: int) -> str:
-    return f"{size / 1e6:10,.3f} MB"
+def _shown(size: int) -> str:
+    """Bytes, for a column."""
+    return f"{size / 1e6:10,.1f} MB" if size >= 1e5 else f"{size / 1e3:10,.1f} kB"
 
 
 def _token(file: str | None) -> str:
