@@ -67,7 +67,7 @@ def test_a_dry_run_lists_files_and_sizes_and_connects_to_nobody(hub, run_dir, ca
     assert cli.main(["push", str(run_dir), "me/mine", "--dry-run"]) == 0
     out = capsys.readouterr().out
     assert [line.split()[-1] for line in out.splitlines()[:3]] == sorted(MODEL)
-    assert "  10.3 kB  model.safetensors" in out and "would go to me/mine, private" in out
+    assert f"  {len(WEIGHTS) / 1e3:.1f} kB  model.safetensors" in out and "would go to me/mine, private" in out
     assert hub.calls == [] and hub.private == {}
 
 
