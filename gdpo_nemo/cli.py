@@ -17,6 +17,7 @@ from typing import Any, Sequence
 
 from gdpo_nemo import __version__
 from gdpo_nemo.commands import (
+    chat,
     config,
     convert,
     doctor,
@@ -28,6 +29,7 @@ from gdpo_nemo.commands import (
     health,
     parity,
     plan,
+    push,
     reference,
     replay,
     report,
@@ -51,8 +53,10 @@ COMMANDS = (
     report,
     replay,
     evaluate,
+    chat,
     parity,
     convert,
+    push,
     env,
     reference,
 )

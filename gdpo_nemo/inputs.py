@@ -141,7 +141,11 @@ def _from_hub(name: str) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]))
+        return Path(
+            snapshot_download(
+                name, allow_patterns=["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "README.md"]
+            )
+        )
     except Exception as error:  # noqa: BLE001 - the hub client raises many kinds; all mean the model is not there
         raise ConfigError(
             f"policy.model_name: {name} is neither a folder nor reachable on the hub ({type(error).__name__})"

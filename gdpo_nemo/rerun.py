@@ -228,6 +228,7 @@ def _train(plan: Plan, log: RunLog) -> None:
                 trainer.step()
             if segment is plan.segments[-1]:
                 _export(plan, trainer.policy)
+                log.card(plan.out / "model", segment.last)
             else:  # as the run did, which was stopped and resumed under another config here
                 trainer.save()
                 checkpoint = trainer.checkpoints.path(trainer.state.step)

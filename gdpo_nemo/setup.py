@@ -114,6 +114,7 @@ class RunComponents:
         """What follows the last step: the final weights as a Hugging Face folder."""
         if self.config.checkpointing.export_hf:
             present(self.policy, "the policy").export(self.run_dir / "model")
+            self.log.card(self.run_dir / "model", self.state.step)
 
 
 @contextlib.contextmanager

@@ -347,6 +347,8 @@ def test_there_are_enough_cases_and_each_command_has_some():
         "health",
         "report",
         "eval",
+        "chat",
+        "push",
         "parity",
         "convert",
         "reference",

@@ -12,11 +12,13 @@ import torch
 from safetensors.torch import save_file
 
 from gdpo_nemo import cli
+from gdpo_nemo.checkpoints import Checkpoints, RunState
 from gdpo_nemo.cluster import fleet, policy_group, session
 from gdpo_nemo.commands import parity
 from gdpo_nemo.commands.convert import export_config
 from gdpo_nemo.commands.evaluate import without_policy
 from gdpo_nemo.config.layout import resolve_layout
+from gdpo_nemo.config.load import save_config
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.config.standalone import standalone_config
 from gdpo_nemo.data.results import UpdateResult
@@ -102,6 +104,12 @@ class Part:
     def score(self, sequences):
         return {0: [np.full(len(ids) - 1, -1.0, np.float32) for ids in sequences]}
 
+    def load_checkpoint(self, folder, weights_only=False):
+        pass
+
+    def export(self, folder):
+        folder.mkdir()
+
     def train(self, sequences, settings):
         return UpdateResult(1.0, 1.0, 0.0, False, {}, {})
 
@@ -153,3 +161,21 @@ def test_eval_gives_every_gpu_to_the_engines_and_before_that_one_to_the_policy(g
     without_policy(config)
     assert resolve_layout(config).devices == gpus
     assert resolve_layout(export_config(model, run=config)).devices == 1
+
+
+def test_a_converted_checkpoint_has_the_card_of_its_run_up_to_its_step(machine, model, tmp_path_factory, capsys):
+    machine(0)
+    run = tmp_path_factory.mktemp("run")
+    config = Config()
+    config.policy.model_name = str(model)
+    config.policy.precision = "float32"
+    config.gdpo.rewards = {"right": 2.0}
+    config.run.dir = str(run)
+    save_config(config, run / "config.yaml")
+    rows = [{"step": step, "validation/right": step / 8} for step in (0, 2, 4)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    checkpoint = Checkpoints(run / "checkpoints", 1, 0, None).save(RunState(step=2), lambda folder: None)
+    assert cli.main(["convert", "--to", "hf", str(checkpoint), str(run / "hf")]) == 0, capsys.readouterr().err
+    text = (run / "hf" / "README.md").read_text()
+    assert "after 2 steps" in text and "| right | 2 | 0.000 | 0.250 |" in text
+    assert (run / "hf" / "rewards.png").is_file()

@@ -13,7 +13,7 @@ import time
 import uuid
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Callable, Protocol
+from typing import Any, Callable, Protocol, Sequence
 
 from gdpo_nemo.cluster.session import WorkerDied, answer, ray
 from gdpo_nemo.errors import GdpoError, RunError
@@ -26,6 +26,8 @@ REPLACEMENTS = 3
 """Times that an engine may be replaced without a completion in between before it is given up."""
 POLL_S = 0.5
 """Longest that an engine without news keeps a poll."""
+_LISTEN_S = 0.1
+"""Between two looks at a completion that somebody reads as it comes."""
 _NODE_POLL_S = 2.0
 """How often an engine that starts again looks whether its node is still there."""
 FULL_KV = 0.9
@@ -63,6 +65,19 @@ class PendingRequest:
     answer: asyncio.Future[Completion]
     lane: Lane = field(repr=False)
     """Of the engine that samples it; another one once its engine died."""
+
+    async def follow(self, heard: Callable[[Sequence[int]], None]) -> Completion:
+        """The completion. Until it is there, ``heard`` is told several times a second which tokens it has; where an
+        engine dies they start again. Cancelling drops it."""
+        try:
+            while not (await asyncio.wait([self.answer], timeout=_LISTEN_S))[0]:
+                if self.lane.state is LaneState.READY:
+                    with contextlib.suppress(WorkerDied):  # the lane finds out, too, and has it drawn again
+                        heard(await self.lane.drawn(self))
+        except asyncio.CancelledError:
+            self.lane.abort(self)
+            raise
+        return self.answer.result()
 
 
 class LaneOwner(Protocol):
@@ -188,6 +203,11 @@ class Lane:
             if not self._outbox:
                 asyncio.get_running_loop().call_soon(self._flush)
             self._outbox.append(pending)
+
+    async def drawn(self, pending: PendingRequest) -> list[int]:
+        """Tokens that an unfinished request has so far. Raises WorkerDied where the engine is gone."""
+        tokens: list[int] = await answer(self.actor.drawn.remote(pending.name), f"engine {self.index}", self._timeout_s)
+        return tokens
 
     def abort(self, pending: PendingRequest) -> None:
         """Drop a request that nobody waits for any more."""

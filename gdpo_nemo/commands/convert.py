@@ -11,13 +11,13 @@ import contextlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Iterator
 
-from gdpo_nemo.checkpoints import Checkpoints, RunState, check_whole, model_fingerprint
+from gdpo_nemo.checkpoints import Checkpoints, RunState, check_whole, model_fingerprint, read_state
 from gdpo_nemo.commands.arguments import add_layout
 from gdpo_nemo.config.files import check_folder_can_be
 from gdpo_nemo.config.load import load_config
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.config.standalone import standalone_config
-from gdpo_nemo.errors import ConfigError
+from gdpo_nemo.errors import ConfigError, RunError
 
 if TYPE_CHECKING:
     from gdpo_nemo.cluster.policy_group import PolicyGroup
@@ -71,7 +71,19 @@ def to_huggingface(checkpoint: str | Path, out: str | Path, model: str | Path | 
     check_whole(checkpoint)
     with session(config.cluster):
         export(checkpoint, out, config, model)
+    _write_card(checkpoint, out, model, run)
     return out
+
+
+def _write_card(checkpoint: Path, out: Path, model: str | Path, run: Config | None) -> None:
+    """The model card of a checkpoint, with what is known of its run. Raises RunError."""
+    from gdpo_nemo.observe.model_card import write_card
+
+    run_dir = checkpoint.resolve().parent.parent if run else None
+    try:
+        write_card(out, str(model), run, run_dir, read_state(checkpoint).step)
+    except OSError as error:
+        raise RunError(f"{out}: the model card could not be written: {error.strerror or error}") from None
 
 
 def export_config(model: str | Path, layout: str = "", run: Config | None = None) -> Config:

@@ -214,10 +214,10 @@ def _sampled(config: Config, subject: Subject) -> list[Group]:
 
     inputs = read_inputs(config, ("validation",))
     for line in inputs.refused:
-        _say(line)
+        say(line)
     with session(config.cluster), contextlib.ExitStack() as stack:
-        folder = inputs.folder if subject.checkpoint is None else _exported(subject.checkpoint, config, inputs.folder)
-        _say(f"sampling {len(inputs.held_out)} held-out prompts x {config.gdpo.val_generations_per_prompt}")
+        folder = inputs.folder if subject.checkpoint is None else exported(subject.checkpoint, config, inputs.folder)
+        say(f"sampling {len(inputs.held_out)} held-out prompts x {config.gdpo.val_generations_per_prompt}")
         pool = EnvironmentPools(config.env, config.rollout.env_workers, config.rollout.env_timeout_s, config.run.seed)
         stack.callback(pool.close)
         # Without the policy's ranks: Ray finds the engines' devices, on whatever nodes it has.
@@ -232,17 +232,18 @@ def _sampled(config: Config, subject: Subject) -> list[Group]:
     return groups
 
 
-def _exported(checkpoint: Path, config: Config, model: Path) -> Path:
+def exported(checkpoint: Path, config: Config, model: Path) -> Path:
     """A checkpoint as a Hugging Face folder that goes with the Ray session, however that ends."""
     from gdpo_nemo.commands.convert import export, export_config
 
-    _say(f"reading {checkpoint}")
+    say(f"reading {checkpoint}")
     folder = Path(tempfile.mkdtemp(dir=os.environ["TMPDIR"]))
     export(checkpoint, folder, export_config(model, run=config), model)
     return folder
 
 
-def _say(line: str) -> None:
+def say(line: str) -> None:
+    """A line for who waits, beside the command's output."""
     print(line, file=sys.stderr, flush=True)
 
 

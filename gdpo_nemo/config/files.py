@@ -57,7 +57,7 @@ def check_files(config: Config, layout: Layout) -> None:
     check_model(config, layout)
     check_engines(config)
     _check_weight_updates(config)
-    _check_tokenizer(config)
+    check_tokenizer(config)
     check_data_file("data.train", config.data.train)
     if config.data.validation:
         check_data_file("data.validation", config.data.validation)
@@ -199,7 +199,7 @@ def check_model(config: Config, layout: Layout) -> None:
     folder = Path(config.policy.model_name)
     if config.policy.model_factory:
         find_function("policy.model_factory", config.policy.model_factory)
-    elif not folder.is_dir() and not _may_be_on_the_hub(name):
+    elif not folder.is_dir() and not may_be_on_the_hub(name):
         raise ConfigError(
             f"policy.model_name: {name} is neither a folder nor a hub name (organisation/model); "
             "policy.model_factory can make it"
@@ -281,7 +281,7 @@ def _check_divides(key: str, size: int, counts: list[tuple[int, str]]) -> None:
             )
 
 
-def _check_tokenizer(config: Config) -> None:
+def check_tokenizer(config: Config) -> None:
     """A folder that is to have the tokenizer has one: without files transformers makes an empty one. Raises
     ConfigError."""
     name = config.policy.tokenizer_name
@@ -289,7 +289,7 @@ def _check_tokenizer(config: Config) -> None:
     if folder.is_dir():
         if not any((folder / file).is_file() for file in _TOKENIZER_FILES):
             raise ConfigError(f"policy.tokenizer_name: {folder} holds no tokenizer ({', '.join(_TOKENIZER_FILES)})")
-    elif name is not None and not _may_be_on_the_hub(name):
+    elif name is not None and not may_be_on_the_hub(name):
         raise ConfigError(f"policy.tokenizer_name: {name} is neither a folder nor a hub name (organisation/model)")
 
 
@@ -338,7 +338,7 @@ def _check_place(key: str, place: str) -> None:
             raise ConfigError(f"{key}: {path} is empty")
     elif is_local(place):
         return
-    elif path.suffix in DATA_SUFFIXES or not _may_be_on_the_hub(place.partition(":")[0]):
+    elif path.suffix in DATA_SUFFIXES or not may_be_on_the_hub(place.partition(":")[0]):
         raise ConfigError(f"{key}: {path} does not exist (looked in {Path.cwd()})")
 
 
@@ -352,7 +352,7 @@ def is_local(path: str) -> bool:
     return Path(path).expanduser().exists() or Path(path.partition(":")[0]).expanduser().is_dir()
 
 
-def _may_be_on_the_hub(name: str) -> bool:
+def may_be_on_the_hub(name: str) -> bool:
     """``organisation/name``, unless its first part is a folder here: then a missing folder was meant."""
     return bool(_HUB_NAME.fullmatch(name)) and not Path(name.split("/")[0]).is_dir()
 

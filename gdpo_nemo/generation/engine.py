@@ -113,6 +113,10 @@ class Engine:
         """Drop requests; they are not reported. Unknown names are passed over."""
         self._pump.abort(names)
 
+    def drawn(self, name: str) -> list[int]:
+        """Return the tokens that a submitted request has so far; none once it has finished, or where it waits."""
+        return self._pump.drawn(name)
+
     def generate(self, requests: Sequence[SampleRequest], sampling: Sampling) -> CompletionBatch:
         """Sample one completion per request, and wait for them.
 

@@ -136,6 +136,10 @@ class Pump:
         """Drop requests, wherever they are; returns when none of them can be reported any more."""
         self.call(partial(self._drop, frozenset(names)))
 
+    def drawn(self, name: str) -> list[int]:
+        """See ``VllmCore.drawn``."""
+        return self.call(partial(self.core.drawn, name))
+
     def hold(self, kv: str) -> None:
         """Wait for the boundary between two steps at which nothing is left (``drain``), or for the next one.
 

@@ -157,6 +157,11 @@ class VllmCore:
         """Names of the requests that have no token yet."""
         return {state.external_req_id for state in self._states() if not state.weight_version_starts}
 
+    def drawn(self, name: str) -> list[int]:
+        """Tokens that an unfinished request has so far; none of one that is unknown, or that waits."""
+        found = (state for state in self._states() if state.external_req_id == name)
+        return [token for state in found for token in state.detokenizer.output_token_ids]
+
     def _states(self) -> Any:
         return self._engine.output_processor.request_states.values()
 

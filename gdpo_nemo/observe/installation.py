@@ -89,6 +89,12 @@ def require_libraries(config: Config) -> None:
         raise RunError(missing)
 
 
+def versions() -> dict[str, str]:
+    """Of the packages that runs depend on, as far as they are installed."""
+    found = {package: gpu_libraries.version(package) for package in (*_NEEDED, *_ENGINES)}
+    return {package: text for package, text in found.items() if text}
+
+
 def _loads(library: str) -> bool:
     try:
         ctypes.CDLL(library)

@@ -116,6 +116,10 @@ class RunLog:
         """Tells them what is good to know and not wrong."""
         self._tell("note", text)
 
+    def card(self, folder: Path, step: int) -> None:
+        """Write the card of the model that was exported into ``folder`` after ``step`` steps."""
+        self._try("the model card", _card, folder, self._config, self._run_dir, step)
+
     @property
     def history(self) -> History:
         """The rows so far, those of earlier attempts among them."""
@@ -191,6 +195,12 @@ def _plot(run_dir: Path) -> Path:
     from gdpo_nemo.observe.plot import plot_rewards  # matplotlib takes a second to import; only the end needs it.
 
     return plot_rewards(run_dir)
+
+
+def _card(folder: Path, config: Config, run_dir: Path, step: int) -> Path:
+    from gdpo_nemo.observe.model_card import write_card
+
+    return write_card(folder, config.policy.model_name, config, run_dir, step)
 
 
 def _report(run_dir: Path) -> Path:

@@ -34,6 +34,7 @@ def test_a_model_comes_back_bit_for_bit_through_checkpoints_of_other_layouts(gdp
     status, out, err = gdpo_nemo(*back, "--model", digit_model)
     assert status == 0, (out, err)
     assert (tmp_path / "hf" / "model.safetensors").read_bytes() == (digit_model / "model.safetensors").read_bytes()
+    assert "The weights of a checkpoint after 0 steps" in (tmp_path / "hf" / "README.md").read_text()
     status, out, err = gdpo_nemo(*back, "--model", digit_model)
     assert status == 2 and "is not empty" in err
     shard = max(checkpoint.glob("*.distcp"), key=lambda file: file.stat().st_size)

@@ -29,7 +29,8 @@ def test_run_ends_with_status_0_and_leaves_nothing_beside_its_folder(undisturbed
 
 def test_run_folder_holds_what_the_contract_names(undisturbed):
     run_dir = undisturbed[0].run_dir
-    for name in ("config.yaml", "metrics.jsonl", "rewards.png", "report.html", "trace.json", "model/model.safetensors"):
+    model = ("model/model.safetensors", "model/README.md", "model/rewards.png")
+    for name in ("config.yaml", "metrics.jsonl", "rewards.png", "report.html", "trace.json", *model):
         assert (run_dir / name).stat().st_size > 0, name
     assert sorted(p.name for p in (run_dir / "checkpoints").iterdir()) == ["step_4", "step_6"]
     samples = read_rollouts(rollout_path(run_dir, STEPS))

@@ -233,6 +233,29 @@ def test_a_cached_prefix_is_never_that_of_older_weights(engine, weights, load, k
     assert max(np.abs(drawn[name].logprobs - by_new[name]).max() for name in new) < 1e-4
 
 
+def test_what_a_request_has_drawn_so_far_is_the_beginning_of_its_completion(engine, load):
+    """Asked for at every boundary between two steps; another request is drawn beside it."""
+    heard: list[list[int]] = []
+    core = engine._core
+    step = core.step
+
+    def listened():
+        outputs = step()
+        heard.append(core.drawn("r0"))
+        return outputs
+
+    core.step = listened
+    try:
+        engine.submit(requests(2))
+        drawn = collect(engine, 2)["r0"].token_ids.tolist()
+    finally:
+        core.step = step
+    lengths = [len(tokens) for tokens in heard if tokens]
+    assert lengths == sorted(lengths) and len(set(lengths)) >= len(drawn) - 2 > 2
+    assert all(drawn[: len(tokens)] == tokens for tokens in heard)
+    assert engine.drawn("r0") == engine.drawn("nobody's") == []
+
+
 def test_scores_join_the_requests_under_way(engine, load):
     """The probe does not wait for the slowest sample, and does not change what is drawn."""
     wanted = requests(6)

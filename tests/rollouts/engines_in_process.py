@@ -74,6 +74,11 @@ class ScriptedEngine:
         ids = np.array([request.seed % 997, self.version + 2, len(spans)], np.int32)
         return Completion(ids, np.zeros(3, np.float32), "stop", tuple(spans))
 
+    def drawn(self, name):
+        self._live()
+        with self._lock:
+            return [self._running[name][0].seed % 997] if name in self._running else []
+
     def abort(self, names):
         with self._lock:
             self.aborted += [name for name in names if self._running.pop(name, None)]

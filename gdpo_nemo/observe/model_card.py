@@ -1,0 +1,225 @@
+"""``README.md`` of an exported model: what it was made from, for which rewards, how that went. The hub's model card.
+
+Nothing in it depends on when or where it is written, so equal runs give equal files.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from gdpo_nemo import __version__
+from gdpo_nemo.config.effects import value_of
+from gdpo_nemo.config.files import DATA_SUFFIXES, is_local, is_rows_function, may_be_on_the_hub, read_model_config
+from gdpo_nemo.config.schema import Config, DatasetConfig
+from gdpo_nemo.observe.history import History
+from gdpo_nemo.observe.installation import versions
+from gdpo_nemo.observe.metrics import read_metrics
+from gdpo_nemo.observe.summary import number
+
+FILE = "README.md"
+CURVE = "rewards.png"
+_UNKNOWN = "unknown"
+_SHOWN = (
+    "gdpo.estimator", "gdpo.num_prompts_per_step", "gdpo.num_generations_per_prompt", "gdpo.kl_in_reward",
+    "loss_fn.type", "loss_fn.ratio_clip_min", "loss_fn.ratio_clip_max", "loss_fn.reference_policy_kl_penalty",
+    "policy.precision", "policy.max_total_sequence_length", "policy.megatron_cfg.optimizer.lr",
+    "policy.megatron_cfg.scheduler.lr_decay_style", "policy.lora.rank", "policy.generation.temperature",
+    "policy.generation.max_new_tokens", "rollout.max_staleness", "run.seed",
+)  # fmt: skip
+"""Keys of the config without which its figures say little."""
+
+
+def write_card(folder: str | Path, base_model: str, config: Config | None, run_dir: Path | None, step: int) -> Path:
+    """Write ``README.md``, and the reward curves beside it where the run draws them, into an exported model's folder.
+
+    Args:
+        base_model: folder or hub name of the model that training started from.
+        config: of the run; None where it is not known.
+        run_dir: its folder, for the metrics up to ``step``; None: there are none.
+
+    Raises:
+        OSError: it cannot be written. RunError: the run's metrics are damaged.
+    """
+    folder = Path(folder)
+    rows = read_metrics(run_dir) if run_dir else []
+    history = History.of(row for row in rows if row["step"] <= step)
+    drawn = bool(config and config.logger.plot and history.components)
+    if config and drawn:
+        from gdpo_nemo.observe.plot import rewards_png  # matplotlib takes a second to import
+
+        (folder / CURVE).write_bytes(rewards_png(history, config.run.name))
+    (folder / FILE).write_text(_card(base_model, config, history, step, drawn), encoding="utf-8")
+    return folder / FILE
+
+
+def _card(base_model: str, config: Config | None, history: History, step: int, drawn: bool) -> str:
+    base = _front_of(base_model)
+    parent = _hub_name(base_model, base)
+    parts = [
+        _front_matter(config, base, parent),
+        f"# {config.run.name if config else 'Converted model'}",
+        _origin(base_model, parent, config, step),
+        *([_data(config), _rewards(config, history)] if config else []),
+        *([f"![reward curves]({CURVE})"] if drawn else []),
+        *([_settings(config)] if config else []),
+        _versions(),
+        _use(),
+        _licence(base, parent),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _front_matter(config: Config | None, base: dict[str, Any], parent: str | None) -> str:
+    """The YAML that the hub reads."""
+    fields: dict[str, Any] = {"base_model": parent} if parent else {}
+    fields |= {"library_name": "transformers", "pipeline_tag": "text-generation"}
+    fields["license"] = base.get("license") or _UNKNOWN
+    fields |= {key: base[key] for key in ("license_name", "license_link") if key in base}
+    named = _hub_datasets(config) if config else []
+    fields |= {"datasets": named} if named else {}
+    tags = ["gdpo_nemo", "reinforcement-learning"]
+    if config and ":" not in config.gdpo.estimator:
+        tags.append(config.gdpo.estimator)
+    fields["tags"] = tags
+    return f"---\n{yaml.safe_dump(fields, sort_keys=False, allow_unicode=True)}---"
+
+
+def _origin(base_model: str, parent: str | None, config: Config | None, step: int) -> str:
+    shown = f"[{parent}](https://huggingface.co/{parent})" if parent else f"`{Path(base_model).name}`"
+    if config is None:
+        return f"The weights of a checkpoint after {step} steps, which were trained from {shown} by gdpo_nemo."
+    how = "all weights" if not config.policy.lora.rank else f"LoRA of rank {config.policy.lora.rank}, merged"
+    return f"{shown} after {step} steps of reinforcement learning with several rewards by gdpo_nemo ({how})."
+
+
+def _data(config: Config) -> str:
+    lines = ["## Data", ""]
+    for split, dataset in (("Training", config.data.train), ("Validation", config.data.validation)):
+        if dataset is not None:
+            lines.append(f"* {split} prompts: {_source(dataset, config)}")
+    lines.append(f"* Verified by: {', '.join(f'`{name}`' for name in config.env) or 'nobody'}")
+    return "\n".join(lines)
+
+
+def _source(dataset: DatasetConfig, config: Config) -> str:
+    """Where prompts come from; of files here only the names."""
+    if dataset.path is None:
+        return f"made by the environment `{dataset.environment or next(iter(config.env), '')}`"
+    return ", ".join(f"`{Path(place).name if _stays_here(place) else place}`" for place in _places(dataset))
+
+
+def _places(dataset: DatasetConfig) -> list[str]:
+    paths = dataset.path if isinstance(dataset.path, (list, tuple)) else [dataset.path]
+    return [str(path) for path in paths if path]
+
+
+def _stays_here(place: str) -> bool:
+    return is_local(place) or is_rows_function(place) or Path(place).suffix in DATA_SUFFIXES
+
+
+def _hub_datasets(config: Config) -> list[str]:
+    every = [*_places(config.data.train), *(_places(config.data.validation) if config.data.validation else [])]
+    return list(dict.fromkeys(place.partition(":")[0] for place in every if not _stays_here(place)))
+
+
+def _rewards(config: Config, history: History) -> str:
+    """A table of the components: weight, first and last mean, on held-out prompts where there was a validation."""
+    held_out = {name: history.curve(f"validation/{name}") for name in (*config.gdpo.rewards, *history.components)}
+    validated = any(steps for steps, _ in held_out.values())
+    curves = held_out if validated else {name: history.curve(f"reward/{name}/mean") for name in held_out}
+    measured = next((steps for steps, _ in curves.values() if steps), None)
+    if measured is None:
+        rows = [f"| {name} | {weight:g} |" for name, weight in config.gdpo.rewards.items()]
+        return "\n".join(["## Rewards", "", "| reward | weight |", "|---|---:|", *rows])
+    what = "held-out prompts" if validated else "the training batch"
+    ends = f"mean on {what}, step {measured[0]} | step {measured[-1]}"
+    lines = ["## Rewards", "", f"| reward | weight | {ends} |", "|---|---:|---:|---:|"]
+    for name, (_, values) in curves.items():
+        if values:
+            weight = config.gdpo.rewards.get(name)
+            shown = "not trained" if weight is None else f"{weight:g}"
+            lines.append(f"| {name} | {shown} | {number(values[0])} | {number(values[-1])} |")
+    if validated:
+        lines += ["", _validation(config)]
+    return "\n".join(lines)
+
+
+def _validation(config: Config) -> str:
+    prompts = "all held-out prompts" if config.gdpo.val_prompts is None else f"{config.gdpo.val_prompts} prompts"
+    samples = config.gdpo.val_generations_per_prompt
+    each = "1 sample" if samples == 1 else f"{samples} samples"
+    return f"Validation: {prompts}, {each} each, temperature {config.gdpo.val_temperature:g}."
+
+
+def _settings(config: Config) -> str:
+    values = {key: value_of(config, key) for key in _SHOWN}
+    if config.policy.lora.rank:
+        values |= {key: value_of(config, key) for key in ("policy.lora.alpha", "policy.lora.target_modules")}
+    text = yaml.safe_dump(values, sort_keys=False, width=1000)
+    return f"## Settings\n\n```yaml\n{text}```"
+
+
+def _versions() -> str:
+    found = {"gdpo_nemo": __version__, **versions()}
+    return f"## Versions\n\n{', '.join(f'{name} {text}' for name, text in found.items())}"
+
+
+def _use() -> str:
+    code = (
+        "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
+        'model = AutoModelForCausalLM.from_pretrained("FOLDER")  # this folder, or its name on the hub\n'
+        'tokenizer = AutoTokenizer.from_pretrained("FOLDER")'
+    )
+    return f"## Use\n\n```python\n{code}\n```\n\nOr `gdpo-nemo chat FOLDER`."
+
+
+def _licence(base: dict[str, Any], parent: str | None) -> str:
+    stated = base.get("license")
+    whose = parent or "the base model"
+    return f"## Licence\n\n{stated}, as {whose} says." if stated else "## Licence\n\nunknown: see the base model."
+
+
+def _front_of(model: str) -> dict[str, Any]:
+    """What the base model's own card says of itself, and its ``config.json`` where the card does not."""
+    folder = Path(model)
+    card = _cached(model, FILE) if _on_the_hub(model) else folder / FILE
+    front = _parsed_front(card.read_text(encoding="utf-8", errors="replace")) if card and card.is_file() else {}
+    file = folder / "config.json"
+    if file.is_file() and "license" not in front:
+        content = read_model_config(file)
+        front |= {key: content[key] for key in ("license",) if isinstance(content.get(key), str)}
+    return front
+
+
+def _on_the_hub(model: str) -> bool:
+    return not Path(model).is_dir() and may_be_on_the_hub(model)
+
+
+def _cached(name: str, file: str) -> Path | None:
+    """A file of a model that was fetched from the hub before."""
+    from huggingface_hub import try_to_load_from_cache
+
+    found = try_to_load_from_cache(name, file)
+    return Path(found) if isinstance(found, str) else None
+
+
+def _parsed_front(text: str) -> dict[str, Any]:
+    """The YAML between two lines ``---`` at the beginning; empty where there is none that can be read."""
+    if not text.startswith("---\n"):
+        return {}
+    try:
+        front = yaml.safe_load(text[4:].partition("\n---")[0])
+    except yaml.YAMLError:
+        return {}
+    return front if isinstance(front, dict) else {}
+
+
+def _hub_name(model: str, base: dict[str, Any]) -> str | None:
+    """The base model's name on the hub, or that of the model which it was made from itself; None: it says neither."""
+    if _on_the_hub(model):
+        return model
+    named = base.get("base_model")
+    return named if isinstance(named, str) else None
