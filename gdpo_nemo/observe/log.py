@@ -116,6 +116,11 @@ class RunLog:
         """Tells them what is good to know and not wrong."""
         self._tell("note", text)
 
+    def say(self, line: str) -> None:
+        """Shows what is good to see and need not be kept."""
+        if self._console:
+            self._try("the console", self._console.say, line)
+
     @property
     def history(self) -> History:
         """The rows so far, those of earlier attempts among them."""
