@@ -16,10 +16,11 @@ import yaml
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from gdpo_nemo import inputs
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.data import tokenizer as tokenizer_module
 from gdpo_nemo.data.tokenizer import load_tokenizer
-from gdpo_nemo.observe.display import active
+from gdpo_nemo.observe.display import NORMAL, QUIET, shown
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 MODEL = dict(
@@ -103,7 +104,7 @@ def test_without_a_terminal_or_quietly_the_error_is_all_there_is(tmp_path):
 def test_verbose_says_what_every_phase_took(tmp_path):
     done = subprocess.run([*refused_run(tmp_path), "-v"], capture_output=True, text=True, cwd=REPOSITORY)
     said = re.findall(r"^(\w+): \d+\.\d s$", done.stdout, re.MULTILINE)
-    assert said == ["config", "imports", "environments", "model", "tokenizer", "data"]
+    assert list(dict.fromkeys(said)) == ["config", "imports", "environments", "model", "tokenizer", "data"]
 
 
 def test_what_a_run_reads_before_its_processes_needs_no_torch(tmp_path):
@@ -145,4 +146,19 @@ def test_every_other_tokenizer_is_left_to_auto_tokenizer(model_type, settings, t
     assert tokenizer_module._known_class(folder) is None
     (folder / "tokenizer.json").unlink()
     assert tokenizer_module._known_class(folder) is None
-    assert active() is None
+
+
+def test_what_a_factory_prints_stands_above_the_phases_and_quietly_nowhere(tmp_path, capfd):
+    factory = tmp_path / "factory.py"
+    factory.write_text(
+        "from pathlib import Path\ndef make(folder, seed):\n    print('warming up', seed)\n    Path(folder).mkdir()\n"
+    )
+    config = Config()
+    config.run.seed = 7
+    config.policy.model_factory = f"{factory}:make"
+    for level, said in ((NORMAL, "{} does not exist: making it with factory.py:make\nwarming up 7\n"), (QUIET, "")):
+        config.policy.model_name = str(tmp_path / str(level))
+        with shown(sys.stdout, level):
+            inputs._make_model(config)
+        assert Path(config.policy.model_name).is_dir()
+        assert capfd.readouterr().out == said.format(config.policy.model_name)

@@ -217,6 +217,18 @@ def test_validation_draws_the_same_samples_each_time_and_none_of_trainings(world
     assert not set(w.submitted()[2]) & set(first)
 
 
+def test_who_watches_a_step_sees_its_samples_and_verdicts_as_they_come(world):
+    w = world()
+    w.hanging = {1}
+    w.scheduler.schedule(0)
+    eventually(lambda: w.scheduler.progress() == "6 of 6 samples, 2 of 3 groups judged")
+    w.release.set()
+    assert places(w.scheduler.get_batch(0)) == [0, 1, 2]
+    ahead = world("rollout.max_staleness=1", "rollout.depth=6")
+    ahead.scheduler.schedule(0)
+    eventually(lambda: ahead.scheduler.progress() == "6 of 3 groups ready")
+
+
 @pytest.mark.parametrize("staleness", [0, 2])
 def test_each_group_travels_with_the_updates_done_before_it_is_trained(world, staleness):
     """Steps of two updates: three prompts of two samples, in batches of three samples."""
