@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
-from gdpo_nemo.algorithms import Advantages, LossSettings, target_po_coefficients
+from gdpo_nemo.algorithms import LossSettings
 from gdpo_nemo.algorithms.own_functions import loss_entry
 from gdpo_nemo.config.algorithm_choice import ALGORITHMS, samples
 from gdpo_nemo.config.messages import first_line
@@ -36,6 +36,7 @@ from gdpo_nemo.rollouts.learning import (
 )
 
 if TYPE_CHECKING:
+    from gdpo_nemo.algorithms import Advantages
     from gdpo_nemo.cluster.policy_group import PolicyGroup
     from gdpo_nemo.observe.log import RunLog
     from gdpo_nemo.rollouts.rollout_batch import Rollout
@@ -260,6 +261,8 @@ class GDPO(Algorithm):
 
     def _apply_target_po(self, update: list[TrainSequence]) -> None:
         """TargetPO: turn scores into the coefficients whose linear loss has its gradient at the current weights."""
+        from gdpo_nemo.algorithms import target_po_coefficients
+
         now = self.policy.logprobs(update)
         old = [s.sampler_logprobs if s.old_logprobs is None else s.old_logprobs for s in update]
         size = self.config.gdpo.num_generations_per_prompt

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import sys
 import threading
 import time
 from dataclasses import dataclass, field
@@ -14,7 +15,9 @@ from gdpo_nemo.config.load import ConfigSource, Overrides
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.errors import RunError
 from gdpo_nemo.inline import Reward, Rows, inline_run, written
+from gdpo_nemo.observe.display import NORMAL, QUIET, shown
 from gdpo_nemo.observe.metrics import read_metrics
+from gdpo_nemo.phases import phase
 from gdpo_nemo.validation import validate
 
 _STOPPED = (128 + signal.SIGHUP, 128 + signal.SIGINT, 128 + signal.SIGTERM)
@@ -92,9 +95,13 @@ def run(config: Config, begin: float | None = None) -> TrainResult:
     if not _one_at_a_time.acquire(blocking=False):
         raise RunError("a run is under way in this process; wait for its end, or train in another process")
     try:
-        from gdpo_nemo.trainer import run as fit
+        with shown(sys.stdout, NORMAL, begin) as display:
+            if config.logger.console == "quiet":
+                display.level = QUIET
+            with phase("imports"):
+                from gdpo_nemo.trainer import run as fit
 
-        status = fit(config, begin)
+            status = fit(config, begin)
     except SystemExit as end:  # a signal that came before training had started, or the second one
         if end.code not in _STOPPED:
             raise RunError(f"the run was ended by sys.exit({end.code!r})") from end

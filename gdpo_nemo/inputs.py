@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Mapping, Sequence
 
@@ -23,9 +24,10 @@ from gdpo_nemo.data.splits import room_for_prompts
 from gdpo_nemo.data.tokenizer import load_tokenizer
 from gdpo_nemo.environments.registry import check_rewards, load_environments
 from gdpo_nemo.errors import ConfigError, GdpoError, RunError
+from gdpo_nemo.observe.display import active
+from gdpo_nemo.phases import phase
 from gdpo_nemo.rollouts.functions import rollout_methods
 from gdpo_nemo.rollouts.own_objective import check_own_functions
-from gdpo_nemo.weights.transports.transport import load_transport
 
 # An error that the factory means for the user comes back as a text: it is the run's one line on stderr.
 _CALL_FACTORY = """
@@ -69,6 +71,8 @@ def _check_own_transport(config: Config) -> None:
     """Load a transport of the user's own. Raises ConfigError."""
     name = config.weights.transport
     if name != "auto" and name not in TRANSPORTS:
+        from gdpo_nemo.weights.transports.transport import load_transport
+
         load_transport(name)
 
 
@@ -79,29 +83,34 @@ def read_inputs(config: Config, splits: Sequence[str]) -> Inputs:
         ConfigError: something is missing or does not fit. RunError: the model's factory, or an environment's server,
         failed.
     """
-    environments = load_environments(config.env)
+    with phase("environments"):
+        environments = load_environments(config.env)
     check_rewards(config, environments)
-    folder = model_folder(config)
-    tokenizer = load_tokenizer(config, folder)
+    with phase("model"):
+        folder = model_folder(config)
+    with phase("tokenizer"):
+        tokenizer = load_tokenizer(config, folder)
     check_own_functions(config)
     algorithm = load_algorithm(config)
     if algorithm.samples:
         _check_own_transport(config)
         rollout_methods(config)
     room = room_for_prompts(config)
-    sources = {
-        split: PromptSource(
-            getattr(config.data, split),
-            environments,
-            tokenizer,
-            split=split,
-            seed=config.run.seed,
-            max_prompt_tokens=room,
-        )
-        for split in splits
-    }
+    with phase("data"):
+        sources = {
+            split: PromptSource(
+                getattr(config.data, split),
+                environments,
+                tokenizer,
+                split=split,
+                seed=config.run.seed,
+                max_prompt_tokens=room,
+            )
+            for split in splits
+        }
     if algorithm.samples:
-        _preflight(environments, sources)
+        with phase("preflight"):
+            _preflight(environments, sources)
         check_rewards(config, environments)
     refused = [
         f"data.{split}: {len(source.refused)} prompts are longer than {room} tokens and are left out, "
@@ -159,20 +168,25 @@ def _make_model(config: Config) -> None:
     if config.policy.model_factory is None:
         raise ConfigError("policy.model_factory: names no function")
     path, function = find_function("policy.model_factory", config.policy.model_factory)
-    print(f"{name} does not exist: making it with {path.name}:{function}", flush=True)
     threads = str(config.cluster.cpus_per_node or len(os.sched_getaffinity(0)))
-    environment = {**os.environ, "OMP_NUM_THREADS": threads, "OMP_WAIT_POLICY": "PASSIVE"}
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": threads, "OMP_WAIT_POLICY": "PASSIVE"}
+    display = active()
+    write = display.write if display else partial(print, flush=True)
+    write(f"{name} does not exist: making it with {path.name}:{function}")
     with tempfile.TemporaryDirectory() as scratch:
-        said = Path(scratch) / "error"
-        arguments = [str(path), function, name, str(config.run.seed), str(said)]
-        process = subprocess.Popen([sys.executable, "-W", "ignore", "-c", _CALL_FACTORY, *arguments], env=environment)
+        failure = Path(scratch) / "error"
+        arguments = [str(path), function, name, str(config.run.seed), str(failure)]
+        command = [sys.executable, "-W", "ignore", "-c", _CALL_FACTORY, *arguments]
+        process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True, errors="replace")
         try:
+            for said in process.stdout or ():
+                write(said.rstrip("\n"))
             status = process.wait()
         except BaseException:
             process.terminate()
             process.wait()
             raise
-        if status and said.exists():
-            raise RunError(f"policy.model_factory: {path.name}:{function}: {said.read_text(encoding='utf-8')}")
+        if status and failure.exists():
+            raise RunError(f"policy.model_factory: {path.name}:{function}: {failure.read_text(encoding='utf-8')}")
     if status:
         raise RunError(f"policy.model_factory: {path.name}:{function} ended with status {status}")

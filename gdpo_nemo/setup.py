@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import signal
+import threading
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Callable, Iterator
@@ -23,10 +25,12 @@ from gdpo_nemo.environments.execution.dispatch import EnvironmentPools
 from gdpo_nemo.errors import GdpoError, present
 from gdpo_nemo.inputs import Inputs, read_inputs
 from gdpo_nemo.observe.diagnosis import examine
+from gdpo_nemo.observe.display import active
 from gdpo_nemo.observe.installation import require_libraries
 from gdpo_nemo.observe.log import RunLog
 from gdpo_nemo.observe.metrics import read_metrics
 from gdpo_nemo.observe.status import StatusFile
+from gdpo_nemo.phases import phase
 from gdpo_nemo.resume import find_start, record_config, total_updates
 from gdpo_nemo.rollouts.prompt_stream import BatchStream, PromptStream
 from gdpo_nemo.waits import WaitExpired
@@ -147,6 +151,8 @@ def run_context(config: Config, begin: float | None = None) -> Iterator[RunCompo
             if start.changes:
                 upcoming = present(parts.policy, "the policy").next_learning_rate()
                 log.note(_learning_rates(run_dir, start.state.step, upcoming))
+            if display := active():
+                log.say(display.ready())
             stop.patient = True
             yield parts
             outcome[0] = "stopped" if stop.requested else "complete"
@@ -170,18 +176,21 @@ def _start_processes(
     begin: float | None,
 ) -> None:
     """Ray and the policy's ranks; engines and verifiers beside them, where the algorithm samples."""
-    from gdpo_nemo.cluster.policy_group import PolicyGroup
-    from gdpo_nemo.cluster.reservation import reserve
     from gdpo_nemo.cluster.session import keep_logs, session
 
     config = with_ranks(parts.config)
     lap = parts.log.stopwatch("start", psutil.Process().create_time() if begin is None else begin)
     lap("imports, config, data")
-    stack.enter_context(session(config.cluster))
+    with _imported_meanwhile():
+        stack.enter_context(session(config.cluster))
+    from gdpo_nemo.cluster.policy_group import PolicyGroup
+    from gdpo_nemo.cluster.reservation import reserve
+
     lap("Ray")
     stack.push(lambda kind, error, trace: point_to_logs(error, keep_logs, parts.run_dir))
     folder = inputs.folder.absolute()
-    placement = reserve(config, [parts.run_dir, folder])
+    with phase("nodes"):
+        placement = reserve(config, [parts.run_dir, folder])
     pool = _start_environments(parts, stack, config, placement) if inputs.algorithm.samples else None
     parts.total_updates = horizon = total_updates(config, parts.state, len(inputs.prompts))
     reference = inputs.algorithm.needs_reference(config)
@@ -201,6 +210,33 @@ def _start_processes(
         sampling.connect(stack, pool)
     else:
         parts.stream = PromptStream(config, inputs.prompts, parts.state.position)
+
+
+_WANTED_SOON = (
+    "gdpo_nemo.cluster.fleet",
+    "gdpo_nemo.cluster.policy_group",
+    "gdpo_nemo.rollouts.scheduler",
+    "gdpo_nemo.cluster.probe",
+    "gdpo_nemo.cluster.weight_sync",
+    "gdpo_nemo.algorithms.advantages",
+)
+
+
+@contextlib.contextmanager
+def _imported_meanwhile() -> Iterator[None]:
+    """Import what the next phases need, torch above all, in a thread while the block waits for other processes."""
+
+    def load() -> None:
+        # What fails here fails again, and is reported, where it is wanted.
+        with contextlib.suppress(Exception):
+            for name in _WANTED_SOON:
+                importlib.import_module(name)
+
+    thread = threading.Thread(target=load, name="imports", daemon=True)
+    thread.start()
+    yield
+    with phase("imports"):
+        thread.join()
 
 
 def with_ranks(config: Config) -> Config:
@@ -270,11 +306,12 @@ class _Sampling:
         """Wait for the engines; hold them against the policy, as both have loaded the model's folder now."""
         self._fleet.ready()
         self._lap("engines, after the policy")
-        if not self._shared:
-            self._probe = _probe(self._config, self._inputs, self._fleet)
-        if self._probe is not None:
-            self._probe.calibrate(self._policy, self._config)
-            self._lap("probe")
+        with phase("probe"):
+            if not self._shared:
+                self._probe = _probe(self._config, self._inputs, self._fleet)
+            if self._probe is not None:
+                self._probe.calibrate(self._policy, self._config)
+                self._lap("probe")
 
     def connect(self, stack: contextlib.ExitStack, pool: EnvironmentExecutor) -> None:
         """The stream of rollouts, and the way of the weights to the engines."""

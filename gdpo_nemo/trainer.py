@@ -20,6 +20,7 @@ from gdpo_nemo.config.schema import Config
 from gdpo_nemo.data.results import UpdateResult
 from gdpo_nemo.errors import RunError, present
 from gdpo_nemo.observe.journal import TrainedBatch
+from gdpo_nemo.phases import phase
 from gdpo_nemo.resume import CONFIG
 from gdpo_nemo.waits import waiting
 
@@ -103,15 +104,17 @@ class Trainer:
         engines. False where the prompts no longer fill a batch."""
         start = time.time()
         version = self.state.step
-        batch: Any = self.stream.get_batch(version)
+        with phase(f"step {version + 1}: batch", self.stream.progress):
+            batch: Any = self.stream.get_batch(version)
         if batch is None:
             self.log.note(f"step {version + 1}: fewer prompts are left than a step takes")
             return False
         if self.sync is not None:
             self.sync.sleep_engines()
         batch_end = time.time()
-        prepared = ask(self.algorithm, "prepare", batch)
-        results, tokens = self.train(prepared)
+        with phase(f"step {version + 1}: training"):
+            prepared = ask(self.algorithm, "prepare", batch)
+            results, tokens = self.train(prepared)
         train_end = time.time()
         self.state.step += 1
         self.state.position = batch.next_position
@@ -183,7 +186,8 @@ class Trainer:
         if self.sync is None or not (self.sync.version is None or self._publishes):
             return {}
         self.finish_validation()  # its samples are of the version before
-        return self.sync.publish(self.state.step)
+        with phase(f"weights {self.state.step}"):
+            return self.sync.publish(self.state.step)
 
     def validate(self) -> None:
         """Measure the held-out prompts under the published weights; wait for it where the engines do nothing else."""
@@ -198,7 +202,7 @@ class Trainer:
             return
         step, evaluated = self.validation
         self.validation = None
-        with waiting("validation", "rollouts"):
+        with waiting("validation", "rollouts"), phase("validation", self.stream.progress):
             groups = evaluated.result()
         row = {"step": step, **ask(self.algorithm, "validate", groups)}
         self.log.validation(row)
@@ -210,14 +214,15 @@ class Trainer:
         if not section.enabled:
             return
         start = time.time()
-        self.finalize_checkpoint()
-        if section.metric_name:
-            self.finish_validation()
-        self.state.ledger = self.stream.ledger()
-        self.saving = self.state.step
-        self.checkpoints.begin(self.state, self._write_checkpoint)
-        if not section.async_save:
+        with phase(f"checkpoint {self.state.step}"):
             self.finalize_checkpoint()
+            if section.metric_name:
+                self.finish_validation()
+            self.state.ledger = self.stream.ledger()
+            self.saving = self.state.step
+            self.checkpoints.begin(self.state, self._write_checkpoint)
+            if not section.async_save:
+                self.finalize_checkpoint()
         self.log.span("save", f"checkpoint {self.state.step}", start, time.time())
 
     def _write_checkpoint(self, folder: Path) -> None:
@@ -247,7 +252,8 @@ def run(config: Config, begin: float | None = None) -> int:
     Raises:
         ConfigError, RunError: one sentence on what is wrong; the run's folder holds what was finished.
     """
-    from gdpo_nemo.setup import run_context
+    with phase("imports"):
+        from gdpo_nemo.setup import run_context
 
     with run_context(config, begin) as parts:
         trainer = Trainer(config, parts, parts.state)

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from gdpo_nemo import algorithm
+from gdpo_nemo import algorithm, phases
 from gdpo_nemo.algorithm import GDPO, Algorithm
 from gdpo_nemo.checkpoints import RunState
 from gdpo_nemo.config.load import load_config
@@ -64,7 +64,7 @@ class Recorder:
                                  save_is_written=lambda: True)  # fmt: skip
         stream = SimpleNamespace(schedule=lambda step: self.calls.append(f"schedule {step}"), get_batch=self.get_batch,
                                  evaluate=lambda p: done(self.groups(0)), ledger=self.ledger,
-                                 take_events=list)  # fmt: skip
+                                 take_events=list, progress=str)  # fmt: skip
         sync = SimpleNamespace(version=None, publish=self.publish, sleep_engines=lambda: self.calls.append("sleep"))
         self.checkpoints = checkpoints
         self.parts = SimpleNamespace(
@@ -147,6 +147,16 @@ def test_every_step_takes_its_batch_trains_and_publishes_the_next_version():
     assert recorder.calls == ["publish 0", "schedule 0", *(call for step in steps for call in step)]
     assert [row["step"] for row, *_ in recorder.rows] == [1, 2, 3, 4]
     assert (recorder.trainer.state.step, recorder.trainer.state.position) == (4, 8)
+
+
+def test_the_phases_of_a_run_follow_its_steps():
+    recorder = Recorder("gdpo.max_num_steps=2", "gdpo.val_period=2", "gdpo.val_at_start=true")
+    ended = []
+    with phases.watched(lambda phase: ended.append(phase.name)):
+        recorder.trainer.fit()
+    steps = [[f"step {n}: batch", f"step {n}: training", f"weights {n}"] for n in (1, 2)]
+    assert ended == ["weights 0", "validation", *steps[0], *steps[1], "validation", "checkpoint 2"]
+    assert phases.current() == []
 
 
 def test_what_a_step_trained_is_noted_before_its_weights_are_published():
@@ -371,6 +381,7 @@ def without_engines(recorder: Recorder, kind: type[Algorithm]) -> Recorder:
         ledger=dict,
         schedule=lambda step: None,
         get_batch=lambda step: PromptBatch([np.arange(2, dtype=np.int32)] * 2, 2 * step + 2),
+        progress=str,
         evaluate=done,
         take_events=list,
     )

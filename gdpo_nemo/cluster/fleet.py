@@ -23,6 +23,7 @@ from gdpo_nemo.config.schema import Config
 from gdpo_nemo.errors import GdpoError, RunError
 from gdpo_nemo.generation.engine import CPU_ENVIRONMENT, ENVIRONMENT
 from gdpo_nemo.generation.requests import Completion, CompletionBatch, SampleRequest, Sampling
+from gdpo_nemo.phases import phase
 from gdpo_nemo.waits import waiting
 from gdpo_nemo.weights.buckets import PeerLost
 from gdpo_nemo.weights.transports.transport import Transport, errors_named
@@ -129,11 +130,11 @@ class EngineFleet:
 
     def ready(self) -> None:
         """Wait until every engine can sample, or sleeps. Raises RunError where one dies or is late before that."""
-        gather(
-            [lane.actor.__ray_ready__.remote() for lane in self.lanes], "starting the vLLM engines", START_S, "engine"
-        )
+        refs = [lane.actor.__ray_ready__.remote() for lane in self.lanes]
         there = (LaneState.READY, LaneState.UPDATING, LaneState.ASLEEP)
-        self.spawn(self.until(lambda: all(lane.state in there for lane in self.lanes))).result()
+        with phase("engines"):
+            gather(refs, "starting the vLLM engines", START_S, "engine")
+            self.spawn(self.until(lambda: all(lane.state in there for lane in self.lanes))).result()
 
     def generate(
         self, requests: Sequence[SampleRequest], sampling: Sampling, engine: int | None = None

@@ -27,6 +27,7 @@ from gdpo_nemo.data.packing import (
 )
 from gdpo_nemo.data.results import UpdateResult
 from gdpo_nemo.data.shares import SCORING, TRAINING, FlatValues, Share, by_sequence
+from gdpo_nemo.phases import phase
 
 if TYPE_CHECKING:
     from gdpo_nemo.algorithms import LossSettings
@@ -228,7 +229,8 @@ class PolicyGroup:
         """Wait for the models; returns the parameters on each rank."""
         if not self._building:
             self._build()
-        return gather(self._building, "building the policy", _START_S, "policy")
+        with phase("policy"):
+            return gather(self._building, "building the policy", _START_S, "policy")
 
     def devices(self) -> list[str]:
         """The GPU of every rank on its node; empty strings on CPUs."""
@@ -378,7 +380,8 @@ class PolicyGroup:
 
     def load_checkpoint(self, folder: Path, weights_only: bool = False) -> None:
         """Read a checkpoint; ``weights_only`` leaves optimizer, schedule and random state as they are."""
-        self._call("load_checkpoint", str(folder), weights_only, what=f"reading {folder}")
+        with phase("checkpoint"):
+            self._call("load_checkpoint", str(folder), weights_only, what=f"reading {folder}")
 
     def next_learning_rate(self) -> float:
         """The learning rate of the next update."""
@@ -386,7 +389,8 @@ class PolicyGroup:
 
     def export(self, folder: Path) -> None:
         """Write a Hugging Face folder."""
-        self._call("export", str(folder), what=f"exporting {folder}")
+        with phase("export"):
+            self._call("export", str(folder), what=f"exporting {folder}")
 
     def close(self) -> None:
         """End the rank processes."""

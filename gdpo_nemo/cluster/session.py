@@ -45,6 +45,7 @@ from gdpo_nemo.config.placement import joined  # noqa: E402
 from gdpo_nemo.config.schema import ClusterConfig  # noqa: E402
 from gdpo_nemo.endings import hangups_held  # noqa: E402
 from gdpo_nemo.errors import ConfigError, EngineFailed, GdpoError, RunError  # noqa: E402
+from gdpo_nemo.phases import phase  # noqa: E402
 from gdpo_nemo.waits import WaitExpired, waiting  # noqa: E402
 
 _POLL_S = 1.0
@@ -86,7 +87,8 @@ def session(config: ClusterConfig) -> Iterator[None]:
     with _scratch() as scratch:
         reaper = Reaper(scratch)
         try:
-            _connect(where)
+            with phase("Ray"):
+                _connect(where)
             yield
         finally:
             _watched.clear()

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from gdpo_nemo.config.files import DEMO as DEFAULT_CONFIG
+from gdpo_nemo.observe.display import NORMAL, QUIET, VERBOSE
 
 
 class Parser(argparse.ArgumentParser):
@@ -30,6 +31,18 @@ def add_config(command: argparse.ArgumentParser) -> None:
 def add_overrides(command: argparse.ArgumentParser, what: str = "changes to the config") -> None:
     """``section.key=value``, any number of times and anywhere on the command line."""
     command.add_argument("overrides", nargs="*", metavar="section.key=value", help=what)
+
+
+def add_verbosity(command: argparse.ArgumentParser) -> None:
+    """``--quiet`` and ``--verbose``: how much of what the command does is shown."""
+    group = command.add_mutually_exclusive_group()
+    group.add_argument("--quiet", "-q", action="store_true", help="show errors and the end, nothing else")
+    group.add_argument("--verbose", "-v", action="store_true", help="show every phase with its time")
+
+
+def verbosity(arguments: argparse.Namespace) -> int:
+    """The level of ``observe.display`` that the user asked for."""
+    return QUIET if arguments.quiet else VERBOSE if arguments.verbose else NORMAL
 
 
 def add_layout(command: argparse.ArgumentParser) -> None:

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Iterator
 
 from gdpo_nemo.checkpoints import Checkpoints, RunState, check_whole, model_fingerprint, read_state
-from gdpo_nemo.commands.arguments import add_layout
+from gdpo_nemo.commands.arguments import add_layout, add_verbosity, verbosity
 from gdpo_nemo.config.files import check_folder_can_be
 from gdpo_nemo.config.load import load_config
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.config.standalone import standalone_config
 from gdpo_nemo.errors import ConfigError, RunError
+from gdpo_nemo.observe.display import shown
 
 if TYPE_CHECKING:
     from gdpo_nemo.cluster.policy_group import PolicyGroup
@@ -33,15 +35,18 @@ def add(commands) -> None:
         "--model", metavar="DIR", help="with --to hf: the model the run started from; default: the run's"
     )
     add_layout(command)
+    add_verbosity(command)
     command.set_defaults(command=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Convert between Hugging Face folders and checkpoints and say where the result is."""
-    if arguments.to == "hf":
-        print(to_huggingface(arguments.source, arguments.out, arguments.model, arguments.layout))
-    else:
-        print(to_checkpoint(arguments.source, arguments.out, arguments.layout, arguments.precision))
+    with shown(sys.stderr, verbosity(arguments)):
+        if arguments.to == "hf":
+            made = to_huggingface(arguments.source, arguments.out, arguments.model, arguments.layout)
+        else:
+            made = to_checkpoint(arguments.source, arguments.out, arguments.layout, arguments.precision)
+    print(made)
     return 0
 
 

@@ -20,13 +20,15 @@ from typing import Sequence
 import numpy as np
 
 from gdpo_nemo.checkpoints import Checkpoints, check_whole, read_state
-from gdpo_nemo.commands.arguments import add_overrides, terminal
+from gdpo_nemo.commands.arguments import add_overrides, add_verbosity, terminal, verbosity
 from gdpo_nemo.config.files import check_folder_can_be
 from gdpo_nemo.config.load import load_config
 from gdpo_nemo.config.schema import Config, MegatronConfig, RolloutConfig
 from gdpo_nemo.data.records import Group, Outcome
 from gdpo_nemo.errors import ConfigError
+from gdpo_nemo.observe.display import active, shown
 from gdpo_nemo.observe.installation import require_libraries
+from gdpo_nemo.phases import phase
 from gdpo_nemo.validation import validate
 
 
@@ -40,6 +42,7 @@ def add(commands) -> None:
     command.add_argument("--step", type=int, metavar="N", help="the run's checkpoint of that step; default: its newest")
     command.add_argument("--out", metavar="DIR", help="new folder for eval.json and samples.jsonl")
     command.add_argument("--json", action="store_true", help="print JSON")
+    add_verbosity(command)
     add_overrides(command)
     command.set_defaults(command=run)
 
@@ -49,7 +52,8 @@ def run(arguments: argparse.Namespace) -> int:
     import json
     from dataclasses import asdict
 
-    found = evaluate(arguments.source, arguments.config, arguments.step, arguments.overrides, arguments.out)
+    with shown(sys.stderr, verbosity(arguments)):
+        found = evaluate(arguments.source, arguments.config, arguments.step, arguments.overrides, arguments.out)
     if arguments.json:
         print(json.dumps(asdict(found), indent=1))
     else:
@@ -203,14 +207,15 @@ def _of_run(run_dir: Path, config_file: str | Path | None) -> Path:
 
 def _sampled(config: Config, subject: Subject) -> list[Group]:
     """The judged samples of the held-out prompts. The engines get the machine, or Ray's GPUs, to themselves."""
-    from gdpo_nemo.cluster.fleet import EngineFleet
-    from gdpo_nemo.cluster.reservation import Placement
-    from gdpo_nemo.cluster.session import session
-    from gdpo_nemo.config.placement import Places
-    from gdpo_nemo.environments.execution.dispatch import EnvironmentPools
-    from gdpo_nemo.inputs import read_inputs
-    from gdpo_nemo.rollouts.learning import check_failures
-    from gdpo_nemo.rollouts.scheduler import RolloutScheduler
+    with phase("imports"):
+        from gdpo_nemo.cluster.fleet import EngineFleet
+        from gdpo_nemo.cluster.reservation import Placement
+        from gdpo_nemo.cluster.session import session
+        from gdpo_nemo.config.placement import Places
+        from gdpo_nemo.environments.execution.dispatch import EnvironmentPools
+        from gdpo_nemo.inputs import read_inputs
+        from gdpo_nemo.rollouts.learning import check_failures
+        from gdpo_nemo.rollouts.scheduler import RolloutScheduler
 
     inputs = read_inputs(config, ("validation",))
     for line in inputs.refused:
@@ -227,7 +232,8 @@ def _sampled(config: Config, subject: Subject) -> list[Group]:
         source = inputs.sources["validation"]
         stream = RolloutScheduler(config, source, fleet, pool, inputs.tokenizer, {}, 0, 0)
         stack.callback(stream.close)
-        groups = stream.evaluate(inputs.held_out).result()
+        with phase("samples", stream.progress):
+            groups = stream.evaluate(inputs.held_out).result()
     check_failures([t for group in groups for t in group.trajectories], config.rollout.max_env_failure_share)
     return groups
 
@@ -244,7 +250,10 @@ def exported(checkpoint: Path, config: Config, model: Path) -> Path:
 
 def say(line: str) -> None:
     """A line for who waits, beside the command's output."""
-    print(line, file=sys.stderr, flush=True)
+    if display := active():
+        display.write(line)
+    else:
+        print(line, file=sys.stderr, flush=True)
 
 
 def scored(groups: Sequence[Group], config: Config, model: str, step: int | None) -> Evaluation:

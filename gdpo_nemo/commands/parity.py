@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import sys
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Callable, Iterable, Iterator
 
 import numpy as np
 
-from gdpo_nemo.commands.arguments import add_layout, rollout_file
+from gdpo_nemo.commands.arguments import add_layout, add_verbosity, rollout_file, verbosity
 from gdpo_nemo.config.files import check_engines
 from gdpo_nemo.config.layout import resolve_layout
 from gdpo_nemo.config.placement import Places
@@ -21,8 +22,10 @@ from gdpo_nemo.config.schema import Config
 from gdpo_nemo.config.standalone import standalone_config, with_engine
 from gdpo_nemo.data.packing import TrainSequence
 from gdpo_nemo.errors import ConfigError
+from gdpo_nemo.observe.display import shown
 from gdpo_nemo.observe.installation import require_libraries
 from gdpo_nemo.observe.parity_report import Comparison, compare, diagnose
+from gdpo_nemo.phases import phase
 
 if TYPE_CHECKING:
     from gdpo_nemo.cluster.fleet import EngineFleet
@@ -43,6 +46,7 @@ def add(commands) -> None:
     command.add_argument("--threshold", type=float, default=1e-4, help="largest difference that passes (%(default)s)")
     command.add_argument("--json", action="store_true", help="print JSON")
     add_layout(command)
+    add_verbosity(command)
     command.set_defaults(command=run)
 
 
@@ -51,9 +55,10 @@ def run(arguments: argparse.Namespace) -> int:
     import json
 
     record = rollout_file(arguments.record) if arguments.record else None
-    found = measure_parity(
-        arguments.model, arguments.layout, record, arguments.engine, arguments.precision, arguments.threshold
-    )
+    with shown(sys.stderr, verbosity(arguments)):
+        found = measure_parity(
+            arguments.model, arguments.layout, record, arguments.engine, arguments.precision, arguments.threshold
+        )
     print(json.dumps(found.to_dict(), indent=1) if arguments.json else describe(found))
     return 0 if found.passed else 1
 
@@ -100,7 +105,8 @@ def measure_parity(
     Raises:
         ConfigError: no such model, layout or record. RunError: ranks or engine failed.
     """
-    from gdpo_nemo.cluster.session import session
+    with phase("imports"):
+        from gdpo_nemo.cluster.session import session
 
     if not threshold >= 0:
         raise ConfigError(f"--threshold: must be 0 or more, got {threshold:g}")
@@ -169,7 +175,8 @@ class _Parts:
         part = self._started.pop(name, None) or self._make[name]()
         try:
             part.ready()
-            yield part
+            with phase(f"log-probs by {name}"):
+                yield part
         finally:
             part.close()
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from typing import Sequence
 
 from gdpo_nemo.algorithms.own_functions import is_place
 from gdpo_nemo.api import run as train
-from gdpo_nemo.commands.arguments import add_config
+from gdpo_nemo.commands.arguments import add_config, add_verbosity, verbosity
 from gdpo_nemo.config.description import describe
 from gdpo_nemo.config.load import load_config, to_yaml
 from gdpo_nemo.config.schema import Config
+from gdpo_nemo.observe.display import shown
+from gdpo_nemo.phases import phase
 from gdpo_nemo.validation import validate
 
 
@@ -18,6 +21,7 @@ def add(commands) -> None:
     """Register the command."""
     command = commands.add_parser("train", help="train, or resume the run of the same folder")
     add_config(command)
+    add_verbosity(command)
     command.add_argument(
         "--dry-run", action="store_true", help="validate, print the resolved config and the plan, exit"
     )
@@ -26,11 +30,14 @@ def add(commands) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Validate the config, then train; with --dry-run stop after showing what would be done."""
-    config = load_config(arguments.config, arguments.overrides)
-    notes = validate(config)
     if arguments.dry_run:
-        return _dry_run(config, notes)
-    return train(config).status
+        config = load_config(arguments.config, arguments.overrides)
+        return _dry_run(config, validate(config))
+    with shown(sys.stdout, verbosity(arguments)):
+        with phase("config"):
+            config = load_config(arguments.config, arguments.overrides)
+            validate(config)
+        return train(config).status
 
 
 def _dry_run(config: Config, notes: Sequence[str]) -> int:

@@ -40,7 +40,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "rollout.kv": ("recompute", "keep", "drain"),
     "weights.transport": ("auto", *TRANSPORTS),
     "logger.wandb.mode": ("online", "offline"),
-    "logger.console": ("auto", "live", "plain"),
+    "logger.console": ("auto", "live", "plain", "quiet"),
 }
 """Dotted key -> accepted values. Keys that are not listed take any value of their type."""
 OWN_FUNCTIONS = ("algorithm.type", "gdpo.estimator", "loss_fn.type", "loss_fn.off_policy.mode", "weights.transport")

@@ -354,7 +354,7 @@ class LoggerConfig:
     """What is shown and written beside metrics.jsonl."""
 
     console: str = "auto"
-    """live, plain, or auto (live on a terminal)."""
+    """live, plain, quiet (alerts and the end), or auto: live on a terminal."""
     plot: bool = True
     """Draw rewards.png when the run ends."""
     tensorboard: TensorboardConfig = field(default_factory=TensorboardConfig)

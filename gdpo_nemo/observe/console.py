@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from pathlib import Path
 from typing import Any, Mapping, Protocol, Sequence
@@ -14,6 +15,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from gdpo_nemo.observe.display import QUIET, active, covered, under_way
 from gdpo_nemo.observe.history import WINDOW, History
 from gdpo_nemo.observe.metric_registry import label_of, unit_of
 from gdpo_nemo.observe.summary import SPEED, duration, number, summary, time_split
@@ -46,15 +48,23 @@ class Console(Protocol):
     def tell(self, level: str, text: str) -> None:
         """Something a person should know now: an ``ALERT`` or a ``note``."""
 
+    def say(self, line: str) -> None:
+        """Something good to see that nobody needs to keep."""
+
     def close(self, status: str, run_dir: Path) -> None:
         """The run is over; shows the summary."""
 
 
 def make_console(mode: str, name: str, steps: int, history: History, terminal: RichConsole | None = None) -> Console:
-    """``mode`` is live, plain or auto: live on a terminal."""
+    """``mode`` is live, plain, quiet or auto: live on a terminal that can redraw."""
     terminal = terminal or RichConsole(width=None if sys.stdout.isatty() else 120)
-    live = mode == "live" or (mode == "auto" and terminal.is_terminal)
-    return (LiveConsole if live else PlainConsole)(name, steps, history, terminal)
+    display = active()
+    kind: type[PlainConsole] | type[LiveConsole] = PlainConsole
+    if mode == "quiet" or (display and display.level == QUIET):
+        kind = QuietConsole
+    elif mode == "live" or (mode == "auto" and terminal.is_terminal and not terminal.is_dumb_terminal):
+        kind = LiveConsole
+    return kind(name, steps, history, terminal)
 
 
 class PlainConsole:
@@ -80,12 +90,43 @@ class PlainConsole:
         """Print an alert or a note."""
         self._print(f"{level} {text}")
 
+    def say(self, line: str) -> None:
+        """Print the line."""
+        self._print(line)
+
     def close(self, status: str, run_dir: Path) -> None:
         """Print the summary of the run."""
-        self._terminal.print(summary(self._history, run_dir, status))
+        with covered():
+            self._terminal.print(summary(self._history, run_dir, status))
 
     def _print(self, line: str) -> None:
-        self._terminal.print(line, markup=False, highlight=False, soft_wrap=True)
+        with covered():
+            self._terminal.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+class QuietConsole(PlainConsole):
+    """Alerts and the end, and nothing else."""
+
+    def step(self, row: Mapping[str, Any]) -> None:
+        """Print nothing."""
+
+    def validation(self, row: Mapping[str, Any]) -> None:
+        """Print nothing."""
+
+    def tell(self, level: str, text: str) -> None:
+        """Print an alert."""
+        if level == "ALERT":
+            super().tell(level, text)
+
+    def say(self, line: str) -> None:
+        """Print nothing."""
+
+
+class _Now:
+    """The phases under way whenever it is drawn."""
+
+    def __rich__(self) -> Text:
+        return Text(under_way(), style="dim", no_wrap=True, overflow="ellipsis")
 
 
 class LiveConsole:
@@ -96,6 +137,11 @@ class LiveConsole:
         self._steps = steps
         self._history = history
         self._terminal = terminal
+        self._alone = contextlib.ExitStack()
+        self._alone.enter_context(covered())
+        if display := active():
+            display.above = self.say
+            self._alone.callback(setattr, display, "above", None)
         self._live = Live(self._panel(), console=terminal, refresh_per_second=4)
         self._live.start()
 
@@ -112,10 +158,15 @@ class LiveConsole:
         """Print an alert or a note above the panel."""
         self._terminal.print(Text(f"{level} {text}", style="bold red" if level == "ALERT" else "dim"))
 
+    def say(self, line: str) -> None:
+        """Print the line above the panel."""
+        self._terminal.print(Text(line, style="dim"))
+
     def close(self, status: str, run_dir: Path) -> None:
         """Take the panel down and print the summary of the run."""
         self._live.stop()
         self._terminal.print(summary(self._history, run_dir, status))
+        self._alone.close()
 
     def _panel(self) -> Panel:
         done = self._history.training[-1]["step"] if self._history.training else 0
@@ -152,12 +203,12 @@ class LiveConsole:
 
     def _footer(self) -> Sequence[Any]:
         if not self._history.training:
-            return [Text("waiting for the first step", style="dim")]
+            return [_Now()]
         row = self._history.training[-1]
         split = "   ".join(
             f"{phase} {_bar(share)} {share:.0%}" for phase, share in self._history.time_split(10).items()
         )
-        return [Text(speed(row)), Text(split), Text("  ".join(health(row)), style="dim")]
+        return [Text(speed(row)), Text(split), Text("  ".join(health(row)), style="dim"), _Now()]
 
 
 def health(row: Mapping[str, Any]) -> list[str]:

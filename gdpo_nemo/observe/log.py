@@ -120,6 +120,11 @@ class RunLog:
         """Write the card of the model that was exported into ``folder`` after ``step`` steps."""
         self._try("the model card", _card, folder, self._config, self._run_dir, step)
 
+    def say(self, line: str) -> None:
+        """Shows what is good to see and need not be kept."""
+        if self._console:
+            self._try("the console", self._console.say, line)
+
     @property
     def history(self) -> History:
         """The rows so far, those of earlier attempts among them."""

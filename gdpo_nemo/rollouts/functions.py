@@ -7,7 +7,6 @@ from enum import StrEnum
 from functools import partial
 from typing import TYPE_CHECKING, Any, Callable, Sequence, cast
 
-from gdpo_nemo.cluster.fleet import EngineFleet
 from gdpo_nemo.config.messages import first_line
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.data.conversation import Conversation
@@ -23,6 +22,7 @@ from gdpo_nemo.rollouts.trl_rollouts import load_rollout_function
 from gdpo_nemo.rollouts.turns import EpisodeJob, Limits, play_episode
 
 if TYPE_CHECKING:
+    from gdpo_nemo.cluster.fleet import EngineFleet
     from gdpo_nemo.endpoint.server import Endpoint
 
 SampleAll = Callable[[Sequence[SampleRequest]], CompletionBatch]

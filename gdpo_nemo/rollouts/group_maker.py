@@ -16,6 +16,7 @@ from gdpo_nemo.environments.episodes import EpisodeReply, EpisodeStep
 from gdpo_nemo.environments.execution.executor import EnvironmentExecutor
 from gdpo_nemo.environments.registry import judges_by_sample
 from gdpo_nemo.generation.requests import Completion, SampleRequest, Sampling
+from gdpo_nemo.phases import Tally
 from gdpo_nemo.rollouts.calls import Draws, call_within
 from gdpo_nemo.rollouts.functions import RolloutKind, RolloutRunner, SamplingJob, needs_verdict
 from gdpo_nemo.rollouts.rendezvous import Rendezvous
@@ -35,6 +36,8 @@ class GroupJob:
     state: TrainerState
     engine: int | None = None
     """Which engine draws it, its later turns too; None: one that is free."""
+    tally: Tally | None = None
+    """Counts it, beside those drawn together with it."""
     promised: bool = False
     """Whether that engine keeps room for every sample (``EngineFleet.room``)."""
 
@@ -91,6 +94,8 @@ class GroupMaker:
         done = time.time()
         if job.prompt.environment not in self._by_sample:
             await self._judge(made, job.state)
+        if job.tally:
+            job.tally.groups.done += 1
         return MadeGroup(Group(job.prompt, made, job.position), job.engine, started, done, time.time())
 
     async def call(self, jobs: Sequence[GroupJob]) -> list[MadeGroup]:
@@ -112,8 +117,12 @@ class GroupMaker:
         if made is None:
             made = [[self._late(job, j, version) for j in range(job.samples)] for job in jobs]
         done = time.time()
+        if first.tally:
+            first.tally.samples.done += sum(job.samples for job in jobs)
         await self._judge([t for group in made for t in group], first.state, decoded=True)
         now = time.time()
+        if first.tally:
+            first.tally.groups.done += len(jobs)
         return [
             MadeGroup(Group(job.prompt, group, job.position), job.engine, started, done, now)
             for job, group in zip(jobs, made)
@@ -161,6 +170,8 @@ class GroupMaker:
                 return await self._runner.episode(job.prompt, sample, asked)
             completion = await draw(SampleRequest(job.prompt.token_ids, self._seed(job, sample)))
         finally:
+            if job.tally:
+                job.tally.samples.done += 1
             if promised:
                 self._keep_promise(job)
             if meeting is not None:

@@ -4,18 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import chain
-from typing import Sequence
+from typing import TYPE_CHECKING, Sequence
 
 import numpy as np
 
-from gdpo_nemo.algorithms import (
-    Advantages,
-    LossSettings,
-    apply_shaping,
-    compute_advantages,
-    groups_with_signal,
-    token_weights,
-)
+from gdpo_nemo.algorithms import LossSettings, apply_shaping, groups_with_signal, token_weights
 from gdpo_nemo.algorithms.rewards import creates
 from gdpo_nemo.config.messages import first_line
 from gdpo_nemo.config.schema import Config
@@ -24,6 +17,9 @@ from gdpo_nemo.data.records import NOT_CONTIGUOUS, Group, Outcome, Trajectory
 from gdpo_nemo.data.results import UpdateResult
 from gdpo_nemo.errors import RunError
 from gdpo_nemo.rollouts.own_objective import own_estimator, own_rules
+
+if TYPE_CHECKING:  # it imports torch, which a run's start does without until its processes are under way
+    from gdpo_nemo.algorithms import Advantages
 
 
 def reward_columns(trajectories: Sequence[Trajectory], config: Config) -> dict[str, np.ndarray]:
@@ -65,6 +61,8 @@ def advantages_of(groups: Sequence[Group], config: Config, kl: np.ndarray | None
         RunError: no trajectory carries any weighted reward, the user's own estimator failed, or gave what is not
         finite.
     """
+    from gdpo_nemo.algorithms import compute_advantages
+
     gdpo = config.gdpo
     own = own_estimator(config)
     trajectories = [t for group in groups for t in group.trajectories]

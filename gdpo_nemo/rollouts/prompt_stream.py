@@ -33,6 +33,9 @@ class BatchStream(Protocol):
     def schedule(self, step: int) -> None:
         """Account for the updates of ``step`` steps, and start everything that the published weights may make."""
 
+    def progress(self) -> str:
+        """How far the batch or validation under way is, to be shown; called from another thread."""
+
     def get_batch(self, step: int) -> Batch | None:
         """Batch number ``step``; waits for it. None once the prompts are used up."""
 
@@ -70,6 +73,10 @@ class PromptStream:
         self._count = prompts_per_round(config)
         self._prompts = prompts
         self._position = position
+
+    def progress(self) -> str:
+        """Nothing takes long enough."""
+        return ""
 
     def schedule(self, step: int) -> None:
         """Nothing has to be made ahead."""

@@ -54,6 +54,10 @@ class RecordedStream:
         """A replay draws nothing, so nothing is outstanding."""
         return {}
 
+    def progress(self) -> str:
+        """Nothing takes long enough."""
+        return ""
+
     def queues(self) -> dict[str, Any]:
         """Nothing is in flight."""
         return {}

@@ -21,17 +21,14 @@ from typing import Any, Coroutine, Mapping, Sequence
 
 from gdpo_nemo.cluster.fleet import EngineFleet
 from gdpo_nemo.config.layout import prompts_per_round, updates_per_step
-from gdpo_nemo.config.rollout_bounds import (
-    replaceable_groups,
-    resolved_depth,
-    valid_needed,
-)
+from gdpo_nemo.config.rollout_bounds import replaceable_groups, resolved_depth, valid_needed
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.data.prompts import PromptSource, told_apart
 from gdpo_nemo.data.records import Group, Prompt, TrainerState
 from gdpo_nemo.environments.execution.executor import EnvironmentExecutor
 from gdpo_nemo.errors import GdpoError, RunError
 from gdpo_nemo.generation.requests import Sampling
+from gdpo_nemo.phases import Tally
 from gdpo_nemo.rollouts.accounts import LATE, NO_SIGNAL, SURPLUS, Accounts
 from gdpo_nemo.rollouts.depth import AutoDepth
 from gdpo_nemo.rollouts.functions import RolloutKind
@@ -115,6 +112,7 @@ class RolloutScheduler:
         self._tasks: set[asyncio.Task[None]] = set()
         self._failure: GdpoError | None = None
         self._change = asyncio.Event()
+        self._tally: Tally | None = None
         self._door = asyncio.Lock()
         """Groups are given room in the order of their positions."""
         self._cpu = (time.process_time(), time.monotonic())
@@ -159,6 +157,12 @@ class RolloutScheduler:
         stages = {f"groups {stage}": self._ledger.count(stage) for stage in Stage}
         lanes = {f"engine {n.index}": f"{n.state}, {len(n.pending)} samples" for n in self._fleet.lanes}
         return {**stages, **lanes}
+
+    def progress(self) -> str:
+        """How far the synchronous step or the validation under way is, or else the next batch; from any thread."""
+        if self._tally:
+            return str(self._tally)
+        return f"{self._ledger.count(Stage.READY)} of {self._accounts.wanted} groups ready"
 
     def close(self) -> None:
         """Drop the groups in flight without waiting for them."""
@@ -257,9 +261,11 @@ class RolloutScheduler:
 
     async def _exact_groups(self, jobs: Sequence[GroupJob], settled: Any) -> None:
         """Make groups that are drawn together, so that timing cannot change what they are."""
+        self._tally = Tally.of(sum(job.samples for job in jobs), len(jobs))
         calls: dict[str, list[GroupJob]] = {}
         alone = []
         for job in jobs:
+            job.tally = self._tally
             if self._maker.kind(job.prompt) is RolloutKind.CALL:
                 job.engine = None
                 calls.setdefault(job.prompt.environment, []).append(job)
@@ -275,6 +281,7 @@ class RolloutScheduler:
                 settled(made)
 
         await asyncio.gather(*map(one, alone), *map(together, calls.values()))
+        self._tally = None
 
     async def _one_group(self, job: GroupJob) -> None:
         async with self._door:

@@ -34,11 +34,15 @@ def start(overrides: list[str]) -> dict[str, float]:
     lanes = {e["tid"]: e["args"]["name"] for e in events if e.get("name") == "thread_name"}
     spans = [(lanes[e["tid"]], e["name"], e["ts"] / 1e6, e["dur"] / 1e6) for e in events if e.get("ph") == "X"]
     found = {name: length for lane, name, _, length in spans if lane == "start"}
-    sampled = min((at, length) for lane, name, at, length in spans if lane == "rollout")
+    groups = [
+        (at, at + length) for lane, name, at, length in spans if lane.startswith("engine") and name.startswith("group")
+    ]
+    first = min(start for start, _ in groups)
+    last = max(end for _, end in groups)
     ready = max(at + length for lane, _, at, length in spans if lane == "start")
-    found["first weights to the engines"] = sampled[0] - ready
-    found["first batch of samples"] = sampled[1]
-    found["command to first samples"] = sampled[0] + sampled[1] - began
+    found["first weights to the engines"] = first - ready
+    found["first batch of samples"] = last - first
+    found["command to first samples"] = last - began
     found["whole run of one step"] = ended - began
     return found
 

@@ -6,7 +6,7 @@ import random
 
 import pytest
 from engines_in_process import Script
-from scheduler_world import places
+from scheduler_world import eventually, places
 
 from gdpo_nemo.data.records import TrainerState, Verdict
 from gdpo_nemo.rollouts.accounts import NO_SIGNAL, SURPLUS
@@ -109,6 +109,18 @@ def test_validation_draws_the_same_samples_each_time_and_none_of_trainings(world
     assert first == second and len(set(first)) == 6
     w.train()
     assert not set(w.submitted()[2]) & set(first)
+
+
+def test_who_watches_a_step_sees_its_samples_and_verdicts_as_they_come(world):
+    w = world()
+    w.hanging = {1}
+    w.scheduler.schedule(0)
+    eventually(lambda: w.scheduler.progress() == "6 of 6 samples, 2 of 3 groups judged")
+    w.release.set()
+    assert places(w.scheduler.get_batch(0)) == [0, 1, 2]
+    ahead = world("rollout.max_staleness=1", "rollout.depth=6")
+    ahead.scheduler.schedule(0)
+    eventually(lambda: ahead.scheduler.progress() == "6 of 3 groups ready")
 
 
 @pytest.mark.parametrize("staleness", [0, 2])
