@@ -230,8 +230,8 @@ def check_model(config: Config, layout: Layout) -> None:
 def _check_adapter(source: Source, config: Config) -> None:
     if source.format is Format.PEFT and config.policy.lora.rank:
         raise ConfigError(
-            f"policy.lora.rank: training does not go on with the matrices of an adapter ({source.root}); for new ones on "
-            "the merged model, name what `gdpo-nemo convert --to hf` makes of it as policy.model_name"
+            f"policy.lora.rank: training does not go on with the matrices of an adapter ({source.root}); for new ones "
+            "on the merged model, name what `gdpo-nemo convert --to hf` makes of it as policy.model_name"
         )
 
 

@@ -42,10 +42,13 @@ def source_fields(source: Source, key: str, companion: str | None = None) -> dic
 
 
 def described_by(source: Source, key: str, companion: str | None = None) -> Path | None:
-    """The Hugging Face folder whose config.json and tokenizer are those of ``source``; None: a name on the hub.
+    """The Hugging Face folder whose config.json and tokenizer are those of ``source``; None: a name on the hub, or the
+    source has all itself (GGUF).
 
     Args and errors: as ``source_fields``.
     """
+    if source.format is Format.GGUF:
+        return None
     if source.format is Format.PEFT:
         adapter = read_peft_adapter(source.path, key)
         if companion and (Path(companion) / "config.json").is_file():
