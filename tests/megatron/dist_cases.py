@@ -117,3 +117,27 @@ def train_and_export(place, folder, batch, out, checkpoint) -> list:
     if place.rank == 0:
         write_model(out, weights.items(), policy.built.hf_config, folder)
     return steps.tolist()
+
+
+def lora_run(place, folder, batch, run) -> None:
+    """A run folder whose checkpoint of step 2 holds adapters that two updates have changed."""
+    import rank_cases
+
+    from gdpo_nemo.checkpoints import Checkpoints, RunState, model_fingerprint
+    from gdpo_nemo.config.load import save_config
+    from gdpo_nemo.config.schema import Config, LoraConfig
+    from gdpo_nemo.megatron import checkpoint
+
+    lora = LoraConfig(rank=4, alpha=8.0)
+    policy = rank_cases.build_policy(place, folder, lora=lora)
+    rank_cases.train(policy, batch, rank_cases.spread(place, batch), 2)
+    state = RunState(step=2, model=model_fingerprint(folder))
+    kept = Checkpoints(Path(run) / "checkpoints", keep_last=1, keep_best=0, metric=None)
+    kept.save(state, lambda where: checkpoint.save(policy, where))
+    config = Config()
+    config.run.name = "lora"
+    config.policy.model_name = str(folder)
+    config.policy.precision = "float32"
+    config.policy.lora = lora
+    config.gdpo.rewards = {"none": 1.0}
+    save_config(config, Path(run) / "config.yaml")
