@@ -14,7 +14,10 @@ from typing import Any, Mapping, Sequence
 
 from gdpo_nemo.algorithm import Algorithm, load_algorithm
 from gdpo_nemo.config.architectures import check_model_content
-from gdpo_nemo.config.files import find_function, read_model_config
+from gdpo_nemo.config.files import find_function, model_source, read_model_config
+from gdpo_nemo.config.model_formats import Format, Source
+from gdpo_nemo.config.model_sources import described_by
+from gdpo_nemo.config.peft_config import read_peft_adapter
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.config.transports import TRANSPORTS
 from gdpo_nemo.config.turn_limits import check_turns_kept
@@ -24,6 +27,7 @@ from gdpo_nemo.data.splits import room_for_prompts
 from gdpo_nemo.data.tokenizer import load_tokenizer
 from gdpo_nemo.environments.registry import check_rewards, load_environments
 from gdpo_nemo.errors import ConfigError, GdpoError, RunError
+from gdpo_nemo.formats.converted import huggingface_folder
 from gdpo_nemo.observe.display import active
 from gdpo_nemo.phases import phase
 from gdpo_nemo.rollouts.functions import rollout_methods
@@ -137,13 +141,26 @@ def _preflight(environments: Mapping[str, Any], sources: Mapping[str, PromptSour
 
 
 def model_folder(config: Config) -> Path:
-    """The model's folder, made by the factory or fetched from the hub when it is absent, and of a supported family."""
+    """The model's folder, made by the factory or of a model in another format, or fetched from the hub when it is
+    absent, and of a supported family."""
     name = config.policy.model_name
+    source = model_source(config)
+    if source is not None:
+        return _from_source(config, source)
     if not Path(name).is_dir() and config.policy.model_factory:
         _make_model(config)
     folder = Path(name) if Path(name).is_dir() else _from_hub(name)
     check_model_content(read_model_config(folder / "config.json"))
     return folder
+
+
+def _from_source(config: Config, source: Source) -> Path:
+    companion = config.policy.tokenizer_name if source.format in (Format.MEGATRON, Format.NEMO_2) else None
+    if source.format is Format.PEFT:
+        adapter = read_peft_adapter(source.path, "policy.model_name")
+        base = described_by(source, "policy.model_name") or _from_hub(adapter.base)
+        companion = str(base)
+    return huggingface_folder(config, source, companion)
 
 
 def _from_hub(name: str) -> Path:

@@ -1,21 +1,25 @@
-"""``gdpo-nemo convert``: Hugging Face folders to checkpoints and back, by real ranks in any layout.
+"""``gdpo-nemo convert``: models between Hugging Face folders, checkpoints and other programs' formats.
 
-No rank holds the model in the other format: each writes or reads its shards, and the Hugging Face side passes tensor by
-tensor (the writing rank holds one shard file of at most 4 GB).
+Checkpoints are read and written by real ranks in any layout. No rank holds the model in the other format: each has its
+shards, and the Hugging Face side passes tensor by tensor (the writing rank holds one shard file of at most 4 GB).
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import os
+import shutil
 import sys
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Iterator
 
 from gdpo_nemo.checkpoints import Checkpoints, RunState, check_whole, model_fingerprint, read_state
 from gdpo_nemo.commands.arguments import add_layout, add_verbosity, verbosity
-from gdpo_nemo.config.files import check_folder_can_be
+from gdpo_nemo.config.files import check_folder_can_be, model_source
 from gdpo_nemo.config.load import load_config
+from gdpo_nemo.config.model_formats import Format, recognise
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.config.standalone import standalone_config
 from gdpo_nemo.errors import ConfigError, RunError
@@ -24,15 +28,25 @@ from gdpo_nemo.observe.display import shown
 if TYPE_CHECKING:
     from gdpo_nemo.cluster.policy_group import PolicyGroup
 
+_KEY = "SOURCE"
+
 
 def add(commands) -> None:
     """Register the command."""
-    command = commands.add_parser("convert", help="Hugging Face folder to checkpoint, or back")
-    command.add_argument("--to", required=True, choices=("hf", "checkpoint"), help="what to write")
-    command.add_argument("source", metavar="SOURCE", help="checkpoints/step_N of a run, or a Hugging Face folder")
+    command = commands.add_parser("convert", help="models between Hugging Face folders, checkpoints and other formats")
+    command.add_argument("--to", required=True, choices=tuple(_WRITERS), help="what to write")
+    command.add_argument(
+        "source",
+        metavar="SOURCE",
+        help="checkpoints/step_N of a run, a Hugging Face folder, a GGUF file, a PEFT adapter, a Megatron-core or NeMo "
+        "2 checkpoint",
+    )
     command.add_argument("out", metavar="OUT", help="folder to write; must be new")
     command.add_argument(
-        "--model", metavar="DIR", help="with --to hf: the model the run started from; default: the run's"
+        "--model",
+        metavar="DIR",
+        help="the Hugging Face folder that a checkpoint started from (default: the run's), that an adapter belongs to "
+        "(default: the one that it names), or that describes a Megatron-core checkpoint",
     )
     add_layout(command)
     add_verbosity(command)
@@ -40,14 +54,67 @@ def add(commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Convert between Hugging Face folders and checkpoints and say where the result is."""
+    """Convert a model and say where the result is."""
     with shown(sys.stderr, verbosity(arguments)):
-        if arguments.to == "hf":
-            made = to_huggingface(arguments.source, arguments.out, arguments.model, arguments.layout)
-        else:
-            made = to_checkpoint(arguments.source, arguments.out, arguments.layout, arguments.precision)
+        made = _WRITERS[arguments.to](arguments)
     print(made)
     return 0
+
+
+def _hf(arguments: argparse.Namespace) -> Path:
+    source = recognise(Path(arguments.source), _KEY)
+    if source is None or source.format is Format.CHECKPOINT:
+        return to_huggingface(arguments.source, arguments.out, arguments.model, arguments.layout)
+    from gdpo_nemo.formats.to_huggingface import write_folder
+
+    out = Path(arguments.out)
+    _must_be_new(out)
+    write_folder(source, out, _KEY, arguments.model)
+    return out
+
+
+def _checkpoint(arguments: argparse.Namespace) -> Path:
+    with _huggingface(arguments) as model:
+        return to_checkpoint(model, arguments.out, arguments.layout, arguments.precision)
+
+
+def _peft(arguments: argparse.Namespace) -> Path:
+    return to_peft(arguments.source, arguments.out, arguments.model, arguments.layout)
+
+
+def _megatron(arguments: argparse.Namespace) -> Path:
+    source = recognise(Path(arguments.source), _KEY)
+    if source is not None and source.format is Format.CHECKPOINT:
+        checkpoint, config, model = _of_checkpoint(arguments.source, arguments.model, arguments.layout)
+        if config.policy.lora.rank:
+            raise ConfigError(f"{_KEY}: {checkpoint} holds adapters; make it --to hf first, and that --to megatron")
+        return to_megatron(model, arguments.out, config, checkpoint)
+    with _huggingface(arguments) as model:
+        config = standalone_config(model, arguments.layout, arguments.precision)
+        return to_megatron(model, arguments.out, config)
+
+
+_WRITERS = {"hf": _hf, "checkpoint": _checkpoint, "peft": _peft, "megatron": _megatron}
+
+
+@contextlib.contextmanager
+def _huggingface(arguments: argparse.Namespace) -> Iterator[Path]:
+    """The source as a Hugging Face folder, which is gone afterwards where it had to be made."""
+    source = recognise(Path(arguments.source), _KEY)
+    if source is None:
+        yield Path(arguments.source)
+        return
+    if source.format is Format.CHECKPOINT:
+        raise ConfigError(f"{_KEY}: {source.root} is {source.format.value} already")
+    from gdpo_nemo.formats.to_huggingface import write_folder
+
+    out = Path(arguments.out).absolute()
+    _must_be_new(out)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=out.parent, prefix=".converting_") as folder:
+        model = Path(folder) / "model"
+        write_folder(source, model, _KEY, arguments.model)
+        yield model
 
 
 def to_huggingface(checkpoint: str | Path, out: str | Path, model: str | Path | None = None, layout: str = "") -> Path:
@@ -63,21 +130,75 @@ def to_huggingface(checkpoint: str | Path, out: str | Path, model: str | Path | 
     """
     from gdpo_nemo.cluster.session import session
 
-    checkpoint = Path(checkpoint)
     out = Path(out)
+    _must_be_new(out)
+    checkpoint, config, model = _of_checkpoint(checkpoint, model, layout)
+    with session(config.cluster):
+        export(checkpoint, out, config, model)
+    _write_card(checkpoint, out, model, _run_section(checkpoint))
+    return out
+
+
+def to_peft(checkpoint: str | Path, out: str | Path, model: str | Path | None = None, layout: str = "") -> Path:
+    """Write the adapters of a LoRA run's ``checkpoint`` as a folder that PEFT and vLLM load.
+
+    Args and errors: as ``to_huggingface``.
+    """
+    from gdpo_nemo.cluster.session import session
+
+    out = Path(out)
+    _must_be_new(out)
+    checkpoint, config, model = _of_checkpoint(checkpoint, model, layout)
+    if not config.policy.lora.rank:
+        raise ConfigError(f"{_KEY}: {checkpoint} holds a whole model (policy.lora.rank is 0); make it --to hf")
+    with session(config.cluster), _policy(config, model) as policy:
+        policy.load_checkpoint(checkpoint, weights_only=True)
+        policy.export_adapter(out)
+    return out
+
+
+def to_megatron(model: str | Path, out: str | Path, config: Config, checkpoint: Path | None = None) -> Path:
+    """Write the Hugging Face folder ``model``, or a ``checkpoint`` of it, as a distributed checkpoint of
+    Megatron-core's GPTModel: ``release`` in ``out``, with config.json and tokenizer in ``hf`` beside it.
+
+    Raises:
+        ConfigError: something named does not exist. RunError: it cannot be written.
+    """
+    from gdpo_nemo.cluster.session import session
+
+    out = Path(out)
+    _must_be_new(out)
+    temporary = out.absolute().parent / f".writing_{out.name}"
+    shutil.rmtree(temporary, ignore_errors=True)
+    try:
+        with session(config.cluster), _policy(config, model) as policy:
+            if checkpoint is not None:
+                policy.load_checkpoint(checkpoint, weights_only=True)
+            policy.save_megatron(temporary)
+        if out.is_dir():
+            out.rmdir()
+        os.replace(temporary, out)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return out
+
+
+def _of_checkpoint(checkpoint: str | Path, model: str | Path | None, layout: str) -> tuple[Path, Config, str | Path]:
+    """The whole checkpoint, the config of a policy that reads it, and the model's folder. Raises ConfigError,
+    RunError."""
+    checkpoint = Path(checkpoint)
     if not (checkpoint / "files.json").is_file():
         raise ConfigError(f"{checkpoint}: not a checkpoint (no files.json)")
-    _must_be_new(out)
     run = _run_section(checkpoint)
-    model = model or (run.policy.model_name if run else None)
+    if model is None and run is not None:
+        from gdpo_nemo.inputs import model_folder
+
+        model = model_folder(run) if model_source(run) is not None else run.policy.model_name
     if model is None:
         raise ConfigError(f"--model: must name the model folder; {checkpoint} lies in no run folder")
     config = export_config(model, layout, run)
     check_whole(checkpoint)
-    with session(config.cluster):
-        export(checkpoint, out, config, model)
-    _write_card(checkpoint, out, model, run)
-    return out
+    return checkpoint, config, model
 
 
 def _write_card(checkpoint: Path, out: Path, model: str | Path, run: Config | None) -> None:

@@ -11,11 +11,14 @@ from pathlib import Path
 from typing import Any, Mapping, Sequence
 
 from gdpo_nemo.config.algorithm_choice import samples
-from gdpo_nemo.config.files import data_places, is_local, is_rows_function
+from gdpo_nemo.config.files import data_places, is_local, is_rows_function, model_source
+from gdpo_nemo.config.model_formats import Format, Source
+from gdpo_nemo.config.model_sources import described_by
 from gdpo_nemo.config.schema import Config, DatasetConfig
 from gdpo_nemo.data.rows import Row, environment_of_row, load_rows
 from gdpo_nemo.data.splits import room_for_prompts, wanted_splits
 from gdpo_nemo.errors import ConfigError
+from gdpo_nemo.formats.converted import converted_path
 
 SMALL_FILE = 32 << 20
 """Bytes up to which a file is read whole."""
@@ -85,12 +88,22 @@ def _amount(rows: list[Row], data: DatasetConfig) -> str:
 
 def _local_tokenizer(config: Config) -> Any:
     """The tokenizer where its folder is here, else None."""
-    name = config.policy.tokenizer_name or config.policy.model_name
-    if not Path(name).is_dir():
+    source = model_source(config)
+    place: str | Path | None = config.policy.tokenizer_name or config.policy.model_name
+    if source is not None and config.policy.tokenizer_name is None:
+        place = _folder_of(config, source)
+    if place is None or not Path(place).is_dir():
         return None
     from gdpo_nemo.data.tokenizer import load_tokenizer
 
-    return load_tokenizer(config, name)
+    return load_tokenizer(config, place)
+
+
+def _folder_of(config: Config, source: Source) -> Path | None:
+    """The folder with the tokenizer of a model in another format, as far as there is one before the run."""
+    if source.format is Format.GGUF:
+        return converted_path(config, source, None)
+    return described_by(source, "policy.model_name")
 
 
 def _prompts(config: Config, split: str, rows: list[Row], environments: Mapping[str, Any], tokenizer: Any) -> str:

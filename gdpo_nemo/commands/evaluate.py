@@ -23,6 +23,7 @@ from gdpo_nemo.checkpoints import Checkpoints, check_whole, read_state
 from gdpo_nemo.commands.arguments import add_overrides, add_verbosity, terminal, verbosity
 from gdpo_nemo.config.files import check_folder_can_be
 from gdpo_nemo.config.load import load_config
+from gdpo_nemo.config.model_formats import Format, recognise
 from gdpo_nemo.config.schema import Config, MegatronConfig, RolloutConfig
 from gdpo_nemo.data.records import Group, Outcome
 from gdpo_nemo.errors import ConfigError
@@ -36,7 +37,9 @@ def add(commands) -> None:
     """Register the command."""
     command = commands.add_parser("eval", help="score a run's weights, or any model, on the held-out prompts")
     command.add_argument(
-        "source", metavar="SOURCE", help="the folder of a run, one of its checkpoints, or a Hugging Face folder"
+        "source",
+        metavar="SOURCE",
+        help="the folder of a run, one of its checkpoints, or a model as policy.model_name takes it",
     )
     command.add_argument("--config", metavar="FILE", help="default: config.yaml of the run that SOURCE lies in")
     command.add_argument("--step", type=int, metavar="N", help="the run's checkpoint of that step; default: its newest")
@@ -172,7 +175,8 @@ def find_subject(source: Path, config_file: str | Path | None = None, step: int 
     """What ``source`` names. Raises ConfigError."""
     if config_file is not None and not Path(config_file).is_file():
         raise ConfigError(f"--config: {config_file} does not exist")
-    if (source / "config.json").is_file():
+    foreign = recognise(source, "SOURCE")
+    if (source / "config.json").is_file() or (foreign is not None and foreign.format is not Format.CHECKPOINT):
         config = Path(config_file) if config_file else source.resolve().parent / "config.yaml"
         if step is not None:
             raise ConfigError(f"--step: {source} is a model; name the folder of the run")

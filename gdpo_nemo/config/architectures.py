@@ -56,12 +56,21 @@ def check_family(content: Mapping[str, Any]) -> Family:
     for key in BIASES:
         if fields.get(key) and key != family.qkv_bias:
             raise _refusal(f"{key} (biases of projections) is not supported for {family.model_type}")
-    if fields.get("quantization_config"):
-        raise _refusal(
-            "quantised weights (quantization_config) are not supported; give the folder of the unquantised model"
-        )
+    _check_not_quantised(fields)
     _check_rope(fields, family)
     return family
+
+
+def _check_not_quantised(fields: Mapping[str, Any]) -> None:
+    found = fields.get("quantization_config")
+    method = found.get("quant_method") if isinstance(found, Mapping) else None
+    key = "quantization_config" if found else "quantization"  # the latter is MLX's
+    if found or fields.get("quantization"):
+        by = method or ("MLX" if fields.get("quantization") else None)
+        raise _refusal(
+            f"quantised weights ({key}) are not supported{f', these are by {by}' if by else ''}; give the folder of "
+            "the unquantised model"
+        )
 
 
 def _check_window(fields: Mapping[str, Any]) -> None:

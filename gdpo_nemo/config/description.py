@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Sequence
 
 from gdpo_nemo.config.algorithm_choice import samples
+from gdpo_nemo.config.files import model_source
 from gdpo_nemo.config.layout import Layout, resolve_layout, samples_per_step, updates_per_step
 from gdpo_nemo.config.placement import describe_places
 from gdpo_nemo.config.rollout_bounds import (
@@ -46,7 +47,10 @@ def _folder(config: Config) -> str:
 
 def _model(config: Config) -> str:
     policy = config.policy
-    if Path(policy.model_name).is_dir():
+    foreign = model_source(config)
+    if foreign is not None:
+        source = foreign.format.value
+    elif Path(policy.model_name).is_dir():
         source = "a folder here"
     else:
         source = f"made by {policy.model_factory}" if policy.model_factory else "from the Hugging Face hub"

@@ -19,6 +19,8 @@ from gdpo_nemo.config.architectures import (
     num_experts,
 )
 from gdpo_nemo.config.families import FAMILIES
+from gdpo_nemo.config.model_formats import Format, Source, recognise
+from gdpo_nemo.config.model_sources import source_fields
 from gdpo_nemo.config.schema import Config, DatasetConfig
 from gdpo_nemo.config.stages import check_stages
 from gdpo_nemo.config.weight_files import check_weight_files
@@ -148,6 +150,12 @@ def read_model_config(path: Path) -> dict[str, Any]:
     return content
 
 
+def model_source(config: Config) -> Source | None:
+    """What ``policy.model_name`` is where it is a model in another format than Hugging Face's, else None. Raises
+    ConfigError: in one that is not read."""
+    return recognise(Path(config.policy.model_name).expanduser())
+
+
 def known_model_config(config: Config) -> dict[str, Any] | None:
     """The fields of the model's configuration as far as this machine knows them, without a download and without running
     anything.
@@ -156,6 +164,9 @@ def known_model_config(config: Config) -> dict[str, Any] | None:
     the hub's cache; None where none of them has it. Raises ConfigError.
     """
     folder = Path(config.policy.model_name)
+    source = model_source(config)
+    if source is not None:
+        return source_fields(source, "policy.model_name", config.policy.tokenizer_name)
     if folder.is_dir():
         return local_model_config(config)
     if config.policy.model_factory:
@@ -199,18 +210,29 @@ def check_model(config: Config, layout: Layout) -> None:
     folder = Path(config.policy.model_name)
     if config.policy.model_factory:
         find_function("policy.model_factory", config.policy.model_factory)
-    elif not folder.is_dir() and not may_be_on_the_hub(name):
+    elif not folder.exists() and not may_be_on_the_hub(name):
         raise ConfigError(
             f"policy.model_name: {name} is neither a folder nor a hub name (organisation/model); "
             "policy.model_factory can make it"
         )
+    source = model_source(config)
     content = known_model_config(config)
     if content is not None:
         check_model_content(content)
-    if folder.is_dir():
+    if source is not None:
+        _check_adapter(source, config)
+    elif folder.is_dir():
         check_weight_files(folder, _remake(config))
     if content is not None:
         _check_shape(content, config, layout)
+
+
+def _check_adapter(source: Source, config: Config) -> None:
+    if source.format is Format.PEFT and config.policy.lora.rank:
+        raise ConfigError(
+            f"policy.lora.rank: training does not go on with the matrices of an adapter ({source.root}); for new ones "
+            "on the merged model, name what `gdpo-nemo convert --to hf` makes of it as policy.model_name"
+        )
 
 
 def check_engines(config: Config) -> None:
@@ -286,6 +308,8 @@ def check_tokenizer(config: Config) -> None:
     ConfigError."""
     name = config.policy.tokenizer_name
     folder = Path(name or config.policy.model_name)
+    if name is None and model_source(config) is not None:
+        return  # comes with the conversion
     if folder.is_dir():
         if not any((folder / file).is_file() for file in _TOKENIZER_FILES):
             raise ConfigError(f"policy.tokenizer_name: {folder} holds no tokenizer ({', '.join(_TOKENIZER_FILES)})")

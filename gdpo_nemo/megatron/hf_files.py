@@ -23,6 +23,14 @@ _COMPANIONS = (
 )
 
 
+def copy_companions(source: str | Path, folder: Path) -> None:
+    """Copy tokenizer, chat template and generation settings of the Hugging Face folder ``source``."""
+    for pattern in _COMPANIONS:
+        for file in Path(source).glob(pattern):
+            if file.parent.absolute() != folder.absolute():
+                shutil.copyfile(file, folder / file.name)  # not its mode, which says nothing about this folder
+
+
 def write_model(
     folder: str | Path,
     tensors: Iterable[tuple[str, torch.Tensor]],
@@ -34,9 +42,7 @@ def write_model(
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     config.save_pretrained(folder)
-    for pattern in _COMPANIONS:
-        for file in Path(source).glob(pattern):
-            shutil.copyfile(file, folder / file.name)  # not its mode: that of the source says nothing about this folder
+    copy_companions(source, folder)
     shards: list[dict[str, torch.Tensor]] = [{}]
     sizes = [0]
     names: list[str] = []

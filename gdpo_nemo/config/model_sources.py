@@ -1,0 +1,121 @@
+"""The architecture of a model in another format than Hugging Face's, and where the rest of it comes from. No torch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from gdpo_nemo.config.architectures import check_model_content
+from gdpo_nemo.config.dist_metadata import read_dist_metadata
+from gdpo_nemo.config.gguf_model import read_gguf_model
+from gdpo_nemo.config.megatron_keys import model_tensors
+from gdpo_nemo.config.model_formats import Format, Source
+from gdpo_nemo.config.peft_config import PeftAdapter, read_peft_adapter
+from gdpo_nemo.errors import ConfigError
+
+COMPANION = "hf"
+"""Folder beside a Megatron-core checkpoint of ours with config.json and tokenizer."""
+
+
+def source_fields(source: Source, key: str, companion: str | None = None) -> dict[str, Any] | None:
+    """The fields of config.json of the model that ``source`` is; None where they are on the hub.
+
+    Args:
+        key: what the user named the source by, for messages.
+        companion: Hugging Face folder that describes a Megatron-core checkpoint, or the base of an adapter.
+
+    Raises:
+        ConfigError: the source cannot be read, for a reason that the message names.
+    """
+    if source.format is Format.GGUF:
+        return read_gguf_model(source.path, key).fields
+    folder = described_by(source, key, companion)
+    if folder is None:
+        return None
+    fields = read_fields(folder / "config.json", key)
+    if source.format in (Format.MEGATRON, Format.NEMO_2):
+        model_tensors(read_dist_metadata(source.path, key), fields, source.path, key)
+    return fields
+
+
+def described_by(source: Source, key: str, companion: str | None = None) -> Path | None:
+    """The Hugging Face folder whose config.json and tokenizer are those of ``source``; None: a name on the hub, or the
+    source has all itself (GGUF).
+
+    Args and errors: as ``source_fields``.
+    """
+    if source.format is Format.GGUF:
+        return None
+    if source.format is Format.PEFT:
+        adapter = read_peft_adapter(source.path, key)
+        if companion and (Path(companion) / "config.json").is_file():
+            return Path(companion)
+        folder = adapter.base_folder()
+        if folder is None:
+            _check_hub_name(adapter, key)
+        return folder
+    if source.format is Format.CHECKPOINT:
+        return _folder(companion or _model_of_run(source.path), key, "the model that the run started from")
+    places = [source.path / COMPANION, source.root / COMPANION]
+    found = Path(companion) if companion else next((place for place in places if place.is_dir()), None)
+    what = f"{source.root} is {source.format.value}{_trained_as(source)}, which has no config.json"
+    if found is None:
+        raise ConfigError(f"{key}: {what}; name a Hugging Face folder of the same model ({_option(key)})")
+    return _folder(str(found), key, what)
+
+
+def _option(key: str) -> str:
+    return "policy.tokenizer_name" if key.startswith("policy") else "--model"
+
+
+def _folder(name: str, key: str, what: str) -> Path:
+    if not (Path(name) / "config.json").is_file():
+        raise ConfigError(f"{key}: {what}; {name} is no folder with one ({_option(key)})")
+    return Path(name)
+
+
+def _check_hub_name(adapter: PeftAdapter, key: str) -> None:
+    """The base may be a name on the hub. Raises ConfigError: it is not."""
+    if adapter.base.count("/") != 1 or adapter.base.startswith((".", "/")):
+        raise ConfigError(
+            f"{key}: the base model of the adapter {adapter.folder}, {adapter.base or 'which it does not name'}, is no "
+            "folder here"
+        )
+
+
+def _model_of_run(checkpoint: Path) -> str:
+    """``policy.model_name`` of the run that a checkpoint lies in, or nothing."""
+    file = checkpoint.resolve().parent.parent / "config.yaml"
+    try:
+        return str(yaml.safe_load(file.read_text(encoding="utf-8"))["policy"]["model_name"])
+    except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError):
+        return ""
+
+
+def _trained_as(source: Source) -> str:
+    """What NeMo 2 says that the model is, in brackets: a name read as text, which imports and runs nothing."""
+    try:
+        text = (source.root / "context" / "model.yaml").read_text(encoding="utf-8")
+        content = yaml.safe_load(text)
+        section = content.get("config", content)
+        names = [str(part["_target_"]).rpartition(".")[2] for part in (content, section) if "_target_" in part]
+    except (OSError, ValueError, AttributeError, TypeError, KeyError, yaml.YAMLError):
+        return ""
+    return f" ({names[-1]})" if names else ""
+
+
+def read_fields(file: Path, key: str) -> dict[str, Any]:
+    """The fields of a ``config.json``, of a model that is supported. Raises ConfigError."""
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{key}: {file} cannot be read ({error.strerror})") from None
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{key}: {file} is not valid JSON ({error})") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"{key}: {file} is not a JSON object")
+    check_model_content(content)
+    return content
