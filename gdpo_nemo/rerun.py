@@ -214,6 +214,7 @@ def rerun(plan: Plan) -> None:
             stack.enter_context(session(config.cluster))
             stack.push(lambda kind, error, trace: point_to_logs(error, keep_logs, plan.out))
             _train(plan, log)
+            log.card(plan.out / "model", plan.last)
         outcome = "complete"
     finally:
         log.close(outcome)
@@ -228,7 +229,6 @@ def _train(plan: Plan, log: RunLog) -> None:
                 trainer.step()
             if segment is plan.segments[-1]:
                 _export(plan, trainer.policy)
-                log.card(plan.out / "model", segment.last)
             else:  # as the run did, which was stopped and resumed under another config here
                 trainer.save()
                 checkpoint = trainer.checkpoints.path(trainer.state.step)
