@@ -155,7 +155,7 @@ def model_folder(config: Config) -> Path:
 
 
 def _from_source(config: Config, source: Source) -> Path:
-    companion = config.policy.tokenizer_name if source.format in (Format.MEGATRON, Format.NEMO_2) else None
+    companion = None
     if source.format is Format.PEFT:
         adapter = read_peft_adapter(source.path, "policy.model_name")
         base = described_by(source, "policy.model_name") or _from_hub(adapter.base)

@@ -144,20 +144,6 @@ class PolicyRank:
         """The learning rate of the next update."""
         return self.policy.next_learning_rate()
 
-    def export_adapter(self, folder: str) -> None:
-        """Write LoRA's matrices as a folder of PEFT (rank 0)."""
-        from gdpo_nemo.weights.adapters import write_adapter
-
-        matrices = dict(self.policy.update())
-        if self.rank == 0 and self.policy.adapters is not None:
-            write_adapter(folder, matrices, self.policy.adapters)
-
-    def save_megatron(self, folder: str) -> None:
-        """Write the weights as a checkpoint of Megatron-core's GPTModel."""
-        from gdpo_nemo.formats.megatron_writer import save_megatron
-
-        save_megatron(self.policy, folder)
-
     def export(self, folder: str) -> None:
         """Write the weights as a Hugging Face folder (rank 0), and LoRA's adapter as ``adapter`` next to it."""
         from gdpo_nemo.megatron.hf_files import write_model
@@ -405,14 +391,6 @@ class PolicyGroup:
         """Write a Hugging Face folder."""
         with phase("export"):
             self._call("export", str(folder), what=f"exporting {folder}")
-
-    def export_adapter(self, folder: Path) -> None:
-        """Write LoRA's matrices as a folder of PEFT."""
-        self._call("export_adapter", str(folder), what=f"exporting {folder}")
-
-    def save_megatron(self, folder: Path) -> None:
-        """Write a checkpoint of Megatron-core's GPTModel."""
-        self._call("save_megatron", str(folder), what=f"writing {folder}")
 
     def close(self) -> None:
         """End the rank processes."""
