@@ -70,7 +70,7 @@ def assign(
     """Spread sequences over ``ranks``, in as few micro-batches of at most ``token_budget`` tokens as a greedy fit
     finds (above 64 a rank, to within 1/64).
 
-    Every rank gets the same number of micro-batches (whole rounds of ``multiple_of``, which interleaved pipelines need);
+    Every rank gets the same number of micro-batches (whole rounds of ``multiple_of``, as interleaved pipelines need);
     a micro-batch may be empty when there are fewer sequences than micro-batches. The dearest sequences are placed
     first, each into the cheapest micro-batch with room for it, and micro-batches are dealt to the ranks to and fro, so
     that micro-batches and ranks cost about the same. Deterministic.

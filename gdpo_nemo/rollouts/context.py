@@ -3,8 +3,8 @@
 ``rollout.function: file.py:function`` puts a function of yours in place of the built-in loop. It is called as
 ``function(prompts, context)`` in a thread of the driver, and returns for each prompt, in order, a list of
 ``context.samples`` trajectories. With ``rollout.max_staleness`` 0 a call has the prompts of a whole batch; above 0 it
-has one, and several calls run at once, in threads of their own. One that takes longer than ``rollout.group_timeout_s`` is
-given up: its samples are aborted, and its ``context.sample`` raises from then on.
+has one, and several calls run at once, in threads of their own. One that takes longer than ``rollout.group_timeout_s``
+is given up: its samples are aborted, and its ``context.sample`` raises from then on.
 
 ``Transcript`` builds a trajectory: it keeps every token as it was sampled, so that ids, mask and log-probs cannot drift
 apart. Trajectories without rewards are given to the prompt's environment to verify. The function may call
