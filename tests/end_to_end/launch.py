@@ -21,6 +21,8 @@ from gdpo_nemo.observe.metric_registry import unknown_metrics
 REPOSITORY = Path(__file__).resolve().parents[2]
 START_S = 1200
 STEPS = 6
+_LOOK_S = 0.5
+"""How often the processes of a run are listed, which takes longer than to see whether a step is done."""
 
 
 class Launch:
@@ -69,18 +71,22 @@ class Launch:
         """Return once ``good`` likes the last step that the metrics hold; remembers every process of the run on the
         way."""
         deadline = time.monotonic() + START_S
+        looked = 0.0
         while not good(max((row["step"] for row in rows(self.run_dir) if "loss" in row), default=0)):
             assert self.process.poll() is None, self.process.communicate()
             assert time.monotonic() < deadline, complaint
-            self._look()
+            if time.monotonic() - looked > _LOOK_S:
+                self._look()
+                looked = time.monotonic()
             time.sleep(0.05)
+        self._look()
 
     def finish(self) -> tuple[int, str, str]:
         """Exit status, stdout, stderr."""
         deadline = time.monotonic() + START_S
         while self.process.poll() is None and time.monotonic() < deadline:
             self._look()
-            time.sleep(0.5)
+            time.sleep(_LOOK_S)
         out, err = self.process.communicate(timeout=300)
         with contextlib.suppress(OSError):  # it is as empty as it should be, or ``left_behind`` will say what is in it
             self.scratch.rmdir()

@@ -103,7 +103,7 @@ def test_another_lora_rank_ends_with_status_2_and_leaves_the_folder_as_it_was(ch
     folder = changed[0]
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     launch = Launch(folder, digit_model, "policy.lora={rank: 8}", "gdpo.val_period=0", "checkpointing.metric_name=null")
-    out, err = launch.process.communicate(timeout=240)
+    out, err = launch.process.communicate(timeout=START_S)
     assert launch.process.returncode == 2, (out, err)
     (line,) = err.splitlines()
     assert "policy.lora.rank: cannot change from 0 to 8" in line and "step_4" in line

@@ -97,8 +97,8 @@ def test_exported_model_is_what_the_last_checkpoint_holds_and_transformers_loads
 
 def test_killed_and_terminated_run_resumes_bit_for_bit(undisturbed, tmp_path, digit_model):
     """The policy dies in the middle of saving step 4, the driver after step 3 (kill -9), its terminal goes away after
-    step 3, SIGTERM comes a step later, a byte of the last checkpoint turns on the disk; then on to the end. Checkpoints
-    are written beside training.
+    step 3, a byte of the last checkpoint turns on the disk; then on to the end. Checkpoints are written beside
+    training. (SIGTERM, which ends a run as a hang-up does, is tests/soak's and test_custom_algorithm's.)
 
     The first of these runs is colocated: its engines sleep while the policy trains, and nothing else is different.
     """
@@ -135,15 +135,6 @@ def test_killed_and_terminated_run_resumes_bit_for_bit(undisturbed, tmp_path, di
     dropped.hang_up()
     assert dropped.finish()[0] == 128 + signal.SIGHUP, dropped.shown
     assert b"resuming" in dropped.shown and dropped.left_behind() == []
-    done = max(row["step"] for row in rows(tmp_path / "run"))
-    assert (tmp_path / "run" / "checkpoints" / f"step_{done}" / "files.json").is_file()
-
-    stopped = Launch(tmp_path / "run", digit_model, *options)
-    stopped.wait_for_step(done + 1)
-    stopped.process.send_signal(signal.SIGTERM)
-    status, out, err = stopped.finish()
-    assert status == 128 + signal.SIGTERM, (out, err)
-    assert stopped.left_behind() == []
     done = max(row["step"] for row in rows(tmp_path / "run"))
     *_, before, newest = sorted((tmp_path / "run" / "checkpoints").glob("step_*"), key=lambda path: int(path.name[5:]))
     assert newest.name == f"step_{done}"

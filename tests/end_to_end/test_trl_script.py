@@ -37,7 +37,6 @@ def test_a_trl_script_is_translated_and_trains_its_two_steps(tmp_path, byte_mode
     translated = gdpo_nemo("config", "from-trl", "stranger.py", "--out", "ours.yaml", cwd=tmp_path)
     assert (translated.returncode, translated.stderr) == (0, "")
     assert translated.stdout.startswith("same: every key that changes the result is done as TRL does it")
-    assert gdpo_nemo("train", "--config", "ours.yaml", "--dry-run", cwd=tmp_path).returncode == 0
     small = ["policy.max_total_sequence_length=256", "policy.micro_batch_tokens=2048", "logger.console=plain"]
     trained = gdpo_nemo("train", "--config", "ours.yaml", *small, cwd=tmp_path)
     assert trained.returncode == 0, trained.stderr
