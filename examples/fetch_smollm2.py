@@ -60,7 +60,13 @@ PROMPTS = (
     "def fibonacci(n):\n    ",
 )
 
-_CARD = """# SmolLM2-135M-Instruct
+_CARD = """---
+base_model: HuggingFaceTB/SmolLM2-135M-Instruct
+library_name: transformers
+license: apache-2.0
+---
+
+# SmolLM2-135M-Instruct
 
 By HuggingFaceTB, licensed under the Apache License 2.0: https://huggingface.co/HuggingFaceTB/SmolLM2-135M-Instruct
 

