@@ -3,6 +3,7 @@
     python tests/benchmarks/policy.py [--size 8m] [--size 100m] [--rounds 5] [--threads 2]
     python tests/benchmarks/policy.py --size 7b --tokens 32768 --precision bfloat16 --ours-only   # with a GPU: MFU,
     peak memory
+    python tests/benchmarks/policy.py --size 8m --ours-only --beside CHECKOUT     # another commit, installed there
 
 The batch is what rollouts look like: prompts of 32 to 128 tokens, completions of log-normal length (median 120, at most
 512). Ours packs them into micro-batches of ``--micro-batch`` tokens; the other side pads, as trainers on
@@ -237,10 +238,12 @@ def memory(torch, field: str) -> int:
 
 def compare(size: str, arguments) -> None:
     """Run both sides on one model, in turns, and print what came out."""
-    sides = ["ours"] if arguments.ours_only else ["ours", "theirs"]
+    sides = ["ours"] + ["before"] * bool(arguments.beside) + ["theirs"] * (not arguments.ours_only)
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         parameters = make_model(folder / "model", size, arguments.precision, max(1024, arguments.length or 0))
+        (folder / "before").mkdir()  # ranks meet in a file of their folder
+        (folder / "before" / "model").symlink_to(folder / "model")
         processes = {side: _start(side, size, folder, arguments) for side in sides}
         rows: dict[str, list[dict]] = {side: [] for side in sides}
         try:
@@ -260,6 +263,10 @@ def compare(size: str, arguments) -> None:
 
 
 def _start(side: str, size: str, folder: Path, arguments) -> subprocess.Popen:
+    root, python = ROOT, sys.executable
+    if side == "before":
+        root, side, folder = arguments.beside.resolve(), "ours", folder / "before"
+        python = str(root / ".venv" / "bin" / "python")
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": str(arguments.threads),
@@ -267,9 +274,10 @@ def _start(side: str, size: str, folder: Path, arguments) -> subprocess.Popen:
         # Large blocks go back to the system when they are freed, so that the peak is what was needed at once.
         "MALLOC_MMAP_THRESHOLD_": "65536",
         "MALLOC_TRIM_THRESHOLD_": "65536",
-        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+        "PYTHONPATH": os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")]),
     }
-    command = [sys.executable, "-W", "ignore", __file__, "--side", side, "--folder", str(folder), "--size", size]
+    program = str(root / "tests" / "benchmarks" / "policy.py")
+    command = [python, "-W", "ignore", program, "--side", side, "--folder", str(folder), "--size", size]
     for option in (
         "threads",
         "tokens",
@@ -282,6 +290,7 @@ def _start(side: str, size: str, folder: Path, arguments) -> subprocess.Popen:
     return subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
+NAMES = {"ours": "gdpo_nemo", "before": "beside", "theirs": "transformers"}
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "B200": 2250e12}
 """Dense bfloat16, from NVIDIA's data sheets."""
 
@@ -304,7 +313,7 @@ def _show(size: str, parameters: int, rows: dict, arguments) -> None:
     for side, done in rows.items():
         wall, cpu = (statistics.median(row[key] for row in done[1:]) for key in ("wall", "cpu"))
         rate[side] = tokens / wall, tokens / cpu
-        name = "gdpo_nemo" if side == "ours" else "transformers"
+        name = NAMES[side]
         peak = max(row["peak"] for row in done) >> 20
         print(
             f"{name:14s}{wall:9.2f}{cpu:9.2f}{tokens / wall:10.0f}{tokens / cpu:11.0f}{peak:10d}{done[0]['loss']:12.6f}"
@@ -321,9 +330,9 @@ def _show(size: str, parameters: int, rows: dict, arguments) -> None:
     peak = max(row["peak"] for row in rows["ours"])
     items = ", ".join(f"{name} {size >> 20}" for name, size in plan.items() if size and name != "total")
     print(f"planned for gdpo_nemo: {plan['total'] >> 20} MiB ({items}); peak / plan {peak / plan['total']:.3f}")
-    if len(rate) == 2:
-        by_wall, by_cpu = (rate["ours"][i] / rate["theirs"][i] for i in (0, 1))
-        print(f"gdpo_nemo / transformers: {by_wall:.2f} x by wall, {by_cpu:.2f} x by CPU seconds")
+    for other in rate.keys() - {"ours"}:
+        by_wall, by_cpu = (rate["ours"][i] / rate[other][i] for i in (0, 1))
+        print(f"gdpo_nemo / {NAMES[other]}: {by_wall:.2f} x by wall, {by_cpu:.2f} x by CPU seconds")
 
 
 def main() -> None:
@@ -338,6 +347,7 @@ def main() -> None:
     parser.add_argument("--precision", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--recompute", default="none", help="none, selective or full (ours)")
     parser.add_argument("--ours-only", action="store_true", help="leave transformers out")
+    parser.add_argument("--beside", type=Path, metavar="CHECKOUT", help="another commit, installed: updates in turns")
     parser.add_argument("--side", choices=("ours", "theirs"), help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
     arguments = parser.parse_args()

@@ -197,7 +197,7 @@ async def _answer(app: FastAPI, row: dict, request: Request, elsewhere: str):
 async def _drip(body: bytes):
     for byte in body:
         yield bytes([byte])
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(0.5)  # far longer in all than any test's limit on a reply
 
 
 async def _once(body: bytes):
