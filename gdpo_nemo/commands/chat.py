@@ -69,8 +69,8 @@ def run(arguments: argparse.Namespace) -> int:
     first = None if arguments.row is None else rows.row(arguments.split, arguments.row)
     speakers.on_this_machine(sources)
     with contextlib.ExitStack() as stack:
-        stack.callback(rows.close)
         talking = _started(arguments, sources, rows, stack, phase)
+        stack.callback(rows.close)  # before the session, which leaves nothing of this process in shared memory
         screen = _screen(arguments.json)
         chat = Chat(talking, rows, screen, sources[0].config.run.seed if arguments.seed is None else arguments.seed)
         _greet(sources, screen)
