@@ -41,7 +41,7 @@ class LedgerState:
     retired: list[int] = field(default_factory=list)
     """Later ones that are, too, in order."""
     dropped: list[tuple[int, str]] = field(default_factory=list)
-    """Of all these, (position, reason) of those dropped since the last update, which the next one accounts for."""
+    """Of all these, (position, reason) of those dropped since the last batch, which the next one accounts for."""
 
     @classmethod
     def of(cls, saved: Mapping[str, Any], position: int = 0) -> LedgerState:
@@ -96,7 +96,7 @@ class Ledger:
         self.updates = updates
         """Calls of ``trained``, those of before a resume included: the version of the trainer's weights."""
         self.dropped: list[tuple[int, str]] = list(start.dropped)
-        """(position, reason) of those dropped since the last ``trained``."""
+        """(position, reason) of those dropped since the last ``take_dropped``."""
         self._outstanding: dict[int, Entry] = {}
         self._next = start.position
         """The first position that was never admitted."""
@@ -164,8 +164,8 @@ class Ledger:
             left.remove(position)
         return sorted(taken)
 
-    def trained(self, positions: Iterable[int]) -> list[tuple[int, str]]:
-        """Account for an update of these positions. Returns (position, reason) of what was dropped since the last."""
+    def trained(self, positions: Iterable[int]) -> None:
+        """Account for an update of these positions."""
         for position in positions:
             del self._outstanding[position]
             self._retired.add(position)
@@ -173,9 +173,15 @@ class Ledger:
         first = min(self._outstanding, default=self._next)
         # At ``first`` itself, too: after a resume it may be one that is not to be admitted again.
         self._retired = {p for p in self._retired if p >= first}
-        dropped = self.dropped
+
+    def take_dropped(self) -> list[tuple[int, str]]:
+        """(position, reason) of what was dropped since the last call, for the batch that accounts for it.
+
+        Not a part of ``trained``: what is dropped while a batch trains is the next one's.
+        """
+        taken = self.dropped
         self.dropped = []
-        return dropped
+        return taken
 
     def state(self) -> LedgerState:
         """What a resumed run goes on from: outstanding positions are drawn again."""

@@ -326,11 +326,9 @@ class RolloutScheduler:
         if rollout is None:
             return None
         self._unwanted = 0
-        dropped = self._ledger.dropped
-        self._ledger.dropped = []
-        rollout.dropped = dropped
+        rollout.dropped = self._ledger.take_dropped()
         rollout.version = self._step
-        rollout.dropped_groups = rollout.dropped_groups or sum(reason == NO_SIGNAL for _, reason in dropped)
+        rollout.dropped_groups = rollout.dropped_groups or sum(reason == NO_SIGNAL for _, reason in rollout.dropped)
         rollout.next_position = self._accounts.consumed + len({group.position for group in self._training})
         self._add_again(rollout)
         rollout.measured |= self._measure()

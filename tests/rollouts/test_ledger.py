@@ -48,7 +48,11 @@ class Run:
             assert self.step - self.ledger[position].version <= self.staleness
             assert position < left[0] + self.window
             left.remove(position)
-        dropped = self.ledger.trained(batch)
+        dropped = self.ledger.take_dropped()
+        later = [position for position in self.outstanding() if position not in batch]
+        if later and self.step % 3 == 2:
+            self.ledger.drop(later[-1], "late while the batch trains")
+        self.ledger.trained(batch)
         self.lines.append((batch, [position for position, _ in dropped]))
         self.step += 1
         return True
@@ -151,8 +155,18 @@ def test_what_was_dropped_before_a_checkpoint_is_accounted_for_by_the_step_after
     resumed = Ledger(1, admission_bound(1, 3, 2), 2, state)
     resumed.admit(0)
     ready(resumed, 1)
-    assert resumed.trained(resumed.get_batch()) == [(0, "timeout")]
-    assert resumed.trained([2]) == []
+    assert resumed.take_dropped() == [(0, "timeout")] and resumed.take_dropped() == []
+
+
+def test_what_is_dropped_while_a_batch_trains_is_accounted_for_by_the_next():
+    ledger = Ledger(1, admission_bound(1, 3, 2), 2)
+    ledger.admit(0)
+    ready(ledger, 0)
+    batch = ledger.get_batch()
+    assert ledger.take_dropped() == []
+    ledger.drop(1, "timeout")
+    ledger.trained(batch)
+    assert ledger.state().dropped == [(1, "timeout")] and ledger.take_dropped() == [(1, "timeout")]
 
 
 @pytest.mark.parametrize("late, published, room", [(0, 4, 6), (0, 3, 4), (0, 2, 2), (0, 1, 0), (1, 3, 6), (1, 2, 4)])
