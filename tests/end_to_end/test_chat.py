@@ -26,7 +26,7 @@ import torch
 from gdpo_nemo.weights.model_folder import open_weights, save_tensors, weight_names
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-DEADLINE_S = 1200
+DEADLINE_S = 600
 EMBEDDING = "model.embed_tokens.weight"
 CONFIG = """\
 run: {{name: talk, dir: {run}}}
@@ -129,13 +129,22 @@ class OnATerminal:
         self.shown = ""
         self._read_up_to = 0
 
-    def wait_for(self, pattern: str) -> str:
-        """Return what is shown up to the next place that matches."""
+    def wait_for(self, pattern: str, again: str = "") -> str:
+        """Return what is shown up to the next place that matches.
+
+        Args:
+            again: what a person types once more where nothing happens. Python does not notice a Ctrl-C that comes just
+                before it begins to wait for a line.
+        """
         deadline = time.monotonic() + DEADLINE_S
+        retyped = time.monotonic()
         while not (found := re.compile(pattern).search(self.shown, self._read_up_to)):
             assert self.process.poll() is None or self._take(), f"ended before {pattern!r}: {self.shown!r}"
             assert time.monotonic() < deadline, f"{pattern!r} did not come: {self.shown!r}"
             self._take()
+            if again and time.monotonic() - retyped > 10:
+                self.type(again)
+                retyped = time.monotonic()
         before = self._read_up_to
         self._read_up_to = found.end()
         return self.shown[before : found.end()]
@@ -172,7 +181,7 @@ def test_a_person_stops_a_reply_asks_a_row_and_ends_on_a_terminal(run_dir):
         assert len(re.findall("[A-Za-z]", reply)) < 1800
         chat.wait_for("> ")
         chat.type("half a li\x03")
-        chat.wait_for(r"\(Ctrl-D or /quit ends\)\r\n")
+        chat.wait_for(r"\(Ctrl-D or /quit ends\)\r\n", again="\x03")
         chat.type("/row 99\n")
         chat.wait_for("error: data.validation has rows 0 to 3, and no row 99")
         chat.type("/nonsense\n")
