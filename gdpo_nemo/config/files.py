@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import glob
-import json
 import os
 import re
 from pathlib import Path
@@ -19,6 +18,7 @@ from gdpo_nemo.config.architectures import (
     num_experts,
 )
 from gdpo_nemo.config.families import FAMILIES
+from gdpo_nemo.config.json_files import read_json_object
 from gdpo_nemo.config.model_formats import Format, Source, recognise
 from gdpo_nemo.config.model_sources import source_fields
 from gdpo_nemo.config.schema import Config, DatasetConfig
@@ -139,15 +139,7 @@ def local_model_config(config: Config) -> dict[str, Any] | None:
 
 def read_model_config(path: Path) -> dict[str, Any]:
     """The fields in a model's ``config.json``. Raises ConfigError."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"policy.model_name: {path} cannot be read ({error.strerror})") from None
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"policy.model_name: {path} is not valid JSON ({error})") from None
-    if not isinstance(content, dict):
-        raise ConfigError(f"policy.model_name: {path} is not a JSON object")
-    return content
+    return read_json_object(path, "policy.model_name")
 
 
 def model_source(config: Config) -> Source | None:

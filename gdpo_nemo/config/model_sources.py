@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ import yaml
 
 from gdpo_nemo.config.architectures import check_model_content
 from gdpo_nemo.config.gguf_model import read_gguf_model
+from gdpo_nemo.config.json_files import read_json_object
 from gdpo_nemo.config.model_formats import Format, Source
 from gdpo_nemo.config.peft_config import PeftAdapter, read_peft_adapter
 from gdpo_nemo.errors import ConfigError
@@ -97,13 +97,6 @@ def _trained_as(source: Source) -> str:
 
 def read_fields(file: Path, key: str) -> dict[str, Any]:
     """The fields of a ``config.json``, of a model that is supported. Raises ConfigError."""
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{key}: {file} cannot be read ({error.strerror})") from None
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{key}: {file} is not valid JSON ({error})") from None
-    if not isinstance(content, dict):
-        raise ConfigError(f"{key}: {file} is not a JSON object")
+    content = read_json_object(file, key)
     check_model_content(content)
     return content

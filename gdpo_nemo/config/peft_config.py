@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gdpo_nemo.config.json_files import read_json_object
 from gdpo_nemo.errors import ConfigError
 
 CONFIG = "adapter_config.json"
@@ -61,7 +61,7 @@ def read_peft_adapter(folder: Path, key: str) -> PeftAdapter:
     Raises:
         ConfigError: the file is damaged, or says something that is not supported, which the message names.
     """
-    content = _content(folder / CONFIG, key)
+    content = read_json_object(folder / CONFIG, key)
     kind = content.get("peft_type")
     if kind != "LORA":
         raise ConfigError(f"{key}: {folder} is a PEFT adapter of type {kind}, which is not supported; supported: LORA")
@@ -92,18 +92,6 @@ def read_peft_adapter(folder: Path, key: str) -> PeftAdapter:
         ranks_differ=bool(content.get("rank_pattern")),
         targets=targets if isinstance(targets, str) else tuple(sorted(map(str, targets or ()))),
     )
-
-
-def _content(file: Path, key: str) -> dict[str, Any]:
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{key}: {file} cannot be read ({error.strerror})") from None
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{key}: {file} is not valid JSON ({error})") from None
-    if not isinstance(content, dict):
-        raise ConfigError(f"{key}: {file} is not a JSON object")
-    return content
 
 
 def _number(content: dict[str, Any], name: str, folder: Path, key: str) -> float:
