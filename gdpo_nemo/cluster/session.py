@@ -36,6 +36,7 @@ for _name, _seconds in (
     os.environ.setdefault(f"RAY_{_name}", str(_seconds))
 
 import ray  # noqa: E402
+from ray._private import auto_init_hook  # noqa: E402
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError, RayTaskError  # noqa: E402
 
 from gdpo_nemo.cluster import local_ray  # noqa: E402
@@ -67,6 +68,10 @@ def session(config: ClusterConfig) -> Iterator[None]:
         ConfigError: several nodes are wanted and no cluster is named. RunError: there is no cluster at that address, or
         this process has a session already, of another run or of its own.
     """
+    # A late call of a thread that outlived the session would otherwise start a cluster, whose processes the reaper then
+    # ends as what the session left; and Ray ends a driver whose cluster is gone. (RAY_ENABLE_AUTO_CONNECT is read when
+    # ray is imported, which the caller may have done before us.)
+    auto_init_hook.enable_auto_connect = False
     if ray.is_initialized():
         raise RunError(
             "this process has a Ray session already; end it with ray.shutdown(), or train in another process"

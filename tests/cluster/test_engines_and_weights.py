@@ -60,7 +60,9 @@ def parts(digit_model):
         [f"policy.model_name={digit_model}", "policy.generation.engines=2", "loss_fn.reference_policy_kl_penalty=0.1"],
     )
     with session(config.cluster):
-        yield Parts(config, digit_model)
+        parts = Parts(config, digit_model)
+        yield parts
+        parts.fleet.close()
 
 
 def requests(count: int, prompt_length: int = 6) -> list[SampleRequest]:

@@ -46,22 +46,36 @@ if __name__ == "__main__":
         print(ray.get(actor.variable.remote()), len(attempts), attempts[-1])
 """
 
+LATE_CALLS = """
+calls = (lambda: ray.put(1), lambda: ray.remote(Actor).remote(), lambda: actor.variable.remote())
+for call in calls:
+    try:
+        call()
+    except Exception:  # of several kinds
+        print('refused', ray.is_initialized())
+"""
 
-def _session(tmp_path: Path, before: str = "", **environment: str) -> str:
+
+def _session(tmp_path: Path, before: str = "", after: str = "", **environment: str) -> list[str]:
     script = tmp_path / "script.py"
-    script.write_text(before + SESSION)
+    script.write_text(before + SESSION + after)
     done = subprocess.run(
         [sys.executable, str(script)], env={**os.environ, **environment}, capture_output=True, text=True, timeout=900
     )
     assert done.returncode == 0, (done.stdout, done.stderr)
-    return done.stdout.splitlines()[-1]
+    return done.stdout.splitlines()
 
 
 def test_agents_that_are_late_do_not_end_the_raylet(tmp_path):
     (tmp_path / "sitecustomize.py").write_text(SLOW_AGENTS)
-    assert _session(tmp_path, PYTHONPATH=str(tmp_path)) == "set 1 None"
+    assert _session(tmp_path, PYTHONPATH=str(tmp_path)) == ["set 1 None"]
 
 
 def test_a_session_starts_again_after_its_raylet_died(tmp_path):
-    shown = _session(tmp_path, KILL_THE_FIRST_RAYLET, RAY_raylet_start_wait_time_s="20")
+    (shown,) = _session(tmp_path, KILL_THE_FIRST_RAYLET, RAY_raylet_start_wait_time_s="20")
     assert shown in ("set 2 None", "set 3 None")  # on a busy machine the second is too late, too
+
+
+def test_a_call_after_the_session_starts_no_cluster(tmp_path):
+    """By default Ray would, for a thread that did not notice the end."""
+    assert _session(tmp_path, after=LATE_CALLS)[1:] == ["refused False"] * 3

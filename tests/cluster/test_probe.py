@@ -80,7 +80,9 @@ def stage(request, digit_model):
     overrides.append(f"policy.megatron_cfg.optimizer.lr={LEARNING_RATE}")
     config = load_config(REPOSITORY / "configs" / "gdpo_tiny_cpu.yaml", overrides)
     with session(config.cluster):
-        yield Stage(config, digit_model)
+        stage = Stage(config, digit_model)
+        yield stage
+        stage.fleet.close()
 
 
 def _layers_swapped(new: Weights, old: Weights) -> Weights:
