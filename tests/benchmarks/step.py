@@ -1,12 +1,15 @@
 """Time and CPU of one training step on a CPU, phase by phase; with ``--trl`` beside TRL's GRPOTrainer in the same
 minute.
 
-    python tests/benchmarks/step.py [--trl] [--steps 5] [--threads 2] [--micro-batch 32]
+    python tests/benchmarks/step.py [--trl] [--steps 5] [--threads 2] [--micro-batch 32] [--precision bfloat16]
+    python tests/benchmarks/step.py --model smollm2 --trl
 
 The work: a random Qwen2 of 10 M parameters in float32, 16 prompts of 32 tokens x 8 samples x 64 new tokens (nothing
 ends early), two rewards, GDPO, one AdamW update of all 128 sequences in micro-batches of 32, which suit a CPU's caches.
+``--model smollm2``: the weights of SmolLM2-135M-Instruct, fetched by examples/fetch_smollm2.py, and the numbers of
+configs/gdpo_smollm2_cpu.yaml: 8 prompts of 48 tokens x 8 samples x 24 new tokens; the tokens of the prompts are random.
 Ours runs on the trainer's own parts: a Megatron rank and a vLLM engine in Ray actors, driven from here. TRL generates
-with transformers, in one process.
+with transformers, in one process; bfloat16 is its autocast, with weights in float32, as ours keeps main weights.
 
 Medians over the steps after a first one that is not counted. CPU seconds are those of the whole process tree: of Ray's
 own processes, too. On a machine with other work compare CPU seconds, not wall seconds. ``parity`` is the largest
@@ -23,13 +26,10 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
-PROMPTS = 16
-SAMPLES = 8
-PROMPT_TOKENS = 32
-NEW_TOKENS = 64
-VOCABULARY = 8192
+REPOSITORY = Path(__file__).resolve().parents[2]
 LEARNING_RATE = 1e-5
 PHASES = ("generation", "advantages", "training", "weight sync")
 
@@ -37,21 +37,68 @@ PHASES = ("generation", "advantages", "training", "weight sync")
 # -- the work, alike for both ---------------------------------------------------------------------------------------
 
 
-def make_model(folder: Path) -> int:
-    """Write the random model to ``folder``; returns its parameters. It cannot sample the token that ends a text."""
+@dataclass(frozen=True)
+class Work:
+    """What a step samples and trains."""
+
+    prompts: int
+    samples: int
+    prompt_tokens: int
+    new_tokens: int
+    vocabulary: int
+
+    @property
+    def longest(self) -> int:
+        """Tokens of a sequence."""
+        return self.prompt_tokens + self.new_tokens
+
+    def prompt_ids(self, step: int):
+        """int32 [prompts, prompt tokens] of one step."""
+        import numpy as np
+
+        shape = self.prompts, self.prompt_tokens
+        return np.random.default_rng(step).integers(0, self.vocabulary, shape).astype(np.int32)
+
+
+WORK = {"10m": Work(16, 8, 32, 64, 8192), "smollm2": Work(8, 8, 48, 24, 49152)}
+
+
+def make_model(name: str, folder: Path) -> int:
+    """Write the model to ``folder``; returns its parameters. It cannot sample the token that ends a text."""
+    parameters = _random_model(folder) if name == "10m" else _real_model(folder)
+    # Engines ask the tokenizer, too, what ends a text; the rest of it stays unused.
+    _word_tokenizer(WORK[name].vocabulary).save_pretrained(folder)
+    return parameters
+
+
+def _real_model(folder: Path) -> int:
+    """SmolLM2's weights."""
+    from transformers import AutoModelForCausalLM, logging
+
+    fetched = folder.parent / "fetched"
+    subprocess.run([sys.executable, REPOSITORY / "examples" / "fetch_smollm2.py", fetched], check=True)
+    logging.disable_progress_bar()
+    model = AutoModelForCausalLM.from_pretrained(fetched, dtype="float32")
+    for settings in (model.config, model.generation_config):
+        settings.bos_token_id = settings.eos_token_id = settings.pad_token_id = None
+    model.save_pretrained(folder)
+    return model.num_parameters()
+
+
+def _random_model(folder: Path) -> int:
     import torch
-    from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2Tokenizer, logging
+    from transformers import AutoModelForCausalLM, Qwen2Config, logging
 
     logging.disable_progress_bar()
     torch.manual_seed(0)
     config = Qwen2Config(
-        vocab_size=VOCABULARY,
+        vocab_size=WORK["10m"].vocabulary,
         hidden_size=256,
         num_hidden_layers=8,
         num_attention_heads=4,
         num_key_value_heads=2,
         intermediate_size=1024,
-        max_position_embeddings=PROMPT_TOKENS + NEW_TOKENS,
+        max_position_embeddings=WORK["10m"].longest,
         tie_word_embeddings=True,
         bos_token_id=None,
         eos_token_id=None,
@@ -59,17 +106,7 @@ def make_model(folder: Path) -> int:
     )
     model = AutoModelForCausalLM.from_config(config)
     model.save_pretrained(folder)
-    # Engines ask the tokenizer, too, what ends a text; the rest of it stays unused.
-    special = dict(unk_token="w0", pad_token="w0", eos_token="<end>")
-    Qwen2Tokenizer(_words(), merges=[], **special).save_pretrained(folder)
     return model.num_parameters()
-
-
-def prompt_ids(step: int):
-    """int32 [prompts, prompt tokens] of one step."""
-    import numpy as np
-
-    return np.random.default_rng(step).integers(0, VOCABULARY, (PROMPTS, PROMPT_TOKENS)).astype(np.int32)
 
 
 def starts_even(completion_ids) -> list[float]:
@@ -77,9 +114,9 @@ def starts_even(completion_ids) -> list[float]:
     return [float(ids[0] % 2 == 0) for ids in completion_ids]
 
 
-def lower_half(completion_ids) -> list[float]:
-    """Share of tokens from the lower half of the vocabulary."""
-    return [sum(int(i) < VOCABULARY // 2 for i in ids) / len(ids) for ids in completion_ids]
+def below_4096(completion_ids) -> list[float]:
+    """Share of tokens from the begin of the vocabulary."""
+    return [sum(int(i) < 4096 for i in ids) / len(ids) for ids in completion_ids]
 
 
 class Meter:
@@ -120,7 +157,7 @@ class Meter:
 # -- ours -----------------------------------------------------------------------------------------------------------
 
 
-def run_ours(folder: Path, steps: int, threads: int, micro_batch: int) -> dict:
+def run_ours(work: Work, folder: Path, arguments) -> dict:
     """The steps on the trainer's parts."""
     from gdpo_nemo.algorithms import LossSettings
     from gdpo_nemo.cluster.fleet import EngineFleet
@@ -129,25 +166,25 @@ def run_ours(folder: Path, steps: int, threads: int, micro_batch: int) -> dict:
     from gdpo_nemo.cluster.session import session
     from gdpo_nemo.cluster.weight_sync import WeightSync
 
-    config = _config(folder, threads, micro_batch)
+    config = _config(work, folder, arguments)
     meter = Meter()
     settings = LossSettings()
     parity = 0.0
     with session(config.cluster):
-        policy = PolicyGroup(config, str(folder), steps + 1)
+        policy = PolicyGroup(config, str(folder), arguments.steps + 1)
         fleet = EngineFleet(config, str(folder))
         policy.ready()
         fleet.ready()
-        probe = Probe.sampled(fleet, prompt_ids(0)[:4], VOCABULARY, config.policy.max_total_sequence_length)
+        probe = Probe.sampled(fleet, work.prompt_ids(0)[:4], work.vocabulary, config.policy.max_total_sequence_length)
         probe.calibrate(policy, config)
         sync = WeightSync(policy, fleet, probe)
         sync.publish(0)
-        for step in range(steps + 1):
+        for step in range(arguments.steps + 1):
             meter.steps.append({})
             with meter.phase("generation"):
-                requests, completions = _sample(fleet, step)
+                requests, completions = _sample(work, fleet, step)
             with meter.phase("advantages"):
-                sequences = _sequences(requests, completions)
+                sequences = _sequences(work, requests, completions)
             with meter.phase("training"):
                 result = policy.train(sequences, settings)
             with meter.phase("weight sync"):
@@ -158,7 +195,7 @@ def run_ours(folder: Path, steps: int, threads: int, micro_batch: int) -> dict:
     return {"phases": meter.medians(), "parity": parity}
 
 
-def _config(folder: Path, threads: int, micro_batch: int):
+def _config(work: Work, folder: Path, arguments):
     from gdpo_nemo.config.schema import (
         ClusterConfig,
         Config,
@@ -170,34 +207,34 @@ def _config(folder: Path, threads: int, micro_batch: int):
 
     policy = PolicyConfig(
         model_name=str(folder),
-        precision="float32",
-        max_total_sequence_length=PROMPT_TOKENS + NEW_TOKENS,
-        micro_batch_tokens=micro_batch * (PROMPT_TOKENS + NEW_TOKENS),
+        precision=arguments.precision,
+        max_total_sequence_length=work.longest,
+        micro_batch_tokens=arguments.micro_batch * work.longest,
         megatron_cfg=MegatronConfig(data_parallel_size=1, optimizer=OptimizerConfig(lr=LEARNING_RATE)),
-        generation=GenerationConfig(max_new_tokens=NEW_TOKENS),
+        generation=GenerationConfig(max_new_tokens=work.new_tokens),
     )
-    return Config(policy=policy, cluster=ClusterConfig(cpus_per_node=threads))
+    return Config(policy=policy, cluster=ClusterConfig(cpus_per_node=arguments.threads))
 
 
-def _sample(fleet, step: int):
+def _sample(work: Work, fleet, step: int):
     from gdpo_nemo.generation.requests import SampleRequest, Sampling
 
-    prompts = prompt_ids(step).repeat(SAMPLES, 0)
+    prompts = work.prompt_ids(step).repeat(work.samples, 0)
     requests = [SampleRequest(ids, seed=1000 * step + i) for i, ids in enumerate(prompts)]
-    completions = fleet.generate(requests, Sampling(1.0, 1.0, -1, NEW_TOKENS)).completions
-    assert all(len(completion.token_ids) == NEW_TOKENS for completion in completions)
+    completions = fleet.generate(requests, Sampling(1.0, 1.0, -1, work.new_tokens)).completions
+    assert all(len(completion.token_ids) == work.new_tokens for completion in completions)
     return requests, completions
 
 
-def _sequences(requests, completions):
+def _sequences(work: Work, requests, completions):
     import numpy as np
 
     from gdpo_nemo.algorithms import compute_advantages, token_weights
     from gdpo_nemo.data.packing import TrainSequence
 
     ids = [completion.token_ids for completion in completions]
-    rewards = {"starts_even": starts_even(ids), "lower_half": lower_half(ids)}
-    advantages = compute_advantages(rewards, np.arange(PROMPTS).repeat(SAMPLES)).values.tolist()
+    rewards = {"starts_even": starts_even(ids), "below_4096": below_4096(ids)}
+    advantages = compute_advantages(rewards, np.arange(work.prompts).repeat(work.samples)).values.tolist()
     weights = token_weights([len(i) for i in ids], "token_mean").tolist()
     return [
         TrainSequence(request.prompt_ids, completion.token_ids, completion.logprobs, advantage, weight)
@@ -208,7 +245,7 @@ def _sequences(requests, completions):
 # -- TRL ------------------------------------------------------------------------------------------------------------
 
 
-def run_trl(folder: Path, steps: int, micro_batch: int) -> dict:
+def run_trl(work: Work, folder: Path, arguments) -> dict:
     """The same steps on TRL's GRPOTrainer."""
     import torch
     from datasets import Dataset
@@ -252,18 +289,18 @@ def run_trl(folder: Path, steps: int, micro_batch: int) -> dict:
         reward.__name__ = function.__name__
         return reward
 
-    texts = [" ".join(f"w{i}" for i in ids) for step in range(steps + 1) for ids in prompt_ids(step)]
+    texts = [" ".join(f"w{i}" for i in ids) for step in range(arguments.steps + 1) for ids in work.prompt_ids(step)]
     with tempfile.TemporaryDirectory() as output:
         options = GRPOConfig(
             output_dir=output,
             use_cpu=True,
-            bf16=False,
+            bf16=arguments.precision == "bfloat16",
             gradient_checkpointing=False,
-            per_device_train_batch_size=micro_batch,
-            gradient_accumulation_steps=PROMPTS * SAMPLES // micro_batch,
-            num_generations=SAMPLES,
-            max_completion_length=NEW_TOKENS,
-            max_steps=steps + 1,
+            per_device_train_batch_size=arguments.micro_batch,
+            gradient_accumulation_steps=work.prompts * work.samples // arguments.micro_batch,
+            num_generations=work.samples,
+            max_completion_length=work.new_tokens,
+            max_steps=arguments.steps + 1,
             learning_rate=LEARNING_RATE,
             lr_scheduler_type="constant",
             adam_beta2=0.99,
@@ -278,28 +315,25 @@ def run_trl(folder: Path, steps: int, micro_batch: int) -> dict:
         )
         trainer = Phases(
             model=AutoModelForCausalLM.from_pretrained(folder),
-            processing_class=_word_tokenizer(),
-            reward_funcs=[rewarded(starts_even), rewarded(lower_half)],
+            processing_class=_word_tokenizer(work.vocabulary),
+            reward_funcs=[rewarded(starts_even), rewarded(below_4096)],
             args=options,
             train_dataset=Dataset.from_dict({"prompt": texts}),
             callbacks=[Steps()],
         )
         trainer.remove_callback(PrinterCallback)
         trainer.train()
-    assert set(lengths) == {NEW_TOKENS}
+    assert set(lengths) == {work.new_tokens}
     return {"phases": meter.medians()}
 
 
-def _words() -> dict[str, int]:
-    return {f"w{i}": i for i in range(VOCABULARY)} | {"<end>": VOCABULARY}
-
-
-def _word_tokenizer():
-    """Token i is the word ``w<i>``."""
+def _word_tokenizer(vocabulary: int):
+    """Token i is the word ``w<i>``; the end of a text is a token that the model does not have."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    words = Tokenizer(models.WordLevel(_words(), unk_token="w0"))
+    known = {f"w{i}": i for i in range(vocabulary)} | {"<end>": vocabulary}
+    words = Tokenizer(models.WordLevel(known, unk_token="w0"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0", pad_token="w0", eos_token="<end>")
 
@@ -325,11 +359,11 @@ def in_fresh_process(which: str, folder: str, arguments) -> dict:
         "OMP_NUM_THREADS": str(arguments.threads),
         "OMP_WAIT_POLICY": "PASSIVE",
         "TOKENIZERS_PARALLELISM": "false",
-        "PYTHONPATH": os.pathsep.join([str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH", "")]),
+        "PYTHONPATH": os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")]),
     }
     result = Path(folder) / f"{which}.json"
     command = [sys.executable, "-W", "ignore", __file__, "--side", which, "--folder", folder]
-    for option in ("steps", "threads", "micro_batch"):
+    for option in ("model", "steps", "threads", "micro_batch", "precision"):
         command += [f"--{option.replace('_', '-')}", str(getattr(arguments, option))]
     subprocess.run(command, env=environment, check=True)
     return json.loads(result.read_text())
@@ -339,24 +373,24 @@ def main() -> None:
     """See the top of the file."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--trl", action="store_true", help="run TRL on the same work, too")
+    parser.add_argument("--model", choices=sorted(WORK), default="10m")
     parser.add_argument("--steps", type=int, default=5, help="steps that are counted (5)")
     parser.add_argument("--threads", type=int, default=2, help="compute threads of each process (2)")
-    parser.add_argument("--micro-batch", type=int, default=32, help="sequences per forward pass, a divisor of 128 (32)")
+    parser.add_argument("--micro-batch", type=int, default=32, help="sequences per forward pass (32)")
+    parser.add_argument("--precision", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--side", choices=("ours", "trl"), help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    work = WORK[arguments.model]
     if arguments.side:
-        model = Path(arguments.folder) / "model"
-        found = (
-            run_trl(model, arguments.steps, arguments.micro_batch)
-            if arguments.side == "trl"
-            else run_ours(model, arguments.steps, arguments.threads, arguments.micro_batch)
-        )
+        run = run_trl if arguments.side == "trl" else run_ours
+        found = run(work, Path(arguments.folder) / "model", arguments)
         (Path(arguments.folder) / f"{arguments.side}.json").write_text(json.dumps(found))
         return
     with tempfile.TemporaryDirectory() as folder:
-        parameters = make_model(Path(folder) / "model")
-        print(f"{parameters:,} parameters, {PROMPTS} x {SAMPLES} x {NEW_TOKENS} tokens, {arguments.threads} threads")
+        parameters = make_model(arguments.model, Path(folder) / "model")
+        size = f"{work.prompts} x {work.samples} x {work.new_tokens} tokens"
+        print(f"{parameters:,} parameters, {arguments.precision}, {size}, {arguments.threads} threads")
         ours = in_fresh_process("ours", folder, arguments)
         show("gdpo_nemo", ours)
         if arguments.trl:
