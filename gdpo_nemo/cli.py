@@ -18,6 +18,7 @@ from typing import Any, Sequence
 from gdpo_nemo import __version__
 from gdpo_nemo.commands import (
     chat,
+    compare,
     config,
     convert,
     doctor,
@@ -51,6 +52,7 @@ COMMANDS = (
     export_rollouts,
     health,
     report,
+    compare,
     replay,
     evaluate,
     chat,

@@ -17,8 +17,8 @@ EntropyUse = Literal["none", "value", "gradient"]
 LARGEST_CHUNK = 1024
 """Tokens whose logits are held in float32 at once."""
 _CACHED = 1 << 20
-"""Logits, 4 MiB in float32: with 1,024 tokens at once, whose copies go to memory and back in every pass, vocabularies of
-8,192 and 49,152 take 2.6 times as long; a quarter as many and four times as many are within a third of the best."""
+"""Logits, 4 MiB in float32: with 1,024 tokens at once, whose copies go to memory and back in every pass, vocabularies
+of 8,192 and 49,152 take 2.5 times as long; a quarter as many and four times as many are within a third of the best."""
 
 
 class _TokenLogprobs(torch.autograd.Function):

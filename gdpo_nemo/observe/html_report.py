@@ -5,16 +5,16 @@ Everything a model wrote is escaped; the page holds no script.
 
 from __future__ import annotations
 
-import base64
 import html
 import math
 import os
 from pathlib import Path
-from typing import Any, Iterable, Sequence
+from typing import Any
 
 from gdpo_nemo.errors import RunError
 from gdpo_nemo.observe.alerts import read_alerts
 from gdpo_nemo.observe.history import WINDOW, History
+from gdpo_nemo.observe.html_parts import document, image, section, table
 from gdpo_nemo.observe.metric_registry import about_of, title_of
 from gdpo_nemo.observe.metrics import read_metrics
 from gdpo_nemo.observe.plot import diagnostics_png, measured_diagnostics, rewards_png
@@ -25,16 +25,6 @@ FILE = "report.html"
 _MOST_CHARACTERS = 4000
 _SHOWN = ("prompt", "completion", "rewards", "advantage", "outcome")
 """Columns of the samples that the page needs."""
-_STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; color: #22272e; max-width: 1080px; margin: 2rem auto; padding: 0 1rem }
-h1 { margin-bottom: 0 } h2 { margin-top: 2.2rem; border-bottom: 1px solid #e6e9ed } img { max-width: 100% }
-table { border-collapse: collapse }
-td, th { padding: .25rem .9rem; text-align: right; border-bottom: 1px solid #eef0f3 }
-td:first-child, th:first-child { text-align: left; padding-left: 0 } .alert { color: #a8231c }
-pre { background: #f6f7f9; padding: .7rem; white-space: pre-wrap; overflow-wrap: anywhere; margin: .3rem 0 }
-dt { float: left; clear: left; min-width: 13rem } dd { margin-left: 13.5rem }
-summary { cursor: pointer } .dim { color: #6b7480 } details { margin: .6rem 0 }
-"""
 
 
 def write_report(run_dir: str | Path) -> Path:
@@ -62,48 +52,34 @@ def write_report(run_dir: str | Path) -> Path:
 def _page(run_dir: Path, history: History) -> str:
     name = html.escape(run_dir.resolve().name)
     steps = history.training[-1]["step"] if history.training else 0
-    rewards = [_image(rewards_png(history), "reward curves"), _reward_table(history)] if history.components else []
+    rewards = [image(rewards_png(history), "reward curves"), _reward_table(history)] if history.components else []
     body = [
         f"<h1>{name}</h1><p class=dim>{steps} steps</p>",
-        *_section("Rewards", rewards),
-        *_section("Facts", [f"<pre>{html.escape(chr(10).join(facts(history)))}</pre>"] if facts(history) else []),
-        *_section("Alerts and notes", _alerts(run_dir)),
-        *_section("Diagnostics", _diagnostics(history)),
-        *_section("Samples", _samples(run_dir)),
-        *_section("Configuration", _config(run_dir)),
+        *section("Rewards", rewards),
+        *section("Facts", [f"<pre>{html.escape(chr(10).join(facts(history)))}</pre>"] if facts(history) else []),
+        *section("Alerts and notes", _alerts(run_dir)),
+        *section("Diagnostics", _diagnostics(history)),
+        *section("Samples", _samples(run_dir)),
+        *section("Configuration", _config(run_dir)),
     ]
-    head = f"<meta charset=utf-8><title>{name}</title><style>{_STYLE}</style>"
-    return f"<!doctype html>\n<html lang=en><head>{head}</head>\n<body>\n" + "\n".join(body) + "\n</body></html>\n"
-
-
-def _section(title: str, parts: Sequence[str]) -> list[str]:
-    return [f"<h2>{title}</h2>", *parts] if parts else []
-
-
-def _image(png: bytes, what: str) -> str:
-    return f'<img alt="{what}" src="data:image/png;base64,{base64.b64encode(png).decode()}">'
+    return document(run_dir.resolve().name, body)
 
 
 def _diagnostics(history: History) -> list[str]:
     """The panels, and what each of them measures."""
-    image = diagnostics_png(history)
-    if image is None:
+    png = diagnostics_png(history)
+    if png is None:
         return []
     meanings = [
         f"<dt>{html.escape(title_of(key))}</dt><dd>{html.escape(about_of(key))}</dd>"
         for key in measured_diagnostics(history)
     ]
-    return [_image(image, "diagnostics"), f"<dl class=dim>{''.join(meanings)}</dl>"]
+    return [image(png, "diagnostics"), f"<dl class=dim>{''.join(meanings)}</dl>"]
 
 
 def _reward_table(history: History) -> str:
     heads = ("reward", f"first {WINDOW} steps", f"last {WINDOW} steps", "change", "validation start", "validation end")
-    rows = "".join(_row("td", row) for row in reward_rows(history))
-    return f"<table>{_row('th', heads)}{rows}</table>"
-
-
-def _row(tag: str, cells: Iterable[str]) -> str:
-    return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"
+    return table(heads, reward_rows(history))
 
 
 def _alerts(run_dir: Path) -> list[str]:

@@ -18,9 +18,9 @@ from gdpo_nemo.observe.metric_registry import title_of
 from gdpo_nemo.observe.metrics import read_metrics
 
 FILE = "rewards.png"
-_COLOURS = ("#2a6fbb", "#c8553d", "#3a8f5c", "#8a5aa8", "#b88a1e", "#3b8d99", "#a8456e", "#5c6370")
+COLOURS = ("#2a6fbb", "#c8553d", "#3a8f5c", "#8a5aa8", "#b88a1e", "#3b8d99", "#a8456e", "#5c6370")
 _GREY = "#9aa3ad"
-_INK = "#22272e"
+INK = "#22272e"
 _DIAGNOSTICS = (
     "grad_norm",
     "policy/entropy",
@@ -51,11 +51,11 @@ def rewards_png(history: History, title: str = "") -> bytes:
     names = history.components
     if not names:
         raise ValueError("no rewards to draw yet")
-    figure, panels = _panels(len(names), title)
-    for index, (axes, name) in enumerate(zip(panels, names)):
-        _draw_component(axes, history, name, _COLOURS[index % len(_COLOURS)])
-    _legend(figure, panels[0], bool(history.validation))
-    return _png(figure)
+    figure, axes_of = panels(len(names), title)
+    for index, (axes, name) in enumerate(zip(axes_of, names)):
+        _draw_component(axes, history, name, COLOURS[index % len(COLOURS)])
+    _legend(figure, axes_of[0], bool(history.validation))
+    return png_of(figure)
 
 
 def measured_diagnostics(history: History) -> list[str]:
@@ -68,14 +68,14 @@ def diagnostics_png(history: History) -> bytes | None:
     keys = measured_diagnostics(history)
     if not keys:
         return None
-    figure, panels = _panels(len(keys), "")
-    for axes, key in zip(panels, keys):
-        axes.plot(*history.curve(key), color=_INK, linewidth=1.2)
-        axes.set_title(title_of(key), loc="left", fontsize=10, color=_INK)
+    figure, axes_of = panels(len(keys), "")
+    for axes, key in zip(axes_of, keys):
+        axes.plot(*history.curve(key), color=INK, linewidth=1.2)
+        axes.set_title(title_of(key), loc="left", fontsize=10, color=INK)
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.6g}")
         if key != "rollout/mean_length":
             axes.set_ylim(bottom=0.0)
-    return _png(figure)
+    return png_of(figure)
 
 
 def _draw_component(axes: Axes, history: History, name: str, colour: str) -> None:
@@ -97,33 +97,33 @@ def _draw_component(axes: Axes, history: History, name: str, colour: str) -> Non
     last = history.last(key)
     axes.set_title(name, loc="left", fontsize=11, fontweight="bold", color=colour)
     if last is not None:
-        axes.set_title(f"{history.first(key):.2f} → {last:.2f}", loc="right", fontsize=10, color=_INK)
+        axes.set_title(f"{history.first(key):.2f} → {last:.2f}", loc="right", fontsize=10, color=INK)
     everything = [*values, *held_out[1]]
     if everything and 0 <= min(everything) and max(everything) <= 1:
         axes.set_ylim(-0.03, 1.05)  # Shares are read against 0 and 1.
 
 
-def _panels(count: int, title: str) -> tuple[Figure, list[Axes]]:
-    """A figure with ``count`` bare panels, at most four a row."""
+def panels(count: int, title: str, effort: str = "step") -> tuple[Figure, list[Axes]]:
+    """A figure with ``count`` bare panels, at most four a row, over ``effort``."""
     columns = min(count, 4) if count != 5 and count != 6 else 3
     rows = -(-count // columns)
     figure = Figure(figsize=(max(3.3 * columns, 4.5), 2.7 * rows + 0.75), layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
     if title:
-        figure.suptitle(title, x=0.01, ha="left", fontsize=13, fontweight="bold", color=_INK)
-    panels = list(figure.subplots(rows, columns, squeeze=False).flat)
-    for spare in panels[count:]:
+        figure.suptitle(title, x=0.01, ha="left", fontsize=13, fontweight="bold", color=INK)
+    bare = list(figure.subplots(rows, columns, squeeze=False).flat)
+    for spare in bare[count:]:
         spare.remove()
-    for index, axes in enumerate(panels[:count]):
+    for index, axes in enumerate(bare[:count]):
         axes.spines[["top", "right"]].set_visible(False)
         axes.spines[["left", "bottom"]].set_color(_GREY)
-        axes.tick_params(colors=_INK, labelsize=8.5, color=_GREY)
+        axes.tick_params(colors=INK, labelsize=8.5, color=_GREY)
         axes.grid(axis="y", color="#e6e9ed", linewidth=0.8)
         axes.set_axisbelow(True)
         axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
         if index >= count - columns:
-            axes.set_xlabel("step", fontsize=9, color=_INK)
-    return figure, panels[:count]
+            axes.set_xlabel(effort, fontsize=9, color=INK)
+    return figure, bare[:count]
 
 
 def _legend(figure: Figure, axes: Axes, validation: bool) -> None:
@@ -132,11 +132,12 @@ def _legend(figure: Figure, axes: Axes, validation: bool) -> None:
         entries.append((axes.lines[2], "held-out validation"))
     handles, labels = zip(*entries)
     figure.legend(
-        handles, labels, loc="outside upper right", ncols=len(entries), frameon=False, fontsize=9, labelcolor=_INK
+        handles, labels, loc="outside upper right", ncols=len(entries), frameon=False, fontsize=9, labelcolor=INK
     )
 
 
-def _png(figure: Figure) -> bytes:
+def png_of(figure: Figure) -> bytes:
+    """The figure as PNG bytes."""
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=130)
     return buffer.getvalue()

@@ -278,7 +278,9 @@ def test_console_plot_report_and_health_say_what_the_entry_says(monkeypatch, run
     for step in range(1, 8):
         log.append(demo_row(step))
     titles = []
-    monkeypatch.setattr(plot, "_png", lambda figure: titles.extend(a.get_title(loc="left") for a in figure.axes) or b"")
+    monkeypatch.setattr(
+        plot, "png_of", lambda figure: titles.extend(a.get_title(loc="left") for a in figure.axes) or b""
+    )
     page = html_report.write_report(run_dir).read_text()
     assert "surprise [bits]" in titles and "grad norm" in titles
     assert "<dt>surprise [bits]</dt><dd>What &lt;it&gt; is</dd>" in page

@@ -1,0 +1,165 @@
+"""What ``comparison`` found, as tables for a terminal, as a PNG with bands over seeds, and as one HTML page."""
+
+from __future__ import annotations
+
+import html
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Sequence
+
+import numpy as np
+
+from gdpo_nemo.errors import RunError
+from gdpo_nemo.observe.comparison import (
+    AXES,
+    Variant,
+    band,
+    common_effort,
+    gaps,
+    shown,
+    sign_flip_p,
+    standard_error,
+    values_at,
+)
+from gdpo_nemo.observe.html_parts import document, image, section, table
+from gdpo_nemo.observe.metric_registry import title_of
+from gdpo_nemo.observe.plot import COLOURS, INK, panels, png_of
+
+PNG = "compare.png"
+HTML = "compare.html"
+_MOST_PANELS = 12
+_MOST_COLUMNS = 3
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table of text."""
+
+    title: str
+    heads: tuple[str, ...]
+    rows: list[tuple[str, ...]]
+    note: str = ""
+
+
+def short_title(metric: str) -> str:
+    """A reward's own name; of another metric what the registry calls it."""
+    parts = metric.split("/")
+    return "/".join(parts[1:-1]) if parts[0] == "reward" and parts[-1] == "mean" else title_of(metric)
+
+
+def tables(variants: Sequence[Variant], metrics: Sequence[str]) -> list[Table]:
+    """Settings, values at equal steps, samples and time, and differences from the first variant."""
+    found = [_settings_table(variants)]
+    for axis in AXES:
+        if axis != "samples" or _samples_differ(variants):
+            found.append(_values_table(variants, metrics, axis))
+    if len(variants) > 1:
+        found.append(_gaps_table(variants, metrics))
+    return [table for table in found if table.rows]
+
+
+def _samples_differ(variants: Sequence[Variant]) -> bool:
+    """Whether equal samples are anything else than equal steps."""
+    return len({float(run.effort("samples", [1])[0]) for variant in variants for run in variant.runs}) > 1
+
+
+def _settings_table(variants: Sequence[Variant]) -> Table:
+    """A row for each setting; for each variant where those are many."""
+    keys = list(variants[0].settings)
+    columns = [(variant.label, *map(shown, variant.settings.values())) for variant in variants]
+    if len(variants) > _MOST_COLUMNS:
+        return Table("Settings that differ", ("", *keys), columns if keys else [])
+    heads, *rows = zip(("", *keys), *columns)
+    return Table("Settings that differ", heads, rows)
+
+
+def _values_table(variants: Sequence[Variant], metrics: Sequence[str], axis: str) -> Table:
+    effort = common_effort(variants, axis)
+    rows = []
+    for variant in variants:
+        cells = [_cell(values_at(variant, metric, axis, effort)) for metric in metrics]
+        rows.append((variant.label, str(len(variant.runs)), *cells))
+    title = f"After {effort:,.0f} {AXES[axis]}, as far as all runs went"
+    return Table(title, ("", "runs", *map(short_title, metrics)), rows, "Mean ± standard error over the runs.")
+
+
+def _gaps_table(variants: Sequence[Variant], metrics: Sequence[str]) -> Table:
+    rows: list[tuple[str, ...]] = []
+    found = gaps(variants, metrics)
+    for gap in found:
+        cells = [cell for gap_of in (gap.at_end, gap.over_run) for cell in (_cell(gap_of, signed=True), _p(gap_of))]
+        rows.append((gap.variant, short_title(gap.metric), str(len(gap.seeds)), *cells))
+    least = min((2 / 2 ** len(gap.seeds) for gap in found), default=1.0)
+    note = "Seed by seed, at equal steps."
+    if least < 1:
+        note += (
+            " p: how often chance alone gives a mean difference as large (exact paired randomisation test, two-sided, "
+            f"not corrected for the number of rows); with so few seeds never below {least:.2g}."
+        )
+    title = f"Differences from {variants[0].label}"
+    return Table(title, ("", "reward", "seeds", "at the end", "p", "over the run", "p"), rows, note)
+
+
+def _p(gap: np.ndarray) -> str:
+    chance = sign_flip_p(gap)
+    return "-" if np.isnan(chance) else f"{chance:.2g}"
+
+
+def _cell(values: np.ndarray, signed: bool = False) -> str:
+    """Mean ± standard error over the runs that measured it."""
+    known = values[~np.isnan(values)]
+    if not len(known):
+        return "-"
+    sign = "+" if signed else ""
+    error = standard_error(known)
+    return f"{known.mean():{sign}.3f}" + ("" if np.isnan(error) else f" ± {float(error):.3f}")
+
+
+def curves_png(variants: Sequence[Variant], metrics: Sequence[str], axis: str) -> bytes:
+    """A panel for each metric; a line for each variant, its band one standard error over the runs."""
+    drawn = list(metrics)[:_MOST_PANELS]
+    figure, bare = panels(len(drawn), "", AXES[axis])
+    for axes, metric in zip(bare, drawn):
+        axes.set_title(short_title(metric), loc="left", fontsize=11, fontweight="bold", color=INK)
+        for index, variant in enumerate(variants):
+            colour = COLOURS[index % len(COLOURS)]
+            style = ("-", "--", ":")[index // len(COLOURS) % 3]
+            effort, mean, error = band(variant, metric, axis)
+            axes.plot(effort, mean, color=colour, linestyle=style, linewidth=1.8, label=variant.label)
+            axes.fill_between(effort, mean - error, mean + error, color=colour, alpha=0.18, linewidth=0)
+    handles, labels = bare[0].get_legend_handles_labels()
+    figure.legend(
+        handles, labels, loc="outside upper left", ncols=min(3, len(labels)), frameon=False, fontsize=9, labelcolor=INK
+    )
+    return png_of(figure)
+
+
+def write(variants: Sequence[Variant], metrics: Sequence[str], axis: str, out: Path) -> tuple[Path, Path]:
+    """Write ``compare.png`` and ``compare.html`` into a folder and return their paths. Raises RunError."""
+    picture = curves_png(variants, metrics, axis)
+    names = [f"{variant.label}: {', '.join(str(run.folder) for run in variant.runs)}" for variant in variants]
+    body = ["<h1>Runs compared</h1>", image(picture, "reward curves"), *_page_tables(variants, metrics)]
+    body += section("Runs", [table(("variant and runs",), [(name,) for name in names])])
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        _replace(out / PNG, picture)
+        _replace(out / HTML, document("Runs compared", body).encode("utf-8", "replace"))
+    except OSError as error:
+        raise RunError(f"{out} cannot be written: {error.strerror}") from None
+    return out / PNG, out / HTML
+
+
+def _page_tables(variants: Sequence[Variant], metrics: Sequence[str]) -> list[str]:
+
+    parts = []
+    for found in tables(variants, metrics):
+        note = [f"<p class=dim>{html.escape(found.note)}</p>"] if found.note else []
+        parts += section(html.escape(found.title), [table(found.heads, found.rows), *note])
+    return parts
+
+
+def _replace(path: Path, content: bytes) -> None:
+    partial = path.with_name(path.name + ".partial")
+    partial.write_bytes(content)
+    os.replace(partial, path)
