@@ -36,6 +36,7 @@ from gdpo_nemo.commands import (
     report,
     simulate,
     train,
+    watch,
 )
 from gdpo_nemo.commands.arguments import Parser
 from gdpo_nemo.endings import answered_by, leave_lost_terminal
@@ -45,6 +46,7 @@ COMMANDS = (
     train,
     plan,
     simulate,
+    watch,
     doctor,
     explain,
     config,

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any, Mapping, Protocol, Sequence
 
 from rich import box
-from rich.console import Console as RichConsole, Group as Stack
+from rich.console import Console as RichConsole, Group as Stack, RenderableType
 from rich.live import Live
+from rich.markup import escape
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.table import Table
@@ -169,46 +170,50 @@ class LiveConsole:
         self._alone.close()
 
     def _panel(self) -> Panel:
-        done = self._history.training[-1]["step"] if self._history.training else 0
-        progress = Table.grid(padding=(0, 2))
-        progress.add_row(
-            Text(f"step {done}/{self._steps}", style="bold"),
-            ProgressBar(total=self._steps, completed=done, width=30),
-            Text(f"ETA {eta(self._history, self._steps)}"),
-        )
-        title = f"[bold]gdpo_nemo[/] {self._name}"
-        return Panel(
-            Stack(progress, self._rewards(), *self._footer()), title=title, title_align="left", box=box.ROUNDED
-        )
+        return run_panel(self._name, self._steps, self._history, _Now())
 
-    def _rewards(self) -> Table:
-        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-        for head in ("reward", "now", f"mean {WINDOW}", "trend", label_of("reward/NAME/dead_groups"), "validation"):
-            table.add_column(head, justify="left" if head in ("reward", "trend") else "right")
-        row = self._history.training[-1] if self._history.training else {}
-        for index, name in enumerate(self._history.components):
-            key = f"reward/{name}/mean"
-            colour = _COLOURS[index % len(_COLOURS)]
-            dead = row.get(f"reward/{name}/dead_groups")
-            held_out = self._history.curve(f"validation/{name}")[1]
-            table.add_row(
-                Text(name, style=colour),
-                number(row.get(key)),
-                number(self._history.last(key)),
-                Text(sparkline(self._history.curve(key)[1]), style=colour),
-                "-" if dead is None else f"{dead:g}",
-                number(held_out[-1] if held_out else None),
-            )
-        return table
 
-    def _footer(self) -> Sequence[Any]:
-        if not self._history.training:
-            return [_Now()]
-        row = self._history.training[-1]
-        split = "   ".join(
-            f"{phase} {_bar(share)} {share:.0%}" for phase, share in self._history.time_split(10).items()
+def run_panel(name: str, steps: int, history: History, *below: RenderableType) -> Panel:
+    """Progress, rewards, speed and health of a run, with what else there is to say below."""
+    done = history.training[-1]["step"] if history.training else 0
+    progress = Table.grid(padding=(0, 2))
+    progress.add_row(
+        Text(f"step {done}/{steps}", style="bold"),
+        ProgressBar(total=steps, completed=done, width=30),
+        Text(f"ETA {eta(history, steps)}"),
+    )
+    title = f"[bold]gdpo_nemo[/] {escape(name)}"
+    body = Stack(progress, _rewards(history), *_footer(history), *below)
+    return Panel(body, title=title, title_align="left", box=box.ROUNDED)
+
+
+def _rewards(history: History) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for head in ("reward", "now", f"mean {WINDOW}", "trend", label_of("reward/NAME/dead_groups"), "validation"):
+        table.add_column(head, justify="left" if head in ("reward", "trend") else "right")
+    row = history.training[-1] if history.training else {}
+    for index, name in enumerate(history.components):
+        key = f"reward/{name}/mean"
+        colour = _COLOURS[index % len(_COLOURS)]
+        dead = row.get(f"reward/{name}/dead_groups")
+        held_out = history.curve(f"validation/{name}")[1]
+        table.add_row(
+            Text(name, style=colour),
+            number(row.get(key)),
+            number(history.last(key)),
+            Text(sparkline(history.curve(key)[1]), style=colour),
+            "-" if dead is None else f"{dead:g}",
+            number(held_out[-1] if held_out else None),
         )
-        return [Text(speed(row)), Text(split), Text("  ".join(health(row)), style="dim"), _Now()]
+    return table
+
+
+def _footer(history: History) -> Sequence[RenderableType]:
+    if not history.training:
+        return []
+    row = history.training[-1]
+    split = "   ".join(f"{phase} {_bar(share)} {share:.0%}" for phase, share in history.time_split(10).items())
+    return [Text(speed(row)), Text(split), Text("  ".join(health(row)), style="dim")]
 
 
 def health(row: Mapping[str, Any]) -> list[str]:
