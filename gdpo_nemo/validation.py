@@ -8,6 +8,7 @@ from gdpo_nemo.config.objective_checks import check_components
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.config.validate import validate as validate_alone
 from gdpo_nemo.environments.preview import announced_components
+from gdpo_nemo.errors import ConfigError
 
 
 def validate(config: Config) -> list[str]:
@@ -17,6 +18,9 @@ def validate(config: Config) -> list[str]:
         ConfigError: names the key and the remedy.
     """
     notes = validate_alone(config)
+    if config.health.stop_on:
+        _check_stops(config)
+
     announced = [announced_components(name, options) for name, options in config.env.items()]
     if not samples(config):
         return notes
@@ -24,3 +28,12 @@ def validate(config: Config) -> list[str]:
     if len(known) == len(announced):  # else one of them would have to run its author's code, which is done at the start
         check_components(config, {component for names in known for component in names})
     return notes
+
+
+def _check_stops(config: Config) -> None:
+    from gdpo_nemo.observe.health_alerts import unknown_stops  # it reads the sources for what metrics there are
+
+    for name in unknown_stops(config):
+        raise ConfigError(
+            f"health.stop_on: {name} is not judged at every step; add it to health.checks with at: every and its bounds"
+        )

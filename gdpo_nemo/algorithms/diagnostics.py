@@ -78,8 +78,26 @@ METRICS = {
         },
     ),
     "reward/NAME/missing": ("share", "Samples to which component NAME does not apply"),
+    "reward/NAME/effective_weight": (
+        "share",
+        "What component NAME makes of the advantages' variance, before the batch norm; negative: it is outvoted",
+    ),
+    "reward/NAME/saturation": ("share", "Where the mean of component NAME lies between the batch's worst and best"),
+    "reward/NAME/conflicts": (
+        "share",
+        "Samples that component NAME and another pull in opposite directions, of those where both act; the worst pair",
+    ),
     "advantage/std": ("", "Standard deviation of the advantages over the samples that carry signal"),
-    "advantage/dead_groups": ("share", "Groups in which every weighted component is constant"),
+    "advantage/dead_groups": (
+        "share",
+        "Groups in which every weighted component is constant",
+        {
+            "max": 0.9,
+            "advisory": True,
+            "why": "most prompts train nothing: too easy, too hard, or a temperature too low",
+            "remedy": "other prompts, gdpo.dynamic_sampling, more samples for each prompt",
+        },
+    ),
     "advantage/distinct": ("", "Different advantages in the batch", {"label": "distinct advantages"}),
     "advantage/distinct_if_summed": ("", "Different advantages if the weighted rewards had been summed first"),
 }
@@ -127,8 +145,12 @@ class Diagnostics:
         row["advantage/distinct"] = float(self.distinct)
         row["advantage/distinct_if_summed"] = float(self.distinct_if_summed)
         for k, name in enumerate(self.names):
-            for key in ("mean", "std", "dead_groups", "missing"):
+            for key in ("mean", "std", "dead_groups", "missing", "effective_weight", "saturation"):
                 row[f"reward/{name}/{key}"] = float(getattr(self, key)[k])
+            if self.missing[k] == 1:
+                del row[f"reward/{name}/effective_weight"]
+            others = np.delete(self.sign_conflicts[k], k)
+            row[f"reward/{name}/conflicts"] = float(np.max(others, where=np.isfinite(others), initial=-np.inf))
         return {key: value for key, value in row.items() if np.isfinite(value)}
 
     def describe(self) -> str:

@@ -106,6 +106,7 @@ def _explain_metric(key: str) -> str:
     lines.append(f"  unit     {metric.unit or 'a plain number'}")
     if metric.judged:
         lines += [f"  healthy  {metric.bounds}, {_where(metric)}", f"  because  {metric.why}"]
+        lines += [f"  try      {metric.remedy}"] * bool(metric.remedy)
     return "\n".join([*lines, f"  written  by {metric.source}", "", *_wrapped(metric.about_key(key))])
 
 

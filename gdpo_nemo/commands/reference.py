@@ -84,7 +84,11 @@ def metrics_page() -> str:
     for group, members in groups:
         rows = [(f"`{m.pattern}`", m.unit, _cell(m.about)) for m in members]
         body += [f"## `{group}/`" if group else "## The update", _table(("metric", "unit", "meaning"), rows)]
-    judged = [(f"`{m.pattern}`", _where(m), m.bounds, _cell(m.why)) for m in metrics().values() if m.judged]
+    judged = [
+        (f"`{m.pattern}`", _where(m), m.bounds + (" (a warning)" if m.advisory else ""), _cell(m.why), _cell(m.remedy))
+        for m in metrics().values()
+        if m.judged
+    ]
     return _page(
         "Metrics reference",
         "The keys of `metrics.jsonl`, of which every tracker shows the same; `gdpo-nemo explain metric/KEY` prints one "
@@ -94,8 +98,9 @@ def metrics_page() -> str:
         *body,
         "## Is a run healthy?",
         "`gdpo-nemo health RUN_DIR` judges by these where the config has no checks of its own (`health.checks`) for "
-        "the run's rewards. Values are means over five steps.",
-        _table(("metric", "judged", "sound", "because"), judged),
+        "the run's rewards. Values are means over five steps. A run says by itself where it leaves what is judged at "
+        "every step (`health.alerts`), and may end there (`health.stop_on`).",
+        _table(("metric", "judged", "sound", "because", "try"), judged),
     )
 
 

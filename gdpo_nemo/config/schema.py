@@ -365,13 +365,18 @@ class LoggerConfig:
 
 @dataclass
 class HealthConfig:
-    """What `gdpo-nemo health RUN_DIR` holds a run of this config against."""
+    """What `gdpo-nemo health RUN_DIR` holds a run of this config against, and what the run itself warns of."""
 
     window: int = 5
     """Steps in a trailing mean, where a check does not say otherwise."""
     checks: List[Dict[str, Any]] = field(default_factory=list)
     """Thresholds: `metric`, `at` (a step, start, end or every), `min` and/or `max`, and if wanted `window`, `optional`
     (the metric may be absent), `advisory` (a miss is a warning). None: what holds for every run."""
+    alerts: bool = True
+    """Say during the run where a metric that is judged at every step leaves its range, with what it means and what to
+    try."""
+    stop_on: List[str] = field(default_factory=list)
+    """Metrics, judged at every step, that end the run with status 1 when they leave their range."""
 
 
 @dataclass

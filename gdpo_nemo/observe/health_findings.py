@@ -85,7 +85,7 @@ def general_checks(config: Config | None, rewards: Sequence[str]) -> list[Check]
     for each reward."""
     precision = config.policy.precision if config else "bfloat16"
     return [
-        Check(key, metric.at, *metric.limits(precision), optional=not metric.required)
+        Check(key, metric.at, *metric.limits(precision), optional=not metric.required, advisory=metric.advisory)
         for metric in metrics().values()
         if metric.judged
         for key in metric.keys(rewards)

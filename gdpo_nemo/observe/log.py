@@ -18,6 +18,7 @@ from gdpo_nemo.config.schema import Config
 from gdpo_nemo.data.records import Group
 from gdpo_nemo.observe.alerts import write_alert
 from gdpo_nemo.observe.console import make_console
+from gdpo_nemo.observe.health_alerts import HealthAlerts
 from gdpo_nemo.observe.history import History
 from gdpo_nemo.observe.journal import Journal, TrainedBatch
 from gdpo_nemo.observe.metrics import MetricsLog, clean, read_metrics
@@ -55,6 +56,7 @@ class RunLog:
             last_step or config.gdpo.max_num_steps,
             self._history,
         )
+        self._health = HealthAlerts(config, self.alert, self._history.training)
         self._try("rollouts", remove_rollouts_after, run_dir, start_step)
         self._samples = SampleWriter(run_dir, self.alert) if config.rollout.save_samples else None
         self._trace = self._try("the trace", TraceLog, run_dir)
@@ -90,12 +92,17 @@ class RunLog:
         terms: Mapping[str, np.ndarray] | None = None,
     ) -> None:
         """Record a finished step; ``row["step"]`` counts from 1. ``advantages`` [trajectories], in group order, and
-        ``terms`` alike by component. The groups are written meanwhile: nobody may change them from here on."""
+        ``terms`` alike by component. The groups are written meanwhile: nobody may change them from here on.
+
+        Raises:
+            RunError: besides, a metric of ``health.stop_on`` has left its range.
+        """
         self._record(row)
         if groups is not None and self._samples:
             self._try("rollouts", self._samples.write, row["step"], groups, advantages, trainer_logprobs, terms)
         if self._console:
             self._try("the console", self._console.step, clean(row))
+        self._health.update(clean(row))
 
     def validation(self, row: Mapping[str, Any]) -> None:
         """Record a validation: ``step`` and ``validation/<component>``."""

@@ -51,6 +51,10 @@ class Metric:
     """A step without it fails: values that are not finite are not written."""
     why: str = ""
     """What a value out of the range means."""
+    remedy: str = ""
+    """What to try then, behind the word "try"."""
+    advisory: bool = False
+    """A value out of the range is a warning: ``health`` does not fail for it."""
     source: str = ""
     """The file that writes it, from the package on."""
 

@@ -218,18 +218,41 @@ METRICS = {
     "rollout/mean_length": ("tokens", "Tokens that the policy wrote in a trajectory, mean", {"label": "length"}),
     "rollout/turns": ("turns", "Turns of a trajectory, mean; where environments have turns"),
     "rollout/not_contiguous": ("share", "Trajectories masked because their turns do not continue each other"),
-    "rollout/truncated": ("share", "Trajectories cut by a limit of length"),
+    "rollout/truncated": (
+        "share",
+        "Trajectories cut by a limit of length",
+        {
+            "max": 0.5,
+            "advisory": True,
+            "why": "half of the samples have no end",
+            "remedy": "a larger max_new_tokens, loss_fn.mask_truncated, a reward for short answers",
+        },
+    ),
     "rollout/env_failed": (
         "share",
         "Trajectories that no environment could judge; they are masked, never a reward of 0",
-        {"label": "failed", "max": 0.05, "why": "verdicts are missing"},
+        {
+            "label": "failed",
+            "max": 0.05,
+            "why": "verdicts are missing",
+            "remedy": "gdpo-nemo env check, and rollout.env_timeout_s",
+        },
     ),
     "rollout/env_failed/NAME": ("share", "Trajectories of environment NAME that it could not judge"),
     "rollout/skipped_zero_adv": (
         "share",
         "Sequences of advantage or weight 0, left out by policy.skip_zero_advantage: trained tokens are the others'",
     ),
-    "rollout/aborted": ("share", "Trajectories cut as stragglers, once their group had enough verdicts"),
+    "rollout/aborted": (
+        "share",
+        "Trajectories cut as stragglers, once their group had enough verdicts",
+        {
+            "max": 0.2,
+            "advisory": True,
+            "why": "what takes long is not trained, so it is not learnt",
+            "remedy": "a larger rollout.group_timeout_s, fewer tokens or turns",
+        },
+    ),
     "rollout/versions": (
         "versions",
         "Weights that wrote a trajectory, mean; above 1 some arrived while it was sampled",
@@ -248,18 +271,33 @@ METRICS = {
     "grad_norm": (
         "",
         "Norm of the gradient before clipping, mean over the step's updates",
-        {"label": "grad norm", "max": 100.0, "required": True, "why": "sound runs here stay below 2"},
+        {
+            "label": "grad norm",
+            "max": 100.0,
+            "required": True,
+            "why": "sound runs here stay below 2",
+            "remedy": "a lower learning rate, optimizer.clip_grad",
+        },
     ),
     "lr": ("", "Learning rate of the step's last update"),
     "policy/entropy": (
         "nats/token",
         "Entropy of the policy at the trained tokens, mean",
-        {"label": "entropy", "min": 0.02, "why": "collapsed: the samples of a group are one"},
+        {
+            "label": "entropy",
+            "min": 0.02,
+            "why": "collapsed: the samples of a group are one",
+            "remedy": "a higher temperature, loss_fn.entropy_bonus, a larger ratio_clip_max, a KL penalty",
+        },
     ),
     "policy/clip_fraction": (
         "share",
         "Trained tokens whose gradient the ratio's clip took away (CISPO: whose weight it bounded)",
-        {"max": 0.3, "why": "a third of the tokens trains nothing: learning rate, updates per step or staleness"},
+        {
+            "max": 0.3,
+            "why": "a third of the tokens trains nothing",
+            "remedy": "a lower learning rate, fewer updates per step, less staleness",
+        },
     ),
     "policy/ratio_mean": ("", "Probability ratio of new to old policy, mean over the trained tokens"),
     "policy/NAME": ("", "Metric NAME of a loss of your own, mean over the trained tokens"),
@@ -271,6 +309,7 @@ METRICS = {
             # NeMo-RL calls e^0.05 suspect (token_mult_prob_error 1.05); float32 has no rounding of that size.
             "max": {"float32": 0.001, "bfloat16": 0.05},
             "why": "above it trainer and sampler are two models; NeMo-RL warns from the same 5 % on",
+            "remedy": "gdpo-nemo parity",
         },
     ),
     "parity/max_abs": ("nats", "|log-prob of trainer - of sampler| at equal weights, the largest", {"label": "parity"}),

@@ -25,6 +25,19 @@ def test_statistics_per_component():
     assert [key for key in metrics if key.startswith("reward/c/")] == ["reward/c/missing"]
 
 
+def test_who_makes_the_advantage_and_who_opposes_whom_is_in_the_row():
+    """Of b's three rows that pull, a pulls the other way in two; c, where all agree, goes with a."""
+    columns = {"a": [3, 1, 0, 0], "b": [0, 1, 1, 0], "c": [3, 1, 0, 0]}
+    row = diagnose(columns, [0, 0, 0, 0]).metrics()
+    terms = compute_advantages(columns, [0, 0, 0, 0]).components.numpy()
+    a, b = np.sign(terms[:, 0]), np.sign(terms[:, 1])
+    assert row["reward/a/conflicts"] == row["reward/b/conflicts"] == np.mean((a != b)[(a != 0) & (b != 0)]) > 0
+    assert sum(row[f"reward/{name}/effective_weight"] for name in "abc") == pytest.approx(1)
+    assert row["reward/b/effective_weight"] < 0.1 < 0.3 < row["reward/a/effective_weight"]
+    assert row["reward/a/saturation"] == pytest.approx(1 / 3)
+    assert "reward/a/conflicts" not in diagnose({"a": [1, 0]}, [0, 0]).metrics()
+
+
 def test_what_is_not_measurable_is_absent():
     metrics = diagnose({"a": [1.0, 2.0]}, [0, 0], valid=np.array([False, False])).metrics()
     assert set(metrics) == {"advantage/distinct", "advantage/distinct_if_summed"}

@@ -144,7 +144,7 @@ def rows_of_the_real_functions() -> list[dict[str, float]]:
     sums, maxima = every_measurement_of_a_loss()
     packing = measure([[[0, 1]]], [3, 4], 1, 1, 0.0)
     update = UpdateResult(0.1, 1.0, 1e-4, False, sums, maxima, packing, sequences=2, skipped_sequences=1)
-    advantages = compute_advantages({"a": [0.0, 1.0, 1.0, 1.0]}, [0, 0, 1, 1])
+    advantages = compute_advantages({"a": [0.0, 1.0, 1.0, 1.0], "b": [1.0, 0.0, 1.0, 1.0]}, [0] * 4)
     trajectories = [*samples(), *samples(outcome=Outcome.ENV_FAILED)]
     group = Group(trajectories[0].prompt, samples())
     return [
@@ -301,11 +301,16 @@ def test_the_checks_of_every_run_are_the_bounds_of_the_metrics():
         ("policy/clip_fraction", "every", None, 0.3, True),
         ("parity/mean_abs", "every", None, 0.05, True),
         ("rollout/env_failed", "every", None, 0.05, True),
+        ("advantage/dead_groups", "every", None, 0.9, True),
+        ("rollout/truncated", "every", None, 0.5, True),
+        ("rollout/aborted", "every", None, 0.2, True),
         ("reward/a/dead_groups", "end", None, 0.999, False),
         ("reward/b/dead_groups", "end", None, 0.999, False),
     }
     assert {(c.metric, c.at, c.min, c.max, c.optional) for c in checks} == expected
-    assert len(general_checks(None, [])) == 5
+    warnings = {check.metric for check in checks if check.advisory}
+    assert warnings == {"advantage/dead_groups", "rollout/truncated", "rollout/aborted"}
+    assert len(general_checks(None, [])) == 8
 
 
 def test_tensorboard_is_given_the_meaning_of_every_key_once(tmp_path):
