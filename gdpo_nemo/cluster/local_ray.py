@@ -6,14 +6,18 @@ import contextlib
 import gc
 import os
 import socket
+import subprocess
+import sys
 import threading
-from typing import Any, Callable, Iterator
+from typing import Any, Callable, Iterator, Sequence
 
 import psutil
 import ray
+from ray._private import services
 from ray._private.node import Node
 from ray._raylet import persist_port
 
+from gdpo_nemo.cluster import idle_agent
 from gdpo_nemo.config.messages import message_line
 from gdpo_nemo.errors import RunError
 
@@ -23,6 +27,8 @@ _START_LIMIT_S = 900.0
 """Limit of one attempt: several times what Ray itself waits for its processes."""
 _UNUSED = -1
 """What Ray's agent for the dashboard writes for a service that it does not offer."""
+_AGENT = "--dashboard_agent_command="
+"""The raylet's argument with what to start for the dashboard; it refuses an empty one."""
 
 
 def start(initialize: Callable[[], None]) -> None:
@@ -54,7 +60,7 @@ def start(initialize: Callable[[], None]) -> None:
 def _attempt(initialize: Callable[[], None], before: set[psutil.Process]) -> str | None:
     """Why ``initialize`` failed, in a line; None: it did not."""
     try:
-        with _end_after(_START_LIMIT_S, before), _agents_awaited_by_nobody():
+        with _end_after(_START_LIMIT_S, before), _agents_awaited_by_nobody(), _without_unused_servers():
             initialize()
     except Exception as error:  # of many kinds; Ray raises a bare Exception when its node is late
         return message_line(error)
@@ -79,11 +85,48 @@ def _agents_awaited_by_nobody() -> Iterator[None]:
             persist_port(node._session_dir, node._node_id, service, _UNUSED)
         original(node, *arguments, **options)
 
-    Node.start_raylet = start_raylet
+    with _replaced(Node, "start_raylet", start_raylet):
+        yield
+
+
+@contextlib.contextmanager
+def _without_unused_servers() -> Iterator[None]:
+    """Let sessions that start in this block do without the dashboard and its agent, the autoscaler, and the copying of
+    worker logs to the driver.
+
+    Nobody asks them for anything in a session that ends with the run, and with ``include_dashboard=False`` Ray starts
+    all four: Python processes that take 4 s of a core before the first actor is there. ``ray.init`` has no arguments
+    for them.
+    """
+    start_head = Node.start_head_processes
+    start_process = services.start_ray_process
+
+    def start_head_processes(node: Node) -> None:
+        node._ray_params.no_monitor = True
+        node._ray_params.include_log_monitor = False
+        start_head(node)
+
+    def start_ray_process(command: Sequence[str], *arguments: Any, **options: Any) -> Any:
+        agent = _AGENT + subprocess.list2cmdline([sys.executable, "-S", "-E", idle_agent.__file__])
+        command = [agent if argument.startswith(_AGENT) else argument for argument in command]
+        return start_process(command, *arguments, **options)
+
+    with (
+        _replaced(Node, "start_head_processes", start_head_processes),
+        _replaced(Node, "start_api_server", lambda node, **options: None),
+        _replaced(services, "start_ray_process", start_ray_process),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def _replaced(owner: Any, name: str, value: Callable[..., Any]) -> Iterator[None]:
+    original = getattr(owner, name)
+    setattr(owner, name, value)
     try:
         yield
     finally:
-        Node.start_raylet = original
+        setattr(owner, name, original)
 
 
 def _free_port() -> int:

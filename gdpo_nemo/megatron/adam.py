@@ -7,6 +7,8 @@ on a CPU and on a GPU are interchangeable. The arithmetic is torch's fused kerne
 
 from __future__ import annotations
 
+from inspect import unwrap
+
 import torch
 from torch.optim.adam import adam
 from torch.optim.adamw import adamw
@@ -14,6 +16,13 @@ from torch.optim.adamw import adamw
 
 class GroupStepAdam(torch.optim.Optimizer):
     """AdamW (``adam_w_mode``) or Adam with L2 decay. State per parameter: exp_avg, exp_avg_sq; per group: step."""
+
+    # torch wraps these so that its compiler leaves them alone, and imports the compiler at the first call: 1 s of a
+    # core on every rank. Nothing compiles this optimizer.
+    add_param_group = unwrap(torch.optim.Optimizer.add_param_group)
+    state_dict = unwrap(torch.optim.Optimizer.state_dict)
+    load_state_dict = unwrap(torch.optim.Optimizer.load_state_dict)
+    zero_grad = unwrap(torch.optim.Optimizer.zero_grad)
 
     def __init__(
         self,

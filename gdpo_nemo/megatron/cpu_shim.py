@@ -15,6 +15,7 @@ import importlib.abc
 import importlib.machinery
 import sys
 import types
+from typing import Any, Iterator
 
 import torch
 import torch.distributed as dist
@@ -70,10 +71,30 @@ class _Loader(importlib.machinery.SourceFileLoader):
         return module.replace(co_consts=constants)
 
     def exec_module(self, module):
-        super().exec_module(module)
+        with _nothing_compiled():
+            super().exec_module(module)
         if module.__name__ == f"{_PACKAGE}.jit":
             # torch.compile on CPU needs a C++ compiler and minutes of warm-up; the fused kernels are for CUDA anyway.
             module.disable_jit_fuser()
+
+
+@contextlib.contextmanager
+def _nothing_compiled() -> Iterator[None]:
+    """Functions of megatron-core that ``torch.compile`` decorates in this block stay as they are.
+
+    One does so, in a router for inference; preparing to compile it imports torch's compiler, 2 s of a core.
+    """
+    stock = torch.compile
+
+    def compile_others(model: Any = None, **options: Any) -> Any:
+        of_megatron = getattr(model, "__module__", None) or ""
+        return model if of_megatron.startswith(_PACKAGE) else stock(model, **options)
+
+    torch.compile = compile_others
+    try:
+        yield
+    finally:
+        torch.compile = stock
 
 
 def _rewrite(code: types.CodeType, twin: str) -> types.CodeType:

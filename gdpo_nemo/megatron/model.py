@@ -27,6 +27,7 @@ from gdpo_nemo.megatron.hf_mapping import head_size, layer_symbols, num_experts,
 from gdpo_nemo.megatron.layers import layer_spec, transformer_engine_is_usable
 from gdpo_nemo.megatron.logprobs import EntropyUse, token_logprobs
 from gdpo_nemo.megatron.lora import attach
+from gdpo_nemo.megatron.runtime import hidden
 
 # Logits of one chunk of tokens may take this many bytes (float32); more tokens are recomputed chunk by chunk.
 _LOGIT_BYTES = 256 << 20
@@ -327,6 +328,15 @@ def build_optimizer(layout: MegatronConfig, dtype: torch.dtype, wrapped: list, t
     return optimizer, scheduler
 
 
+def _read_config(folder: str | Path) -> PretrainedConfig:
+    from transformers import AutoConfig
+
+    # For the docstring of a config class transformers imports all that its models and their generation need, torch's
+    # compiler among it, 1 s of a core, and does without if it is not there.
+    with hidden("transformers.models.auto.modeling_auto"):
+        return AutoConfig.from_pretrained(folder)
+
+
 def build(
     folder: str | Path,
     layout: MegatronConfig,
@@ -340,12 +350,10 @@ def build(
 
     With ``lora`` those are frozen, and adapters drawn from ``seed`` are trained.
     """
-    from transformers import AutoConfig
-
     from gdpo_nemo.megatron.conversion import load_hf
     from gdpo_nemo.weights.model_folder import open_weights
 
-    hf = AutoConfig.from_pretrained(folder)
+    hf = _read_config(folder)
     config, chunks = build_chunks(hf, layout, dtype, temperature, adapted=lora is not None)
     modules: list[torch.nn.Module] = list(chunks)
     load_hf(modules, open_weights(folder), hf)

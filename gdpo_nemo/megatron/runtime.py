@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
 import random
 import socket
+import sys
 import warnings
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Iterator
 
 import numpy as np
 import torch
@@ -30,7 +32,11 @@ def prepare() -> Runtime:
     """Choose device and backend and make megatron-core importable on it. Call before importing megatron.core."""
     warnings.filterwarnings("ignore", message="Transformer Engine and Apex are not installed")
     warnings.filterwarnings("ignore", category=SyntaxWarning)
-    on_cpu = cpu_shim.install()  # before the next line, which imports Megatron
+    # Megatron's timers import trackers that are there, 1 s of a core, to recognise a writer that is handed to them.
+    # None is.
+    with hidden("wandb", "torch.utils.tensorboard"):
+        on_cpu = cpu_shim.install()  # before the next line, which imports Megatron
+        import megatron.core.timers  # noqa: F401
     _use_group_step_adam()
     if on_cpu:
         return Runtime(torch.device("cpu"), "gloo")
@@ -53,6 +59,20 @@ def _use_group_step_adam() -> None:
         distributed.Adam = GroupStepAdam
         distributed.HAVE_APEX_OR_TE = True
         distributed.USING_APEX_OPTIMIZER = True
+
+
+@contextlib.contextmanager
+def hidden(*names: str) -> Iterator[None]:
+    """Modules that cannot be imported in this block, for libraries that import them where they are there."""
+    before = {name: sys.modules[name] for name in names if name in sys.modules}
+    absent: dict[str, Any] = dict.fromkeys(names)
+    sys.modules.update(absent)
+    try:
+        yield
+    finally:
+        for name in names:
+            del sys.modules[name]
+        sys.modules.update(before)
 
 
 def initialize(

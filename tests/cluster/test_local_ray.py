@@ -7,10 +7,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
+
+from gdpo_nemo.cluster import idle_agent
+
 SLOW_AGENTS = """
 import sys, time
 command = open("/proc/self/cmdline").read()
-if "dashboard/agent.py" in command or "runtime_env/agent/main.py" in command:
+if "runtime_env/agent/main.py" in command:
     time.sleep(20)  # a raylet aborts when its agents are not there after 15 s
 """
 KILL_THE_FIRST_RAYLET = """
@@ -55,6 +59,13 @@ for call in calls:
         print('refused', ray.is_initialized())
 """
 
+OWN_PROCESSES = """
+        import psutil
+        wanted = ("gcs_server", "raylet/raylet", "RuntimeEnvAgent", "idle_agent", "reaper.py", "ray::Actor")
+        commands = [" ".join(process.cmdline()) for process in psutil.Process().children(recursive=True)]
+        print([command for command in commands if not any(name in command for name in wanted)])
+"""
+
 
 def _session(tmp_path: Path, before: str = "", after: str = "", **environment: str) -> list[str]:
     script = tmp_path / "script.py"
@@ -79,3 +90,20 @@ def test_a_session_starts_again_after_its_raylet_died(tmp_path):
 def test_a_call_after_the_session_starts_no_cluster(tmp_path):
     """By default Ray would, for a thread that did not notice the end."""
     assert _session(tmp_path, after=LATE_CALLS)[1:] == ["refused False"] * 3
+
+
+def test_a_session_has_no_dashboard_autoscaler_or_copier_of_logs(tmp_path):
+    assert _session(tmp_path, after=OWN_PROCESSES)[1:] == ["[]"]
+
+
+def test_what_stands_for_the_dashboards_agent_ends_with_its_raylet():
+    start = (
+        "import os, subprocess, sys; os.environ['RAY_RAYLET_PID'] = str(os.getpid()); "
+        "print(subprocess.Popen(sys.argv[1:]).pid, flush=True); sys.stdin.read()"
+    )
+    command = [sys.executable, "-c", start, sys.executable, "-S", "-E", idle_agent.__file__]
+    raylet = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    agent = psutil.Process(int(raylet.stdout.readline()))
+    raylet.kill()
+    raylet.wait()
+    assert psutil.wait_procs([agent], timeout=120)[1] == []
