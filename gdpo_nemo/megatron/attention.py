@@ -27,6 +27,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
+from torch.utils.checkpoint import checkpoint
 
 # A rectangle may hold this many times the tokens of its sequences before they are split over several: padding costs
 # compute, and every further rectangle costs a kernel launch and copies.
@@ -366,7 +367,7 @@ class PackedAttention(MegatronModule):
             both = _GatherContext.apply(torch.stack((key, value), 1), packing.order, self.context_group)
             key, value = both.unbind(1)
         drop = self.dropout if self.training else 0.0
-        outputs = [self._attend(query, key, value, rectangle, drop) for rectangle in packing.rectangles]
+        outputs = [self._attended(query, key, value, rectangle, drop) for rectangle in packing.rectangles]
         moves = [(rectangle.queries_back, rectangle.rows) for rectangle in packing.rectangles]
         return _RollUp.apply(query.size(0), moves, *outputs).flatten(1)
 
@@ -383,6 +384,15 @@ class PackedAttention(MegatronModule):
             packing.sin = (angles.sin() * scaling).to(x.dtype)
         left, right = x.chunk(2, dim=-1)
         return x * packing.cos + torch.cat((-right, left), -1) * packing.sin
+
+    def _attended(self, query, key, value, rectangle: Rectangle, drop: float):
+        if not rectangle.shares or not torch.is_grad_enabled():
+            return self._attend(query, key, value, rectangle, drop)
+        # Recomputed in the backward pass: the copies of shared keys and values would take as much memory as sharing
+        # them saves.
+        return checkpoint(
+            self._attend, query, key, value, rectangle, drop, use_reentrant=False, preserve_rng_state=drop > 0
+        )
 
     def _attend(self, query, key, value, rectangle: Rectangle, drop: float):
         q = _Unroll.apply(query, rectangle.queries, rectangle.queries_back, rectangle.rows, False)
