@@ -15,16 +15,16 @@ from gdpo_nemo.cluster.reservation import Placement, here
 from gdpo_nemo.cluster.session import answered, cores, gather, ray, thread_environment
 from gdpo_nemo.config.objective_checks import kl_in_reward
 from gdpo_nemo.config.objects import load_functions, load_object, place_of
+from gdpo_nemo.config.prompt_sharing import prompt_sharing
 from gdpo_nemo.config.schema import Config, MegatronConfig, PolicyConfig
 from gdpo_nemo.data.packing import (
-    Assignment,
     TrainSequence,
-    assign,
     assign_singly,
     attention_cost,
     measure,
     with_gradient,
 )
+from gdpo_nemo.data.prefixes import Layout, choose_layout
 from gdpo_nemo.data.results import UpdateResult
 from gdpo_nemo.data.shares import SCORING, TRAINING, FlatValues, Share, by_sequence
 from gdpo_nemo.phases import phase
@@ -195,6 +195,7 @@ class PolicyGroup:
         self.shared = placement.places.shared
         """For every engine the ranks whose devices its processes share (see ``Places``)."""
         self.timeout_s = config.rollout.train_timeout_s
+        self._sharing = prompt_sharing(config)
         self._quadratic = attention_cost(json.loads((Path(folder) / "config.json").read_text()))
         world = layout_ranks(self.layout)
         on_gpu = config.cluster.gpus_per_node > 0
@@ -252,7 +253,7 @@ class PolicyGroup:
         self,
         method: str,
         sequences: Sequence[TrainSequence],
-        assignment: Assignment,
+        layout: Layout,
         fields: Sequence[str],
         *arguments: Any,
         what: str,
@@ -261,7 +262,9 @@ class PolicyGroup:
         other than the tensor-, pipeline- and context-parallel peers that share it."""
         if not self._data_ranks:
             self._data_ranks = self._call("data_parallel_rank", what="asking for the layout")
-        shares = [ray.put(Share.of(sequences, micro_batches, fields)) for micro_batches in assignment]
+        shares = [
+            ray.put(Share.of(sequences, micro_batches, fields, layout.shared)) for micro_batches in layout.assignment
+        ]
         refs = [
             getattr(rank, method).remote(shares[place], *arguments)
             for rank, place in zip(self.ranks, self._data_ranks, strict=True)
@@ -280,16 +283,18 @@ class PolicyGroup:
         """What the number of micro-batches must divide by: the pipeline stages, if Megatron interleaves them."""
         return self.layout.pipeline_model_parallel_size if self.layout.virtual_pipeline_model_parallel_size else 1
 
-    def _assign(self, sequences: Sequence[TrainSequence]):
+    def _lay_out(self, sequences: Sequence[TrainSequence]) -> Layout:
         # Each sequence may be padded to the layout's multiple; leave room for that in the budget.
         multiple = self._multiple
-        lengths = [-(-len(s) // multiple) * multiple for s in sequences]
-        return assign(
-            lengths,
+        longest = max(-(-len(s) // multiple) * multiple for s in sequences)
+        return choose_layout(
+            self._sharing,
+            sequences,
             self.layout.data_parallel_size or 1,
-            max(self.config.micro_batch_tokens, max(lengths)),  # the longest sequence has to fit into a micro-batch
+            max(self.config.micro_batch_tokens, longest),  # the longest sequence has to fit into a micro-batch
             self._chunks,
             self._quadratic,
+            multiple,
         )
 
     def _skips(self, settings: LossSettings) -> bool:
@@ -305,16 +310,14 @@ class PolicyGroup:
         whole = len(sequences)
         if skips:
             sequences = with_gradient(sequences)
-        assignment = self._assign(sequences)
-        result: UpdateResult = self._call_with_shares(
-            "train", sequences, assignment, TRAINING, settings, what="training"
-        )[0]
+        found = self._lay_out(sequences)
+        result: UpdateResult = self._call_with_shares("train", sequences, found, TRAINING, settings, what="training")[0]
         layout = self.layout
         lengths = [len(s) for s in sequences]
         total = layout.context_parallel_size * layout.tensor_model_parallel_size if layout.sequence_parallel else 1
         result.sequences = whole
         result.skipped_sequences = whole - len(sequences) if skips else None
-        result.packing = measure(assignment, lengths, self._multiple, total, self._quadratic)
+        result.packing = measure(found.assignment, lengths, self._multiple, total, self._quadratic, found.shared)
         return result
 
     def logprobs(
@@ -329,11 +332,12 @@ class PolicyGroup:
         ``temperature`` replaces the sampling temperature; without ``packed`` each sequence is a micro-batch of its own.
         """
         data = self.layout.data_parallel_size or 1
-        assignment = self._assign(sequences) if packed else assign_singly(len(sequences), data, self._chunks)
+        alone = Layout(assign_singly(len(sequences), data, self._chunks), [0] * len(sequences))
+        layout = self._lay_out(sequences) if packed else alone
         found = self._call_with_shares(
-            "logprobs", sequences, assignment, SCORING, reference, temperature, what="evaluating log-probs"
+            "logprobs", sequences, layout, SCORING, reference, temperature, what="evaluating log-probs"
         )
-        return by_sequence(sequences, assignment, list(zip(self._data_ranks, found, strict=True)))
+        return by_sequence(sequences, layout.assignment, list(zip(self._data_ranks, found, strict=True)))
 
     @property
     def engine_processes(self) -> int:

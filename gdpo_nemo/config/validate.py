@@ -18,6 +18,7 @@ from gdpo_nemo.config.health_checks import read_checks
 from gdpo_nemo.config.layout import Layout, resolve_layout, updates_per_step
 from gdpo_nemo.config.objective_checks import check_learning
 from gdpo_nemo.config.placement import Places, joined, place
+from gdpo_nemo.config.prompt_sharing import check_prompt_sharing
 from gdpo_nemo.config.reuse_checks import check_reuse
 from gdpo_nemo.config.rollout_bounds import check_rollout_bounds
 from gdpo_nemo.config.schema import Config, DatasetConfig
@@ -250,6 +251,7 @@ def _check_placement(config: Config) -> None:
 
 def check_parallelism(config: Config) -> None:
     """Refuses switches of the layout that contradict each other. Raises ConfigError."""
+    check_prompt_sharing(config)
     megatron = config.policy.megatron_cfg
     gpus = config.cluster.gpus_per_node
     prefix = "policy.megatron_cfg"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import heapq
 import math
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Callable, Mapping, Sequence
 
 import numpy as np
@@ -41,6 +42,9 @@ class TrainSequence:
     staleness: np.ndarray | None = None
     """int32 [completion tokens]: version that is trained minus the version that sampled the token; never read where the
     mask is false. None: 0, or nobody reads it."""
+    shared: int = 0
+    """Leading tokens that the sequence before it in its micro-batch has, too, and that are computed with that one; set
+    where a rank lays sequences out (``prefixes.shared_prefixes``)."""
 
     def __len__(self) -> int:
         return len(self.prompt_ids) + len(self.completion_ids)
@@ -65,7 +69,12 @@ Assignment = list[list[list[int]]]
 
 
 def assign(
-    lengths: Sequence[int], ranks: int, token_budget: int, multiple_of: int = 1, quadratic: float = 0.0
+    lengths: Sequence[int],
+    ranks: int,
+    token_budget: int,
+    multiple_of: int = 1,
+    quadratic: float = 0.0,
+    costs: Sequence[float] | None = None,
 ) -> Assignment:
     """Spread sequences over ``ranks``, in as few micro-batches of at most ``token_budget`` tokens as a greedy fit
     finds (above 64 a rank, to within 1/64).
@@ -78,16 +87,18 @@ def assign(
     Args:
         multiple_of: stages of an interleaved pipeline; 1: it is not interleaved.
         quadratic: what a sequence of n tokens costs is n + quadratic * n^2 (see ``attention_cost``).
+        costs: what each costs where that does not follow from its length.
 
     Raises:
         ValueError: a sequence is longer than ``token_budget``.
     """
     if lengths and max(lengths) > token_budget:
         raise ValueError(f"a sequence of {max(lengths)} tokens exceeds the micro-batch budget of {token_budget}")
+    costs = [cost_of(length, quadratic) for length in lengths] if costs is None else costs
     count = math.ceil(_least_micro_batches(lengths, token_budget) / ranks)
     while True:
         count = _whole_rounds(count, multiple_of)
-        bins = _fit(lengths, count * ranks, token_budget, quadratic)
+        bins = _fit(lengths, count * ranks, token_budget, costs)
         if bins is not None:
             return _distribute(bins, ranks)
         count += max(1, count // 64)  # one by one, thousands of micro-batches would take seconds of attempts
@@ -120,7 +131,7 @@ def _least_micro_batches(lengths: Sequence[int], budget: int) -> int:
     return max(1, math.ceil(sum(lengths) / budget), int(by_number.max()))
 
 
-def _fit(lengths: Sequence[int], count: int, budget: int, quadratic: float) -> list[list[int]] | None:
+def _fit(lengths: Sequence[int], count: int, budget: int, costs: Sequence[float]) -> list[list[int]] | None:
     """``count`` micro-batches, dearest first; None when the greedy fit finds no room."""
     heap = [(0.0, 0, index) for index in range(count)]
     bins: list[list[int]] = [[] for _ in range(count)]
@@ -133,10 +144,10 @@ def _fit(lengths: Sequence[int], count: int, budget: int, quadratic: float) -> l
             return None
         cost, tokens, index = heapq.heappop(heap)
         bins[index].append(place)
-        heapq.heappush(heap, (cost + cost_of(lengths[place], quadratic), tokens + lengths[place], index))
+        heapq.heappush(heap, (cost + costs[place], tokens + lengths[place], index))
         for entry in passed:
             heapq.heappush(heap, entry)
-    return sorted(bins, key=lambda members: -sum(cost_of(lengths[i], quadratic) for i in members))
+    return sorted(bins, key=lambda members: -sum(costs[i] for i in members))
 
 
 def _distribute(bins: list[list[int]], ranks: int) -> Assignment:
@@ -148,9 +159,10 @@ def _distribute(bins: list[list[int]], ranks: int) -> Assignment:
     return shares
 
 
-def cost_of(tokens: int, quadratic: float) -> float:
-    """What a sequence costs, in units of one token's matrix products."""
-    return tokens + quadratic * tokens * tokens
+def cost_of(tokens: int, quadratic: float, shared: int = 0) -> float:
+    """What a sequence costs whose ``shared`` leading tokens are computed with another, in units of one token's matrix
+    products."""
+    return tokens - shared + quadratic * (tokens * tokens - shared * shared)
 
 
 def attention_cost(model: Mapping[str, Any]) -> float:
@@ -178,31 +190,50 @@ METRICS = {
     "packing/padding_share": ("share", "Tokens computed for nothing but the layout's multiples"),
     "packing/micro_batches": ("", "Micro-batches of a rank in an update, mean over the step's updates"),
     "packing/imbalance": ("", "How much dearer the dearest rank's share of an update is than the mean; 0: all alike"),
+    "packing/shared_tokens": ("tokens", "Tokens of an update that begin several sequences and were not computed again"),
+    "packing/saved_share": ("share", "The same as a share of the update's tokens"),
 }
 
 
 def measure(
-    assignment: Assignment, lengths: Sequence[int], multiple: int, total_multiple: int, quadratic: float
+    assignment: Assignment,
+    lengths: Sequence[int],
+    multiple: int,
+    total_multiple: int,
+    quadratic: float,
+    shared: Sequence[int] | None = None,
 ) -> dict[str, float]:
     """How well an update is packed.
 
+    Args:
+        shared: of every sequence the leading tokens that are computed with another; None: none.
+
     Returns:
         padding_share: tokens computed for nothing but the layout's multiples. micro_batches: per rank.
-        imbalance: how much dearer the dearest rank is than the mean (0: all alike).
+        imbalance: how much dearer the dearest rank is than the mean (0: all alike). shared_tokens: tokens that were
+        not computed. saved_share: the same as a share of all.
     """
+    shared = [0] * len(lengths) if shared is None else shared
     real = padded = 0
-    costs = []
-    for share in assignment:
-        costs.append(sum(cost_of(lengths[i], quadratic) for members in share for i in members))
-        for members in share:
-            real += sum(lengths[i] for i in members)
-            padded += sum(pad_lengths([lengths[i] for i in members] or [1], multiple, total_multiple))
+    for members in chain.from_iterable(assignment):
+        own = [lengths[i] - shared[i] for i in members]
+        real += sum(own)
+        padded += sum(pad_lengths(own or [1], multiple, total_multiple))
+    costs = rank_costs(assignment, lengths, shared, quadratic)
     mean = sum(costs) / len(costs)
+    saved = sum(shared)
     return {
         "padding_share": 1.0 - real / padded,
         "micro_batches": float(len(assignment[0])),
         "imbalance": max(costs) / mean - 1.0 if mean else 0.0,
+        "shared_tokens": float(saved),
+        "saved_share": saved / (real + saved) if saved else 0.0,
     }
+
+
+def rank_costs(assignment: Assignment, lengths: Sequence[int], shared: Sequence[int], quadratic: float) -> list[float]:
+    """What the share of each data-parallel rank costs (see ``cost_of``)."""
+    return [sum(cost_of(lengths[i], quadratic, shared[i]) for i in chain.from_iterable(share)) for share in assignment]
 
 
 @dataclass
@@ -210,13 +241,16 @@ class PackedRows:
     """One micro-batch laid out for one rank of a context-parallel group.
 
     ``rows`` are the local tokens whose successor is a completion token that the policy wrote; every other per-row array
-    is aligned with it.
+    is aligned with it. A token that sequences share is there once, and is a row of each of them: the last token of a
+    prompt predicts the first one of every completion.
     """
 
     tokens: np.ndarray
     """int64 [local tokens]"""
     padded_lengths: list[int]
-    """Tokens each sequence takes in the whole pack, padding included."""
+    """Tokens each sequence takes in the whole pack: those that it does not share, padding included."""
+    shared: list[int]
+    """Leading tokens of each sequence that stand with the sequence before it (see ``TrainSequence.shared``)."""
     rows: np.ndarray
     """int64 [rows]"""
     targets: np.ndarray
@@ -253,39 +287,48 @@ def pack_rows(
         total_multiple: the pack's length is padded to this (tensor x context ranks under sequence parallelism).
     """
     multiple = 2 * context_size if context_size > 1 else 1
-    lengths = [len(sequences[i]) for i in members] or [1]
+    shared = [sequences[i].shared for i in members] or [0]
+    lengths = [len(sequences[i]) - sequences[i].shared for i in members] or [1]
     padded = pad_lengths(lengths, multiple, total_multiple)
     tokens = []
-    rows = []
-    targets = []
-    sequence = []
-    offset = []
+    columns: list[tuple[np.ndarray, ...]] = []
+    rows_of = np.zeros(0, np.int64)
     start = 0
     for i, length in zip(members, padded):
-        whole = np.zeros(length, np.int64)
         s = sequences[i]
-        p = len(s.prompt_ids)
-        n = len(s)
-        whole[:p] = s.prompt_ids
-        whole[p:n] = s.completion_ids
+        whole = np.zeros(length, np.int64)
+        whole[: len(s) - s.shared] = _tokens_from(s, s.shared)
         places = np.arange(length)
         if positions is not None and context_size > 1:
             places = np.asarray(positions(length, context_rank, context_size))
         tokens.append(whole[places])
-        local = np.flatnonzero((places >= p - 1) & (places < n - 1))
-        if s.loss_mask is not None:
-            local = local[s.loss_mask[places[local] + 1 - p]]
-        rows.append(start + local)
-        targets.append(whole[places[local] + 1])
-        sequence.append(np.full(len(local), i, np.int64))
-        offset.append(places[local] + 1 - p)
+        own = np.full(length, -1, np.int64)
+        own[places] = start + np.arange(len(places))
+        rows_of = np.concatenate((rows_of[: s.shared], own))
+        columns.append(_evaluated(i, s, rows_of))
         start += len(places)
     if not members:
         tokens = [np.zeros(padded[0] // context_size, np.int64)]
-        rows = [np.zeros(0, np.int64)]
-        targets = sequence = offset = rows
-    return PackedRows(
-        np.concatenate(tokens),
-        padded,
-        *(np.concatenate(x).astype(np.int64) for x in (rows, targets, sequence, offset)),
-    )
+        columns = [(np.zeros(0, np.int64),) * 4]
+    rows, targets, sequence, offset = (np.concatenate(column).astype(np.int64) for column in zip(*columns))
+    return PackedRows(np.concatenate(tokens), padded, shared, rows, targets, sequence, offset)
+
+
+def _tokens_from(sequence: TrainSequence, start: int) -> np.ndarray:
+    """The tokens of a sequence from place ``start`` on."""
+    prompt = len(sequence.prompt_ids)
+    if start >= prompt:
+        return sequence.completion_ids[start - prompt :]
+    return np.concatenate((sequence.prompt_ids[start:], sequence.completion_ids))
+
+
+def _evaluated(place: int, sequence: TrainSequence, rows_of: np.ndarray) -> tuple[np.ndarray, ...]:
+    """(rows, targets, sequence, offset) of one sequence, where ``rows_of`` holds the local row of each of its tokens,
+    -1 for those of other context ranks."""
+    before = len(sequence.prompt_ids) - 1
+    rows = rows_of[before : before + len(sequence.completion_ids)]
+    here = rows >= 0
+    if sequence.loss_mask is not None:
+        here = here & sequence.loss_mask
+    offset = np.flatnonzero(here)
+    return rows[offset], sequence.completion_ids[offset], np.full(len(offset), place, np.int64), offset

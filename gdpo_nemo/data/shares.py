@@ -44,6 +44,8 @@ class Share:
     """float64 [sequences]"""
     columns: dict[str, np.ndarray]
     """[completion tokens of all sequences] for each further field of ``TrainSequence`` that the sequences have."""
+    shared: np.ndarray | None = None
+    """int64 [sequences]: leading tokens that the sequence before it in its micro-batch computes; None: none."""
 
     @classmethod
     def of(
@@ -51,9 +53,12 @@ class Share:
         sequences: Sequence[TrainSequence],
         micro_batches: Sequence[Sequence[int]],
         fields: Sequence[str] = TRAINING,
+        shared: Sequence[int] | None = None,
     ) -> Share:
-        """The share whose ``micro_batches`` hold places in ``sequences``. Raises RunError: see ``_column``."""
-        mine = [sequences[i] for i in chain.from_iterable(micro_batches)]
+        """The share whose ``micro_batches`` hold places in ``sequences``, of which each leaves its first ``shared``
+        tokens to the one before it. Raises RunError: see ``_column``."""
+        places = list(chain.from_iterable(micro_batches))
+        mine = [sequences[i] for i in places]
         columns: dict[str, np.ndarray] = {}
         for name in fields:
             # Sampled and old log-probs are often the same arrays: pickled once, if they still are.
@@ -70,6 +75,7 @@ class Share:
             advantages=np.array([s.advantage for s in mine], np.float64),
             weights=np.array([s.weight for s in mine], np.float64),
             columns=columns,
+            shared=None if shared is None else np.array([shared[i] for i in places], np.int64),
         )
 
     @property
@@ -90,6 +96,7 @@ class Share:
                 completion_ids=completion,
                 advantage=float(self.advantages[i]),
                 weight=float(self.weights[i]),
+                shared=0 if self.shared is None else int(self.shared[i]),
                 **{name: part[i] for name, part in parts.items()},
             )
             for i, (prompt, completion) in enumerate(tokens)

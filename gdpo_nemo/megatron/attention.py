@@ -5,6 +5,10 @@ sequences of similar length (right-padded: under a causal mask no real token see
 Under context parallelism a rank holds two chunks of every sequence (zigzag: chunk r and chunk 2n-1-r, which balances
 causal work); keys and values are gathered, and an explicit mask compares positions.
 
+Where sequences begin with the same tokens, the pack may hold these once, with the first of them: the queries of the
+others are their own tokens, the keys the shared ones and theirs, side by side by position. So a row of the pack can be
+a key of several sequences, and gets the sum of their gradients.
+
 The rotary embedding is applied here and not by Megatron's model code because the positions of a pack are known here
 once for all layers; the frequencies come from transformers, so every published scaling rule is the original.
 """
@@ -23,6 +27,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
+from torch.utils.checkpoint import checkpoint
 
 # A rectangle may hold this many times the tokens of its sequences before they are split over several: padding costs
 # compute, and every further rectangle costs a kernel launch and copies.
@@ -60,28 +65,48 @@ class Rectangle:
     keys_back: torch.Tensor
     key_rows: torch.Tensor
     mask: torch.Tensor | None = None
-    """bool [sequences, 1, query length, key length] under context parallelism, else None (plain causal)."""
+    """bool [sequences, 1, query length, key length] under context parallelism or where sequences share tokens, else
+    None (plain causal)."""
+    shares: bool = False
+    """Whether a row may be a key of several sequences."""
 
 
-def packing_arrays(lengths: list[int], rank: int, size: int, rectangles: bool) -> dict[str, np.ndarray]:
+_ALONE = "rectangle"
+_SHARING = "sharing"
+"""Names under which the arrays of rectangles travel."""
+
+
+def packing_arrays(
+    lengths: list[int], rank: int, size: int, rectangles: bool, shared: list[int] | None = None
+) -> dict[str, np.ndarray]:
     """Lay out sequences of ``lengths`` (padded tokens each, divisible by 2*size when size > 1) on context rank
     ``rank``.
 
     Args:
         rectangles: lay out what ``PackedAttention`` reads besides; TransformerEngine's kernels take the bounds alone.
+        shared: leading tokens of each sequence that stand with the one before it, not counted in ``lengths``; None:
+            none. Needs ``rectangles``.
 
     Returns:
         what ``packing_of`` makes a packing of, on whatever device it is by then.
     """
+    if shared is not None and any(shared) and not rectangles:
+        raise ValueError("TransformerEngine's attention has no sequences that share tokens (policy.share_prompts)")
     bounds = np.concatenate(([0], np.cumsum(lengths)))
     arrays = {"bounds": bounds.astype(np.int32)}
     if rectangles:
-        arrays["positions"] = np.concatenate([local_positions(length, rank, size) for length in lengths])
+        shared = [0] * len(lengths) if shared is None else shared
+        positions = [before + local_positions(length, rank, size) for before, length in zip(shared, lengths)]
+        arrays["positions"] = np.concatenate(positions)
         if size > 1:
             arrays["order"] = _gathered_rows(lengths, bounds, size)
-        for number, members in enumerate(_similar_lengths(lengths)):
-            parts = _rectangle(members, lengths, bounds, rank, size)
-            arrays |= {f"rectangle.{number}.{name}": array for name, array in parts.items()}
+        keys = _key_rows(lengths, bounds, shared)
+        alone = _similar_lengths([i for i, before in enumerate(shared) if not before], lengths)
+        sharing = _similar_areas([i for i, before in enumerate(shared) if before], lengths, list(map(len, keys)))
+        for kind, groups in ((_ALONE, alone), (_SHARING, sharing)):
+            for number, members in enumerate(groups):
+                parts = _rectangle(members, positions, keys, bounds // size, masked=size > 1 or kind is _SHARING)
+                arrays |= {f"{kind}.{number}.{name}": array for name, array in parts.items()}
     return arrays
 
 
@@ -100,10 +125,13 @@ def packing_of(lengths: list[int], arrays: Mapping[str, torch.Tensor]) -> Packin
     )
     packing.positions = arrays.get("positions")
     packing.order = arrays.get("order")
-    while f"rectangle.{len(packing.rectangles)}.queries" in arrays:
-        key = f"rectangle.{len(packing.rectangles)}."
-        parts = {f.name: arrays[key + f.name] for f in fields(Rectangle) if key + f.name in arrays}
-        packing.rectangles.append(Rectangle(**parts))
+    for kind in (_ALONE, _SHARING):
+        number = 0
+        while f"{kind}.{number}.queries" in arrays:
+            key = f"{kind}.{number}."
+            parts = {f.name: arrays[key + f.name] for f in fields(Rectangle) if key + f.name in arrays}
+            packing.rectangles.append(Rectangle(**parts, shares=kind is _SHARING))
+            number += 1
     return packing
 
 
@@ -129,10 +157,19 @@ def _gathered_rows(lengths: list[int], bounds: np.ndarray, size: int) -> np.ndar
     return order
 
 
-def _similar_lengths(lengths: list[int]) -> list[list[int]]:
-    """Indices of sequences, grouped so that padding to each group's longest stays cheap."""
+def _key_rows(lengths: list[int], bounds: np.ndarray, shared: list[int]) -> list[np.ndarray]:
+    """For each sequence int64 [its tokens]: their rows in the whole pack, by position."""
+    found: list[np.ndarray] = []
+    for length, start, before in zip(lengths, bounds, shared):
+        own = start + np.arange(length)
+        found.append(np.concatenate((found[-1][:before], own)) if before else own)
+    return found
+
+
+def _similar_lengths(members: list[int], lengths: list[int]) -> list[list[int]]:
+    """The members, grouped so that padding to each group's longest stays cheap."""
     # Longest first, so that the first member of a group is its width.
-    order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+    order = sorted(members, key=lambda i: -lengths[i])
     groups: list[list[int]] = []
     for i in order:
         if groups:
@@ -145,22 +182,50 @@ def _similar_lengths(lengths: list[int]) -> list[list[int]]:
     return groups
 
 
-def _rectangle(members, lengths, bounds, rank, size) -> dict[str, np.ndarray]:
-    """The fields of a ``Rectangle``; without context parallelism no mask."""
-    longest = max(lengths[i] for i in members)
-    queries = _Filler(longest // size)
-    keys = _Filler(longest)
-    query_positions = np.zeros((len(members), longest // size), np.int64)
+def _similar_areas(members: list[int], queries: list[int], keys: list[int]) -> list[list[int]]:
+    """The members, grouped so that padding stays cheap though each has its own number of queries and of keys."""
+    groups: list[list[int]] = []
+    widths: list[np.ndarray] = []
+    tokens: list[np.ndarray] = []
+    for i in sorted(members, key=lambda i: (-keys[i], -queries[i])):
+        mine = np.array((queries[i], keys[i]))
+        for place, group in enumerate(groups):
+            wide = np.maximum(widths[place], mine)
+            if (wide * (len(group) + 1) <= _PADDING_ALLOWED * (tokens[place] + mine)).all():
+                group.append(i)
+                widths[place] = wide
+                tokens[place] = tokens[place] + mine
+                break
+        else:
+            groups.append([i])
+            widths.append(mine)
+            tokens.append(mine)
+    return groups
+
+
+def _rectangle(
+    members: list[int], positions: list[np.ndarray], key_rows: list[np.ndarray], starts: np.ndarray, masked: bool
+) -> dict[str, np.ndarray]:
+    """The fields of a ``Rectangle``.
+
+    Args:
+        positions: of the queries of every sequence, whose rows begin at its ``starts`` in the local pack.
+        key_rows: of every sequence, by position.
+        masked: without a mask queries and keys are aligned, and is_causal picks a faster kernel.
+    """
+    queries = _Filler(max(len(positions[i]) for i in members))
+    keys = _Filler(max(len(key_rows[i]) for i in members))
+    query_positions = np.zeros((len(members), queries.width), np.int64)
     for place, i in enumerate(members):
-        mine = local_positions(lengths[i], rank, size)
-        queries.add(np.arange(len(mine)) + bounds[i] // size)
+        mine = positions[i]
+        queries.add(np.arange(len(mine)) + starts[i])
         query_positions[place, : len(mine)] = mine
-        keys.add(np.arange(lengths[i]) + bounds[i])
+        keys.add(key_rows[i])
     names = ("queries", "queries_back", "rows", "keys", "keys_back", "key_rows")
     found = dict(zip(names, (*queries.arrays(), *keys.arrays())))
-    if size > 1:  # else queries and keys are aligned, and is_causal picks a faster kernel
+    if masked:
         # Padded queries count as position 0: they would see nothing and turn into NaN, so let them see the first key.
-        found["mask"] = (np.arange(longest)[None, None, :] <= query_positions[:, :, None])[:, None]
+        found["mask"] = (np.arange(keys.width)[None, None, :] <= query_positions[:, :, None])[:, None]
     return found
 
 
@@ -185,12 +250,14 @@ class _Filler:
 
 
 class _Unroll(torch.autograd.Function):
-    """Pack [tokens, ...] -> rectangle [sequences, width, ...]; a pure move, so the backward is the move back."""
+    """Pack [tokens, ...] -> rectangle [sequences, width, ...]; a pure move, so the backward is the move back. With
+    ``adds`` a row may be in several places, and its gradient is the sum of theirs."""
 
     @staticmethod
-    def forward(ctx, pack, table, back, rows):
+    def forward(ctx, pack, table, back, rows, adds):
         ctx.save_for_backward(back, rows)
         ctx.tokens = pack.size(0)
+        ctx.adds = adds
         return pack.index_select(0, table.flatten()).view(*table.shape, *pack.shape[1:])
 
     @staticmethod
@@ -198,7 +265,9 @@ class _Unroll(torch.autograd.Function):
         back, rows = ctx.saved_tensors
         out = grad.new_zeros(ctx.tokens, *grad.shape[2:])
         # By `back`, which skips the padding: it repeats row 0, and its gradient must not count there.
-        return out.index_copy_(0, rows, grad.flatten(0, 1).index_select(0, back)), None, None, None
+        moved = grad.flatten(0, 1).index_select(0, back)
+        out = out.index_add_(0, rows, moved) if ctx.adds else out.index_copy_(0, rows, moved)
+        return out, None, None, None, None
 
 
 class _RollUp(torch.autograd.Function):
@@ -298,7 +367,7 @@ class PackedAttention(MegatronModule):
             both = _GatherContext.apply(torch.stack((key, value), 1), packing.order, self.context_group)
             key, value = both.unbind(1)
         drop = self.dropout if self.training else 0.0
-        outputs = [self._attend(query, key, value, rectangle, drop) for rectangle in packing.rectangles]
+        outputs = [self._attended(query, key, value, rectangle, drop) for rectangle in packing.rectangles]
         moves = [(rectangle.queries_back, rectangle.rows) for rectangle in packing.rectangles]
         return _RollUp.apply(query.size(0), moves, *outputs).flatten(1)
 
@@ -316,9 +385,21 @@ class PackedAttention(MegatronModule):
         left, right = x.chunk(2, dim=-1)
         return x * packing.cos + torch.cat((-right, left), -1) * packing.sin
 
+    def _attended(self, query, key, value, rectangle: Rectangle, drop: float):
+        if not rectangle.shares or not torch.is_grad_enabled():
+            return self._attend(query, key, value, rectangle, drop)
+        # Recomputed in the backward pass: the copies of shared keys and values would take as much memory as sharing
+        # them saves.
+        return checkpoint(
+            self._attend, query, key, value, rectangle, drop, use_reentrant=False, preserve_rng_state=drop > 0
+        )
+
     def _attend(self, query, key, value, rectangle: Rectangle, drop: float):
-        q = _Unroll.apply(query, rectangle.queries, rectangle.queries_back, rectangle.rows)
-        k, v = (_Unroll.apply(x, rectangle.keys, rectangle.keys_back, rectangle.key_rows) for x in (key, value))
+        q = _Unroll.apply(query, rectangle.queries, rectangle.queries_back, rectangle.rows, False)
+        k, v = (
+            _Unroll.apply(x, rectangle.keys, rectangle.keys_back, rectangle.key_rows, rectangle.shares)
+            for x in (key, value)
+        )
         out = F.scaled_dot_product_attention(
             q.transpose(1, 2),
             k.transpose(1, 2),

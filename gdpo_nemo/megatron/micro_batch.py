@@ -73,7 +73,7 @@ def make_micro_batch(
         with_fields: whether a loss is computed.
     """
     arrays = {"tokens": rows.tokens, "rows": rows.rows, "targets": rows.targets}
-    arrays |= packing_arrays(rows.padded_lengths, *context, rectangles=rectangles)
+    arrays |= packing_arrays(rows.padded_lengths, *context, rectangles=rectangles, shared=rows.shared)
     fields: dict[str, np.ndarray] = {}
     if with_fields:
         fields, trained = _field_arrays(sequences, rows)

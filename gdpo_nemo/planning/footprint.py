@@ -9,11 +9,13 @@ real ranks.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from math import ceil
 
 from gdpo_nemo.config.layout import Layout, resolve_layout, samples_per_step, updates_per_step
 from gdpo_nemo.config.objective_checks import kl_in_reward
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.planning.shape import Shape
+from gdpo_nemo.planning.sharing import Saving, expected_saving
 
 BYTES = {"float32": 4, "bfloat16": 2}
 _LOGIT_BYTES = 256 << 20
@@ -73,9 +75,16 @@ class EngineMemory:
 
 
 def micro_batch_load(config: Config, layout: Layout) -> int:
-    """Tokens of the fullest micro-batch: the budget, or all of a rank's share where that is less."""
+    """Tokens that are computed of the fullest micro-batch: the budget, or all of a rank's share where that is less."""
     sequences = -(-(samples_per_step(config) // updates_per_step(config)) // layout.data)
-    return min(config.policy.micro_batch_tokens, sequences * config.policy.max_total_sequence_length)
+    computed = sequences * config.policy.max_total_sequence_length * _longest_saving(config).tokens
+    return min(config.policy.micro_batch_tokens, ceil(computed))
+
+
+def _longest_saving(config: Config) -> Saving:
+    """What samples of full length save that share a prompt."""
+    new = config.policy.generation.max_new_tokens
+    return expected_saving(config, config.policy.max_total_sequence_length - new, new)
 
 
 def policy_memory(config: Config, shape: Shape, tokens: int | None = None, rows: int | None = None) -> RankMemory:
@@ -154,6 +163,8 @@ def _backward(config: Config, shape: Shape, layout: Layout, tokens: int, size: i
     again = {"none": 0, "selective": attention, "full": norms / 2 + max(attention, rest)}[
         config.policy.megatron_cfg.recompute
     ]
+    if (computed := _longest_saving(config).tokens) < 1:  # keys and values of every sequence, shared ones included
+        again = max(again, attention / computed)
     return int((floats + again) * (tokens // layout.context) * size)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import ceil
 
 from gdpo_nemo.config.layout import Layout, resolve_layout, samples_per_step, updates_per_step
@@ -19,6 +20,7 @@ from gdpo_nemo.planning.footprint import (
 )
 from gdpo_nemo.planning.hardware import Device, Rates
 from gdpo_nemo.planning.shape import Shape, model_shape
+from gdpo_nemo.planning.sharing import expected_saving
 from gdpo_nemo.planning.speed import expected_lengths, refit_bytes, step_time, sync_work
 from gdpo_nemo.planning.utilisation import BANDWIDTH_SHARE, LAUNCH_S, PRODUCT_SHARE, utilisation
 
@@ -101,6 +103,8 @@ def full(config: Config, shape: Shape, device: Device, rates: Rates) -> list[tup
         ),
         ("time", _time_line(config, shape, device, rates, layout)),
     ]
+    if sharing := _sharing_line(config, shape, device, rates):
+        lines.append(("sharing", sharing))
     if layout.gpus:
         lines.append(("mfu", _mfu_line(config, shape, device, rates, layout)))
     if pinned := host_memory(config, shape):
@@ -187,6 +191,30 @@ def _time_line(config: Config, shape: Shape, device: Device, rates: Rates, layou
         f"generation {time.generation:.3g} s{verify}, training {time.training:.3g} s, weights {time.sync:.3g} s, "
         f"{how}: {time.step:.3g} s a step, {hours:.3g} h for {_count(steps, 'step')}{cost}; idle: policy "
         f"{time.policy_idle:.0%}, engines {time.engines_idle:.0%}, all ranks {time.idle(layout):.0%}"
+    )
+
+
+def _sharing_line(config: Config, shape: Shape, device: Device, rates: Rates) -> str:
+    """Tokens, memory and seconds of training with and without ``policy.share_prompts``; empty where it changes
+    nothing."""
+    if resolve_layout(config).gpus:
+        return ""
+    plans = []
+    for way in (False, True):
+        planned = replace(config, policy=replace(config.policy, share_prompts=way))
+        lengths = expected_lengths(planned, rates)
+        tokens = samples_per_step(planned) * lengths.whole * expected_saving(planned, *lengths.parts).tokens
+        seconds = step_time(planned, shape, device, rates).training
+        plans.append((tokens, policy_memory(planned, shape).total, seconds))
+    (tokens, memory, seconds), (fewer, less, sooner) = plans
+    if fewer == tokens:
+        return ""
+    on = expected_saving(config, *expected_lengths(config, rates).parts).tokens < 1
+    how = "once for a group" if on else "for every sample"
+    return (
+        f"prompts are computed {how} (policy.share_prompts: {str(config.policy.share_prompts).lower()}); with "
+        f"sharing {fewer:,.0f} tokens a step, {size(less)} on a rank, "
+        f"training {sooner:.3g} s; without {tokens:,.0f}, {size(memory)}, {seconds:.3g} s"
     )
 
 

@@ -16,6 +16,7 @@ from gdpo_nemo.config.schema import Config
 from gdpo_nemo.planning.footprint import BYTES, engine_memory, optimizer_bytes, reference_is_off_loaded
 from gdpo_nemo.planning.hardware import Device, Rates
 from gdpo_nemo.planning.shape import Shape
+from gdpo_nemo.planning.sharing import expected_saving
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,11 @@ class Lengths:
     def whole(self) -> float:
         """Prompt and completion of a mean sample."""
         return self.prompt + self.completion
+
+    @property
+    def parts(self) -> tuple[float, float]:
+        """Tokens of a mean prompt and of a mean completion."""
+        return self.prompt, self.completion
 
 
 def expected_lengths(config: Config, rates: Rates) -> Lengths:
@@ -73,8 +79,11 @@ def generation_work(config: Config, shape: Shape, device: Device, lengths: Lengt
 def training_work(config: Config, shape: Shape, device: Device, lengths: Lengths) -> Work:
     """The updates of a step and the passes that evaluate log-probs before them. Units are micro-batches of a rank."""
     layout = resolve_layout(config)
-    tokens = samples_per_step(config) * lengths.whole
-    per_token = 2 * shape.active_parameters + 2 * shape.layers * shape.query * lengths.whole
+    saving = expected_saving(config, *lengths.parts)
+    tokens = samples_per_step(config) * lengths.whole * saving.tokens
+    # Attention is counted by pairs: a token that is not computed would have met those before it.
+    met = lengths.whole * saving.pairs / saving.tokens
+    per_token = 2 * shape.active_parameters + 2 * shape.layers * shape.query * met
     passes = 3 + (config.policy.megatron_cfg.recompute == "full") + evaluations(config)
     compute = passes * per_token * tokens / (layout.policy_ranks * device.compute)
     batches = micro_batches(config, layout, lengths)
@@ -107,7 +116,8 @@ def evaluations(config: Config) -> int:
 def micro_batches(config: Config, layout: Layout, lengths: Lengths) -> int:
     """Micro-batches that each data-parallel rank runs in a step, for samples of mean length."""
     each = samples_per_step(config) / updates_per_step(config) / layout.data
-    return updates_per_step(config) * max(1, ceil(each * lengths.whole / config.policy.micro_batch_tokens))
+    computed = each * lengths.whole * expected_saving(config, *lengths.parts).tokens
+    return updates_per_step(config) * max(1, ceil(computed / config.policy.micro_batch_tokens))
 
 
 def _tensor_traffic(config: Config, shape: Shape, device: Device, layout: Layout, tokens: float) -> float:

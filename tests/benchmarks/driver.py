@@ -78,6 +78,7 @@ class Driver(PolicyGroup):
         self.layout = config.policy.megatron_cfg
         self.timeout_s = 600.0
         self._quadratic = attention_cost(SHAPE_7B)
+        self._sharing = None
         ranks = self.layout.data_parallel_size or 1
         actor = ray.remote(Reader).options(num_cpus=0, runtime_env={"env_vars": thread_environment(1)})
         self.ranks = [actor.remote(rank) for rank in range(ranks)]

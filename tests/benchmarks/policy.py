@@ -4,6 +4,7 @@
     python tests/benchmarks/policy.py --size 7b --tokens 32768 --precision bfloat16 --ours-only   # with a GPU: MFU,
     peak memory
     python tests/benchmarks/policy.py --size 8m --ours-only --beside CHECKOUT     # another commit, installed there
+    python tests/benchmarks/policy.py --groups [--size 8m]    # groups that share their prompts, beside the same without
 
 The batch is what rollouts look like: prompts of 32 to 128 tokens, completions of log-normal length (median 120, at most
 512). Ours packs them into micro-batches of ``--micro-batch`` tokens; the other side pads, as trainers on
@@ -27,11 +28,16 @@ import tempfile
 import time
 from pathlib import Path
 
+import groups
+
 ROOT = Path(__file__).resolve().parents[2]
 SHAPES = {
     # name: (hidden, layers, heads, key-value heads, MLP width, vocabulary, tied)
     "8m": (256, 8, 4, 2, 768, 8192, True),
     "100m": (768, 12, 12, 4, 2048, 32000, True),
+    "135m": (576, 30, 9, 3, 1536, 49152, True),
+    # Experts: each token visits the last but one of the last.
+    "100m-moe": (512, 8, 8, 2, 512, 16384, True, 2, 8),
     "0.5b": (896, 24, 14, 2, 4864, 151936, True),
     "1.5b": (1536, 28, 12, 2, 8960, 151936, True),
     "7b": (3584, 28, 28, 4, 18944, 152064, False),
@@ -41,14 +47,15 @@ LEARNING_RATE = 1e-5
 
 
 def make_model(folder: Path, size: str, precision: str, longest: int) -> int:
-    """Write a random Qwen2 of that shape; returns its parameters."""
+    """Write a random Qwen2, or Qwen3-MoE, of that shape; returns its parameters."""
     import torch
-    from transformers import AutoModelForCausalLM, Qwen2Config, logging
+    from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3MoeConfig, logging
 
     logging.disable_progress_bar()
     torch.manual_seed(0)
-    hidden, layers, heads, groups, width, vocabulary, tied = SHAPES[size]
-    config = Qwen2Config(
+    hidden, layers, heads, groups, width, vocabulary, tied, *experts = SHAPES[size]
+    mixture = dict(num_experts_per_tok=experts[0], num_experts=experts[1]) if experts else {}
+    config = (Qwen3MoeConfig if experts else Qwen2Config)(
         vocab_size=vocabulary,
         hidden_size=hidden,
         num_hidden_layers=layers,
@@ -58,6 +65,7 @@ def make_model(folder: Path, size: str, precision: str, longest: int) -> int:
         max_position_embeddings=longest,
         tie_word_embeddings=tied,
         dtype=precision,
+        **(mixture and dict(**mixture, moe_intermediate_size=width, head_dim=hidden // heads, norm_topk_prob=True)),
     )
     torch.set_default_dtype(getattr(torch, precision))
     model = AutoModelForCausalLM.from_config(config)
@@ -103,7 +111,9 @@ def ours(folder: Path, arguments):
 
     from gdpo_nemo.algorithms import LossSettings
     from gdpo_nemo.config.schema import MegatronConfig, OptimizerConfig, PolicyConfig
-    from gdpo_nemo.data.packing import assign, attention_cost
+    from gdpo_nemo.data.packing import attention_cost
+    from gdpo_nemo.data.prefixes import choose_layout
+    from gdpo_nemo.data.shares import Share
 
     runtime.initialize(chosen, 0, 1, f"file://{folder}/meeting")
     layout = MegatronConfig(
@@ -118,18 +128,23 @@ def ours(folder: Path, arguments):
     policy = Policy(config, folder / "model", chosen, total_updates=1000)
     quadratic = attention_cost(json.loads((folder / "model/config.json").read_text()))
 
-    def update(batch) -> float:
+    def lay_out(batch, sharing: bool | None):
+        budget = max(arguments.micro_batch, max(len(s) for s in batch))
+        return choose_layout(sharing, batch, 1, budget, 1, quadratic)
+
+    def update(batch, sharing: bool | None = False) -> float:
+        found = lay_out(batch, sharing)
         lengths = [len(s) for s in batch]
-        budget = max(arguments.micro_batch, max(lengths))
-        assignment = assign(lengths, 1, budget, 1, quadratic)
-        fullest = max(assignment[0], key=lambda members: sum(lengths[i] for i in members))
-        load = [sum(lengths[i] for i in fullest), sum(len(batch[i].completion_ids) for i in fullest)]
+        fullest = max(found.assignment[0], key=lambda members: sum(lengths[i] - found.shared[i] for i in members))
+        load = [sum(lengths[i] - found.shared[i] for i in fullest), sum(len(batch[i].completion_ids) for i in fullest)]
         update.predicted = predicted(folder / "model", config, *load)
-        result = policy.train(batch, assignment[0], LossSettings())
+        share = Share.of(batch, found.assignment[0], shared=found.shared)
+        result = policy.train(share.sequences(), share.micro_batches, LossSettings())
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         return result.loss
 
+    update.layout = lay_out
     return update
 
 
@@ -208,9 +223,13 @@ def serve(side: str, folder: Path, arguments) -> None:
         "transformers"
     )
     before = memory(torch, "VmRSS")
-    batch = make_batch(arguments.tokens, SHAPES[arguments.size][5], arguments.length)
+    shape = SHAPES[arguments.size]
+    batch = make_batch(arguments.tokens, shape[5], arguments.length)
     update = (ours if side == "ours" else theirs)(folder, arguments)
     held = memory(torch, "VmRSS") - before
+    if arguments.groups:
+        groups.race(shape, lambda: batch, update, arguments, lambda: memory(torch, "VmHWM") - before)
+        return
     for _ in sys.stdin:
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
@@ -231,6 +250,20 @@ def memory(torch, field: str) -> int:
         return torch.cuda.max_memory_allocated() if field == "VmHWM" else torch.cuda.memory_allocated()
     (line,) = [x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith(field)]
     return int(line.split()[1]) << 10
+
+
+def compare_groups(size: str, arguments) -> None:
+    """Groups with and without sharing, in one process."""
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        parameters = make_model(folder / "model", size, arguments.precision, 2048)
+        print(f"\n{size}: {parameters:,} parameters, {arguments.precision}, {arguments.threads} threads", flush=True)
+        process = _start("ours", size, folder, arguments)
+        process.stdin.close()
+        for line in process.stdout:
+            groups.show(line)
+        if process.wait():
+            raise SystemExit(f"the updates ended with status {process.returncode}")
 
 
 # -- the race -------------------------------------------------------------------------------------------------------
@@ -284,9 +317,11 @@ def _start(side: str, size: str, folder: Path, arguments) -> subprocess.Popen:
         "micro_batch",
         "precision",
         "recompute",
+        "rounds",
         *(["length"] if arguments.length else []),
     ):
         command += [f"--{option.replace('_', '-')}", str(getattr(arguments, option))]
+    command += ["--groups"] * arguments.groups
     return subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
@@ -348,6 +383,7 @@ def main() -> None:
     parser.add_argument("--recompute", default="none", help="none, selective or full (ours)")
     parser.add_argument("--ours-only", action="store_true", help="leave transformers out")
     parser.add_argument("--beside", type=Path, metavar="CHECKOUT", help="another commit, installed: updates in turns")
+    parser.add_argument("--groups", action="store_true", help="groups that share their prompts, with and without")
     parser.add_argument("--side", choices=("ours", "theirs"), help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -356,7 +392,7 @@ def main() -> None:
         serve(arguments.side, Path(arguments.folder), arguments)
         return
     for size in arguments.size or ["8m", "100m"]:
-        compare(size, arguments)
+        (compare_groups if arguments.groups else compare)(size, arguments)
 
 
 if __name__ == "__main__":

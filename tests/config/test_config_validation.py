@@ -78,6 +78,9 @@ def refused(path: Path, *overrides: str) -> str:
             f"{MEGATRON}.virtual_pipeline_model_parallel_size: needs",
         ),
         ([f"{MEGATRON}.transformer_engine=true"], f"{MEGATRON}.transformer_engine: needs GPUs"),
+        (["policy.share_prompts=often"], "policy.share_prompts: 'often' is not one of its values"),
+        (["policy.share_prompts=1"], "policy.share_prompts: 1 is not one of its values"),
+        ([*GPUS, "policy.share_prompts=true"], "policy.share_prompts: TransformerEngine's attention"),
         ([f"{MEGATRON}.fused_logprobs=true"], f"{MEGATRON}.fused_logprobs: its kernels need GPUs"),
         (
             [*GPUS, f"{MEGATRON}.fused_logprobs=true", "policy.lora={rank: 4, target_modules: [q_proj, lm_head]}"],

@@ -80,7 +80,13 @@ def test_long_sequences_are_balanced_by_what_attention_makes_them_cost():
 
 def test_padding_share_counts_what_the_layout_adds():
     shares = assign([5, 3], 1, 100)
-    assert measure(shares, [5, 3], 1, 1, 0.0) == {"padding_share": 0.0, "micro_batches": 1.0, "imbalance": 0.0}
+    assert measure(shares, [5, 3], 1, 1, 0.0) == {
+        "padding_share": 0.0,
+        "micro_batches": 1.0,
+        "imbalance": 0.0,
+        "shared_tokens": 0.0,
+        "saved_share": 0.0,
+    }
     assert measure(shares, [5, 3], 4, 1, 0.0)["padding_share"] == pytest.approx(1 - 8 / 12)
     assert measure(shares, [5, 3], 1, 12, 0.0)["padding_share"] == pytest.approx(1 - 8 / 12)
 
@@ -194,8 +200,10 @@ def test_no_fit_is_tried_with_fewer_micro_batches_than_any_could_have(lengths):
     """Proved by the greedy fit itself: it never finds room below the bound, and the result starts at the first that
     it finds."""
     least = packing._least_micro_batches(lengths, BUDGET)
-    assert all(packing._fit(lengths, count, BUDGET, 0.0) is None for count in range(1, least if lengths else 1))
-    assert len(assign(lengths, 1, BUDGET)[0]) == next(n for n in range(1, 100) if packing._fit(lengths, n, BUDGET, 0.0))
+    assert all(packing._fit(lengths, count, BUDGET, lengths) is None for count in range(1, least if lengths else 1))
+    assert len(assign(lengths, 1, BUDGET)[0]) == next(
+        n for n in range(1, 100) if packing._fit(lengths, n, BUDGET, lengths)
+    )
 
 
 def test_sequences_of_more_than_half_a_budget_are_placed_at_the_first_attempt(monkeypatch):

@@ -109,3 +109,15 @@ def test_log_probs_that_some_sequences_lack_end_the_run_in_a_sentence():
     batch[1].old_logprobs = None
     with pytest.raises(RunError, match="old_logprobs: some sequences of an update have it and others do not"):
         Share.of(batch, [[0, 1]])
+
+
+@given(shapes=shapes, ranks=st.integers(1, 3), draw=st.data())
+def test_what_each_sequence_shares_travels_with_it(shapes, ranks, draw):
+    batch = make_batch(shapes)
+    assignment = assign([len(s) for s in batch], ranks, 60)
+    shared = [draw.draw(st.integers(0, len(s) - 1)) for s in batch]
+    for micro_batches in assignment:
+        share = pickle.loads(pickle.dumps(Share.of(batch, micro_batches, shared=shared)))
+        places = list(chain.from_iterable(micro_batches))
+        assert [s.shared for s in share.sequences()] == [shared[i] for i in places]
+    assert all(s.shared == 0 for s in batch), "the driver's own sequences may be laid out otherwise next time"

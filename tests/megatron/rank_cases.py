@@ -69,11 +69,11 @@ def spread(place, batch, budget=80):
     return shares[parallel_state.get_data_parallel_rank()]
 
 
-def train(policy, batch, assignment, count, settings=None) -> np.ndarray:
+def train(policy, batch, assignment, count, settings=None, shared=None) -> np.ndarray:
     """(loss, gradient norm, mean entropy) of ``count`` updates, of the sequences that the driver would send here."""
     from gdpo_nemo.algorithms.policy_loss import LossSettings
 
-    share = pickle.loads(pickle.dumps(Share.of(batch, assignment)))
+    share = pickle.loads(pickle.dumps(Share.of(batch, assignment, shared=shared)))
     rows = []
     for _ in range(count):
         result = policy.train(share.sequences(), share.micro_batches, settings or LossSettings())
@@ -105,6 +105,59 @@ def packed_and_alone(place, folder, batch, count=3):
     packed = updates(place, folder, batch, count)
     policy = build_policy(place, folder)
     return packed, train(policy, batch, spread(place, batch, budget=None), count)
+
+
+@dataclass
+class Measured:
+    """What one rank saw of the same updates, with groups that share their tokens or without."""
+
+    logprobs: list
+    """(places in the batch, ``TokenValues`` of them), where the rank reports, before and after the updates; and under
+    the reference's weights where there is one."""
+    steps: np.ndarray
+    """float64 [updates, 3]: loss, gradient norm, mean entropy"""
+    saved: int
+    """Tokens of the batch that are not computed."""
+
+
+def in_groups(place, folder, batch, sharing, budget=200, count=2, settings=None, **options) -> Measured:
+    """Log-probs, ``count`` updates and log-probs of a batch, laid out as the driver lays it out for
+    ``policy.share_prompts``; ``sharing`` may also be a list of the tokens that each sequence shares, in one
+    micro-batch."""
+    from megatron.core import parallel_state
+
+    from gdpo_nemo.data.prefixes import Layout, choose_layout
+
+    given = place.layout
+    policy = build_policy(place, folder, **options)
+    if isinstance(sharing, list):
+        layout = Layout([[list(range(len(batch)))]], sharing)
+    else:
+        layout = choose_layout(
+            sharing,
+            batch,
+            parallel_state.get_data_parallel_world_size(),
+            budget,
+            given.pipeline_model_parallel_size if given.virtual_pipeline_model_parallel_size else 1,
+            1e-3,
+            2 * given.context_parallel_size if given.context_parallel_size > 1 else 1,
+        )
+    mine = layout.assignment[parallel_state.get_data_parallel_rank()]
+    share = Share.of(batch, mine, shared=layout.shared)
+    places = [i for members in mine for i in members]
+    values = []
+
+    def score(**how):
+        found = policy.logprobs(share.sequences(), share.micro_batches, **how)
+        if found is not None:
+            values.append((places, found))
+
+    score()
+    steps = train(policy, batch, mine, count, settings, layout.shared)
+    score()
+    if options.get("keep_reference"):
+        score(reference=True)
+    return Measured(values, steps, sum(layout.shared))
 
 
 @contextmanager

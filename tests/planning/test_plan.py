@@ -6,23 +6,28 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from gdpo_nemo import cli
 from gdpo_nemo.config.layout import resolve_layout
 from gdpo_nemo.config.load import load_config
+from gdpo_nemo.data.packing import TrainSequence
+from gdpo_nemo.data.prefixes import shared_layout
 from gdpo_nemo.errors import ConfigError
 from gdpo_nemo.planning.calibrate import Observation, fit
 from gdpo_nemo.planning.fit import best_split, changed, fits, smallest_change
 from gdpo_nemo.planning.footprint import engine_memory, policy_memory, resting_memory
-from gdpo_nemo.planning.hardware import Phase, Rates, device, load_rates, save_rates
+from gdpo_nemo.planning.hardware import CPU_RATES, Phase, Rates, device, host, load_rates, save_rates
 from gdpo_nemo.planning.plan_report import brief, full, worked_batch
 from gdpo_nemo.planning.shape import KNOWN, model_shape, shape_from
-from gdpo_nemo.planning.speed import Work, refit_bytes, step_time
+from gdpo_nemo.planning.sharing import expected_saving
+from gdpo_nemo.planning.speed import Lengths, Work, refit_bytes, step_time
 from gdpo_nemo.planning.sweep import best_per_count, gpu_counts, sweep
 
 ROOT = Path(__file__).resolve().parents[2]
 GPU_CONFIG = ROOT / "configs" / "gdpo_gsm8k_qwen2.5_1.5b_8gpu.yaml"
+CPU_CONFIG = ROOT / "configs" / "gdpo_tiny_cpu.yaml"
 
 
 def config_of(*overrides: str):
@@ -280,3 +285,38 @@ def test_a_dry_run_shows_arithmetic_and_memory(capsys):
         dict(full(config_of(), model_shape(config_of()), device("h100"), Rates()))["arithmetic"]
         == dict(brief(config_of()))["arithmetic"]
     )
+
+
+def test_prompts_that_are_computed_once_are_planned_by_what_is_laid_out():
+    """Tokens and pairs of the layout that the driver makes of samples of the expected lengths."""
+    overrides = ["gdpo.num_prompts_per_step=4", "gdpo.num_generations_per_prompt=8", "policy.micro_batch_tokens=300"]
+    config = load_config(CPU_CONFIG, [*overrides, "policy.max_total_sequence_length=300"])
+    prompt, completion = 120, 40
+    batch = [
+        TrainSequence(np.full(prompt, group), np.array([sample, *[0] * (completion - 1)]), np.zeros(completion))
+        for group in range(4)
+        for sample in range(8)
+    ]
+    found = shared_layout(batch, 1, 300)
+    computed = sum(prompt + completion - n for n in found.shared) / (len(batch) * (prompt + completion))
+    pairs = sum((prompt + completion) ** 2 - n**2 for n in found.shared) / (len(batch) * (prompt + completion) ** 2)
+    for sharing, expected in ((True, (computed, pairs)), ("auto", (computed, pairs)), (False, (1, 1))):
+        config.policy.share_prompts = sharing
+        saving = expected_saving(config, prompt, completion)
+        assert (saving.tokens, saving.pairs) == pytest.approx(expected)
+    config.gdpo.num_generations_per_prompt = 2
+    for sharing, saved in ((True, 0.065), ("auto", 0)):
+        config.policy.share_prompts = sharing
+        assert 1 - expected_saving(config, 15, 100).tokens == pytest.approx(saved, abs=1e-3)
+
+
+def test_the_plan_says_what_sharing_prompts_saves_and_counts_on_it_where_it_is_on():
+    ways = [[f"policy.share_prompts={way}", "policy.micro_batch_tokens=100000"] for way in ("auto", "false")]
+    on, off = (load_config(CPU_CONFIG, way) for way in ways)
+    shape = model_shape(on)
+    lengths = Lengths(200, 50, 100)
+    fast, slow = (step_time(c, shape, host(), CPU_RATES, lengths).training for c in (on, off))
+    assert fast < 0.6 * slow
+    assert policy_memory(on, shape).total < policy_memory(off, shape).total
+    line = dict(full(off, shape, host(), replace(CPU_RATES, prompt_share=1.0)))["sharing"]
+    assert "for every sample (policy.share_prompts: false)" in line and " without " in line

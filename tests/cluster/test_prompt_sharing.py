@@ -1,0 +1,64 @@
+"""The driver sends ranks groups that share their prompts where ``policy.share_prompts`` says so."""
+
+from __future__ import annotations
+
+from itertools import chain
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from gdpo_nemo.algorithms import LossSettings
+from gdpo_nemo.cluster.policy_group import PolicyGroup
+from gdpo_nemo.config.load import load_config
+from gdpo_nemo.config.prompt_sharing import prompt_sharing
+from gdpo_nemo.data.packing import TrainSequence
+from gdpo_nemo.data.results import UpdateResult
+
+DEMO = Path(__file__).resolve().parents[2] / "configs" / "gdpo_tiny_cpu.yaml"
+
+
+class Group(PolicyGroup):
+    """A policy without ranks that keeps the layouts which it would send them."""
+
+    def __init__(self, *overrides: str):
+        config = load_config(DEMO, overrides)
+        self.config = config.policy
+        self.layout = config.policy.megatron_cfg
+        self._sharing = prompt_sharing(config)
+        self._quadratic = 1e-4
+        self._data_ranks = [0]
+        self.sent = []
+
+    def _call_with_shares(self, method, sequences, layout, fields, *arguments, what):
+        self.sent.append(layout)
+        return [UpdateResult(0.0, 0.0, 0.0, False, {}, {}) if method == "train" else None]
+
+
+def batch() -> list[TrainSequence]:
+    """Two groups of four: a prompt of 30 and completions of 10."""
+    return [
+        TrainSequence(np.full(30, n // 4, np.int32), np.arange(n, n + 10, dtype=np.int32), np.zeros(10, np.float32))
+        for n in range(8)
+    ]
+
+
+@pytest.mark.parametrize("way, saved", [("true", 180), ("auto", 180), ("false", 0)])
+def test_updates_and_log_probs_share_prompts_as_the_config_says(way, saved):
+    group = Group(f"policy.share_prompts={way}")
+    packing = group.train(batch(), LossSettings()).packing
+    group.logprobs(batch())
+    assert [sum(layout.shared) for layout in group.sent] == [saved, saved]
+    assert (packing["shared_tokens"], packing["saved_share"]) == (saved, saved / 320)
+
+
+def test_sequences_that_are_to_be_scored_alone_share_nothing():
+    group = Group("policy.share_prompts=true")
+    group.logprobs(batch(), packed=False)
+    assert not any(group.sent[0].shared)
+    assert all(len(members) == 1 for members in chain.from_iterable(group.sent[0].assignment))
+
+
+def test_on_gpus_auto_shares_nothing():
+    assert prompt_sharing(load_config(DEMO, ["policy.share_prompts=auto"])) is None
+    assert prompt_sharing(load_config(DEMO, ["policy.share_prompts=auto", "cluster.gpus_per_node=1"])) is False
