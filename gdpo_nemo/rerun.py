@@ -23,7 +23,7 @@ from gdpo_nemo.config.rollout_bounds import resolved_window
 from gdpo_nemo.config.schema import Config, LoggerConfig
 from gdpo_nemo.data.tokenizer import load_tokenizer
 from gdpo_nemo.errors import ConfigError
-from gdpo_nemo.inputs import model_folder
+from gdpo_nemo.inputs import model_folder, starting_adapter
 from gdpo_nemo.observe.audit import audit
 from gdpo_nemo.observe.installation import require_libraries
 from gdpo_nemo.observe.journal import FILE, JournalEntry, read_journal
@@ -261,6 +261,8 @@ def _trainer(plan: Plan, segment: Segment, state: RunState, checkpoint: Path | N
         policy.ready()
         if checkpoint is not None:
             policy.load_checkpoint(checkpoint)
+        elif adapter := starting_adapter(segment.config):
+            policy.load_adapter(adapter)
         parts.policy = policy
         parts.algorithm = kind(config, policy, load_tokenizer(config, plan.model), log)
         parts.stream = RecordedStream(plan.run_dir, plan.entries)

@@ -205,6 +205,9 @@ def _start_processes(
     if checkpoint is not None:
         policy.load_checkpoint(checkpoint)
         lap("checkpoint")
+    elif inputs.adapter is not None:  # not before the probe, which wants the weights that the engines have
+        policy.load_adapter(inputs.adapter)
+        lap("adapter")
     parts.algorithm = inputs.algorithm(parts.config, policy, inputs.tokenizer, parts.log)
     if sampling and pool:
         sampling.connect(stack, pool)

@@ -6,6 +6,7 @@ Not the hub's other way for large files, xet, which goes to servers of another k
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import hub_server
@@ -51,6 +52,16 @@ def test_a_run_is_pushed_as_its_exported_model_into_a_private_repository(hub, ru
     assert capsys.readouterr().out == f"{hub.url}/me/mine\n"
     assert hub.private == {"me/mine": True} and hub.files["me/mine"].keys() == MODEL
     assert all((run_dir / "model" / name).read_bytes() == data for name, data in hub.files["me/mine"].items())
+
+
+def test_verbose_says_what_the_upload_took_and_quiet_leaves_out_the_note(hub, run_dir, capsys):
+    (run_dir / "model" / "README.md").unlink()
+    assert cli.main(["push", str(run_dir), "me/mine"]) == 0
+    assert capsys.readouterr().err == f"note: {run_dir / 'model'} has no model card (README.md)\n"
+    assert cli.main(["push", str(run_dir), "me/mine", "--quiet"]) == 0
+    assert capsys.readouterr() == (f"{hub.url}/me/mine\n", "")
+    assert cli.main(["push", str(run_dir), "me/mine", "--verbose"]) == 0
+    assert re.search(r"^upload: \d+\.\d s, 2 files, 10\.2 kB$", capsys.readouterr().err, re.MULTILINE)
 
 
 def test_it_is_public_only_where_that_is_said(hub, run_dir, capsys):

@@ -244,6 +244,17 @@ def test_an_audit_says_what_it_could_judge(run, capsys):
     assert capsys.readouterr().out == "step 2 follows step 0\n"
 
 
+@pytest.mark.parametrize("option, said", [("--verbose", "imports: "), ("--quiet", "")])
+def test_a_replay_shows_its_phases_or_nothing_beside_the_result(option, said, run, capsys, monkeypatch):
+    from gdpo_nemo.cli import main
+
+    monkeypatch.setattr(rerun, "rerun", lambda plan: None)
+    monkeypatch.setattr(rerun, "compare_metrics", lambda plan: [])
+    assert main(["replay", str(run), option]) == 0
+    shown = capsys.readouterr()
+    assert shown.err.startswith(said) and bool(shown.err) == bool(said) and "are equal" in shown.out
+
+
 def test_a_replay_validates_nothing_and_tells_no_tracker(tmp_path):
     asked = config(tmp_path, "logger.wandb.enabled=true", "cluster.env_nodes=0", "gdpo.val_at_start=true")
     quiet = rerun._quiet(asked, tmp_path / "out")

@@ -140,9 +140,31 @@ class PolicyRank:
 
         (load_weights if weights_only else load_checkpoint)(self.policy, folder)
 
+    def load_adapter(self, folder: str) -> None:
+        """Start LoRA's matrices as those of a PEFT adapter of this model."""
+        from gdpo_nemo.config.peft_config import read_peft_adapter
+        from gdpo_nemo.formats.peft_merge import read_pairs
+
+        key = "policy.model_name"
+        self.policy.start_adapters(read_pairs(read_peft_adapter(Path(folder), key), self.policy.folder, key))
+
     def next_learning_rate(self) -> float:
         """The learning rate of the next update."""
         return self.policy.next_learning_rate()
+
+    def export_adapter(self, folder: str) -> None:
+        """Write LoRA's matrices as a folder of PEFT (rank 0)."""
+        from gdpo_nemo.weights.adapters import write_adapter
+
+        matrices = dict(self.policy.update())
+        if self.rank == 0 and self.policy.adapters is not None:
+            write_adapter(folder, matrices, self.policy.adapters)
+
+    def save_megatron(self, folder: str) -> None:
+        """Write the weights as a checkpoint of Megatron-core's GPTModel."""
+        from gdpo_nemo.formats.megatron_writer import save_megatron
+
+        save_megatron(self.policy, folder)
 
     def export(self, folder: str) -> None:
         """Write the weights as a Hugging Face folder (rank 0), and LoRA's adapter as ``adapter`` next to it."""
@@ -387,6 +409,10 @@ class PolicyGroup:
         with phase("checkpoint"):
             self._call("load_checkpoint", str(folder), weights_only, what=f"reading {folder}")
 
+    def load_adapter(self, folder: Path) -> None:
+        """Start LoRA's matrices as those of a PEFT adapter of this model."""
+        self._call("load_adapter", str(folder), what=f"reading {folder}")
+
     def next_learning_rate(self) -> float:
         """The learning rate of the next update."""
         return self._call("next_learning_rate", what="asking for the learning rate")[0]
@@ -395,6 +421,14 @@ class PolicyGroup:
         """Write a Hugging Face folder."""
         with phase("export"):
             self._call("export", str(folder), what=f"exporting {folder}")
+
+    def export_adapter(self, folder: Path) -> None:
+        """Write LoRA's matrices as a folder of PEFT."""
+        self._call("export_adapter", str(folder), what=f"exporting {folder}")
+
+    def save_megatron(self, folder: Path) -> None:
+        """Write a checkpoint of Megatron-core's GPTModel."""
+        self._call("save_megatron", str(folder), what=f"writing {folder}")
 
     def close(self) -> None:
         """End the rank processes."""

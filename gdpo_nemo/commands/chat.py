@@ -12,12 +12,13 @@ import io
 import signal
 import sys
 import threading
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Iterator, Sequence
 
-from gdpo_nemo.commands.arguments import add_overrides
+from gdpo_nemo.commands.arguments import add_overrides, add_verbosity, verbosity
 from gdpo_nemo.errors import ConfigError
+from gdpo_nemo.observe.display import shown
+from gdpo_nemo.phases import phase
 
 if TYPE_CHECKING:
     from gdpo_nemo.commands.chat_screen import Screen
@@ -49,6 +50,7 @@ def add(commands) -> None:
     command.add_argument("--seed", type=int, metavar="N", help="default: the run's; equal seeds, equal replies")
     command.add_argument("--system", metavar="TEXT", help="system message; default: the run's; '': none")
     command.add_argument("--json", action="store_true", help="print a JSON object for every prompt")
+    add_verbosity(command)
     add_overrides(command)
     command.set_defaults(command=run)
 
@@ -56,21 +58,19 @@ def add(commands) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Talk until the input ends."""
     _check_numbers(arguments)
-    phase = _Phases()
-    if sys.stderr.isatty():  # elsewhere a command that is refused writes its one line and nothing else
-        phase("imports, model and tokenizer")
-    from gdpo_nemo.commands import speakers
-    from gdpo_nemo.commands.run_rows import RunRows
-
-    sources = [speakers.read_source(Path(arguments.source), arguments.config, arguments.step, arguments.overrides)]
-    if arguments.against is not None:
-        sources.append(speakers.read_source(Path(arguments.against), None, None, arguments.overrides))
-    rows = RunRows(sources[0].config if sources[0].of_a_run else None)
-    first = None if arguments.row is None else rows.row(arguments.split, arguments.row)
-    speakers.on_this_machine(sources)
     with contextlib.ExitStack() as stack:
-        talking = _started(arguments, sources, rows, stack, phase)
-        stack.callback(rows.close)  # before the session, which leaves nothing of this process in shared memory
+        with shown(sys.stderr, verbosity(arguments)) as display:
+            with phase("imports"):
+                from gdpo_nemo.commands.run_rows import RunRows
+                from gdpo_nemo.commands.speakers import on_this_machine
+            with phase("model"):
+                sources = _sources(arguments)
+            rows = RunRows(sources[0].config if sources[0].of_a_run else None)
+            first = None if arguments.row is None else rows.row(arguments.split, arguments.row)
+            on_this_machine(sources)
+            talking = _started(arguments, sources, rows, stack)
+            stack.callback(rows.close)  # before the session, which leaves nothing of this process in shared memory
+            display.write(display.ready())
         screen = _screen(arguments.json)
         chat = Chat(talking, rows, screen, sources[0].config.run.seed if arguments.seed is None else arguments.seed)
         _greet(sources, screen)
@@ -91,15 +91,14 @@ def _check_numbers(arguments: argparse.Namespace) -> None:
         raise ConfigError("--split: says of what --row is, which is not given")
 
 
-class _Phases:
-    """What the start is at, with the seconds since its beginning, a line each beside the output."""
+def _sources(arguments: argparse.Namespace) -> list[Source]:
+    """One model, or two."""
+    from gdpo_nemo.commands.speakers import read_source
 
-    def __init__(self) -> None:
-        self._begin = time.monotonic()
-
-    def __call__(self, name: str) -> None:
-        """Enter a phase."""
-        print(f"[{time.monotonic() - self._begin:5.1f} s] {name}", file=sys.stderr, flush=True)
+    sources = [read_source(Path(arguments.source), arguments.config, arguments.step, arguments.overrides)]
+    if arguments.against is not None:
+        sources.append(read_source(Path(arguments.against), None, None, arguments.overrides))
+    return sources
 
 
 def _started(
@@ -107,7 +106,6 @@ def _started(
     sources: Sequence[Source],
     rows: RunRows,
     stack: contextlib.ExitStack,
-    phase: _Phases,
 ) -> list[Speaker]:
     """The models, ready to answer; gone when the stack is closed."""
     from gdpo_nemo.cluster.session import session
@@ -115,14 +113,8 @@ def _started(
 
     sampling = sampling_of(sources[0].config, arguments.temperature, arguments.max_new_tokens)
     system = _system(arguments.system, sources[0], rows)
-    phase("Ray")
     stack.enter_context(session(sources[0].config.cluster))
-    folders = []
-    for source in sources:
-        if source.checkpoint is not None:
-            phase(f"weights of {source.checkpoint}")
-        folders.append(weights_of(source))
-    phase("vLLM" if len(sources) == 1 else "vLLM, two engines")
+    folders = [weights_of(source) for source in sources]
     talking = []
     for source, folder in zip(sources, folders):
         speaker = Speaker(source, folder, system, sampling, len(sources))
@@ -130,7 +122,6 @@ def _started(
         talking.append(speaker)
     for speaker in talking:
         speaker.ready()
-    phase("ready")
     return talking
 
 

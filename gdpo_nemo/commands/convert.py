@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
+import shutil
 import sys
 import tempfile
 from pathlib import Path
@@ -36,14 +38,15 @@ def add(commands) -> None:
     command.add_argument(
         "source",
         metavar="SOURCE",
-        help="checkpoints/step_N of a run, a Hugging Face folder, a GGUF file or a PEFT adapter",
+        help="checkpoints/step_N of a run, a Hugging Face folder, a GGUF file, a PEFT adapter, a Megatron-core or "
+        "NeMo 2 checkpoint",
     )
     command.add_argument("out", metavar="OUT", help="folder to write; must be new")
     command.add_argument(
         "--model",
         metavar="DIR",
-        help="the Hugging Face folder that a checkpoint started from (default: the run's), or that an adapter belongs "
-        "to (default: the one that it names)",
+        help="the Hugging Face folder that a checkpoint started from (default: the run's), that an adapter belongs to "
+        "(default: the one that it names), or that describes a Megatron-core checkpoint",
     )
     add_layout(command)
     add_verbosity(command)
@@ -75,7 +78,23 @@ def _checkpoint(arguments: argparse.Namespace) -> Path:
         return to_checkpoint(model, arguments.out, arguments.layout, arguments.precision)
 
 
-_WRITERS = {"hf": _hf, "checkpoint": _checkpoint}
+def _peft(arguments: argparse.Namespace) -> Path:
+    return to_peft(arguments.source, arguments.out, arguments.model, arguments.layout)
+
+
+def _megatron(arguments: argparse.Namespace) -> Path:
+    source = recognise(Path(arguments.source), _KEY)
+    if source is not None and source.format is Format.CHECKPOINT:
+        checkpoint, config, model = _of_checkpoint(arguments.source, arguments.model, arguments.layout)
+        if config.policy.lora.rank:
+            raise ConfigError(f"{_KEY}: {checkpoint} holds adapters; make it --to hf first, and that --to megatron")
+        return to_megatron(model, arguments.out, config, checkpoint)
+    with _huggingface(arguments) as model:
+        config = standalone_config(model, arguments.layout, arguments.precision)
+        return to_megatron(model, arguments.out, config)
+
+
+_WRITERS = {"hf": _hf, "checkpoint": _checkpoint, "peft": _peft, "megatron": _megatron}
 
 
 @contextlib.contextmanager
@@ -118,6 +137,58 @@ def to_huggingface(checkpoint: str | Path, out: str | Path, model: str | Path | 
         export(checkpoint, out, config, model)
     _write_card(checkpoint, out, model, _run_section(checkpoint))
     return out
+
+
+def to_peft(checkpoint: str | Path, out: str | Path, model: str | Path | None = None, layout: str = "") -> Path:
+    """Write the adapters of a LoRA run's ``checkpoint`` as a folder that PEFT and vLLM load.
+
+    Args and errors: as ``to_huggingface``.
+    """
+    from gdpo_nemo.cluster.session import session
+
+    out = Path(out)
+    _must_be_new(out)
+    checkpoint, config, model = _of_checkpoint(checkpoint, model, layout)
+    if not config.policy.lora.rank:
+        raise ConfigError(f"{_KEY}: {checkpoint} holds a whole model (policy.lora.rank is 0); make it --to hf")
+    base = Path(model).absolute() if Path(model).is_dir() else model  # the adapter names it, wherever that is read
+    with _whole(out) as folder, session(config.cluster), _policy(config, base) as policy:
+        policy.load_checkpoint(checkpoint, weights_only=True)
+        policy.export_adapter(folder)
+    return out
+
+
+def to_megatron(model: str | Path, out: str | Path, config: Config, checkpoint: Path | None = None) -> Path:
+    """Write the Hugging Face folder ``model``, or a ``checkpoint`` of it, as a distributed checkpoint of
+    Megatron-core's GPTModel: ``release`` in ``out``, with config.json and tokenizer in ``hf`` beside it.
+
+    Raises:
+        ConfigError: something named does not exist. RunError: it cannot be written.
+    """
+    from gdpo_nemo.cluster.session import session
+
+    out = Path(out)
+    _must_be_new(out)
+    with _whole(out) as folder, session(config.cluster), _policy(config, model) as policy:
+        if checkpoint is not None:
+            policy.load_checkpoint(checkpoint, weights_only=True)
+        policy.save_megatron(folder)
+    return out
+
+
+@contextlib.contextmanager
+def _whole(out: Path) -> Iterator[Path]:
+    """A folder to write, which becomes ``out`` at the end of the block. Raises RunError."""
+    temporary = out.absolute().parent / f".writing_{out.name}_{os.getpid()}"
+    try:
+        yield temporary
+        if out.is_dir():
+            out.rmdir()
+        os.replace(temporary, out)
+    except OSError as error:
+        raise RunError(f"{out} could not be written: {error}") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _of_checkpoint(checkpoint: str | Path, model: str | Path | None, layout: str) -> tuple[Path, Config, str | Path]:

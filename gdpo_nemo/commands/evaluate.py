@@ -24,7 +24,7 @@ from gdpo_nemo.commands.arguments import add_overrides, add_verbosity, terminal,
 from gdpo_nemo.config.files import check_folder_can_be
 from gdpo_nemo.config.load import load_config
 from gdpo_nemo.config.model_formats import Format, recognise
-from gdpo_nemo.config.schema import Config, MegatronConfig, RolloutConfig
+from gdpo_nemo.config.schema import Config, LoraConfig, MegatronConfig, RolloutConfig
 from gdpo_nemo.data.records import Group, Outcome
 from gdpo_nemo.errors import ConfigError
 from gdpo_nemo.observe.display import active, shown
@@ -139,6 +139,7 @@ def evaluate(
         check_folder_can_be("--out", Path(out).parent)
     if subject.model is not None:
         config.policy.model_name = str(subject.model)
+        config.policy.lora = LoraConfig()  # engines alone: an adapter is merged for them
     without_policy(config)
     validate(config)
     require_libraries(config)

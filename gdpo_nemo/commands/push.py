@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import sys
 from pathlib import Path
 
+from gdpo_nemo.commands.arguments import add_verbosity, verbosity
 from gdpo_nemo.config.messages import first_line
 from gdpo_nemo.errors import ConfigError, RunError
+from gdpo_nemo.observe.display import QUIET, covered, shown
+from gdpo_nemo.phases import phase
 
 _INDEX = "model.safetensors.index.json"
 
@@ -24,6 +28,7 @@ def add(commands) -> None:
         "--token-file", metavar="FILE", help="that holds a token with the right to write; default: HF_TOKEN"
     )
     command.add_argument("--dry-run", action="store_true", help="list what would be uploaded, and connect to nobody")
+    add_verbosity(command)
     command.set_defaults(command=run)
 
 
@@ -33,13 +38,19 @@ def run(arguments: argparse.Namespace) -> int:
     _check_name(arguments.repo)
     files = model_files(folder)
     token = None if arguments.dry_run else _token(arguments.token_file)
-    if not (folder / "README.md").is_file():
+    level = verbosity(arguments)
+    if level != QUIET and not (folder / "README.md").is_file():
         print(f"note: {folder} has no model card (README.md)", file=sys.stderr)
     if token is None:
         _list(folder, files)
         print(f"would go to {arguments.repo}, {'for everybody' if arguments.public else 'private'}")
         return 0
-    print(push(folder, files, arguments.repo, token, arguments.public))
+    size = _shown(sum((folder / name).stat().st_size for name in files)).strip()
+    bars = level != QUIET and sys.stderr.isatty()
+    with shown(sys.stderr, level), phase("upload", lambda: f"{len(files)} files, {size}"):
+        with covered() if bars else contextlib.nullcontext():  # the hub's bars show more than a line of ours would
+            page = push(folder, files, arguments.repo, token, arguments.public, bars)
+    print(page)
     return 0
 
 
@@ -107,8 +118,8 @@ def _token(file: str | None) -> str:
     return token
 
 
-def push(folder: Path, files: list[str], repo: str, token: str, public: bool = False) -> str:
-    """Upload files of a folder in one commit; returns the page of the repository.
+def push(folder: Path, files: list[str], repo: str, token: str, public: bool = False, bars: bool = False) -> str:
+    """Upload files of a folder in one commit, with the hub's ``bars`` or without; returns the page of the repository.
 
     Raises:
         ConfigError: the repository is there for everybody to read, and ``public`` is false. RunError: the hub cannot be
@@ -117,7 +128,7 @@ def push(folder: Path, files: list[str], repo: str, token: str, public: bool = F
     from huggingface_hub import HfApi
     from huggingface_hub.utils import disable_progress_bars  # type: ignore[attr-defined]  # as above
 
-    if not sys.stderr.isatty():
+    if not bars:
         disable_progress_bars()
     api = HfApi(endpoint=os.environ.get("HF_ENDPOINT") or None, token=token)
     try:

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from gdpo_nemo.commands.arguments import add_verbosity, verbosity
+from gdpo_nemo.observe.display import shown
+from gdpo_nemo.phases import phase
 
 if TYPE_CHECKING:
     from gdpo_nemo.rerun import Plan
@@ -26,22 +31,32 @@ def add(commands) -> None:
     command.add_argument(
         "--audit", action="store_true", help="train nothing: check that the journal accounts for every prompt"
     )
+    add_verbosity(command)
     command.set_defaults(command=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Train again and compare, or check the journal; status 1 where something is not as it was, or must be."""
-    from gdpo_nemo.rerun import audit_run, plan_rerun, rerun
-
-    run_dir = Path(arguments.run_dir)
     if arguments.audit:
+        from gdpo_nemo.rerun import audit_run
+
+        run_dir = Path(arguments.run_dir)
         return _print_audit(run_dir, audit_run(run_dir))
+    with shown(sys.stderr, verbosity(arguments)):
+        plan = _train_again(arguments)
+    return _print_comparison(plan)
+
+
+def _train_again(arguments: argparse.Namespace) -> Plan:
+    with phase("imports"):
+        from gdpo_nemo.rerun import plan_rerun, rerun
+
     out = None if arguments.out is None else Path(arguments.out)
-    plan = plan_rerun(run_dir, arguments.to, out, arguments.start, arguments.check)
+    plan = plan_rerun(Path(arguments.run_dir), arguments.to, out, arguments.start, arguments.check)
     if not arguments.check:
         plan.original = None
     rerun(plan)
-    return _print_comparison(plan)
+    return plan
 
 
 def _print_audit(run_dir: Path, found: list[str]) -> int:

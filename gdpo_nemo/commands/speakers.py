@@ -14,7 +14,7 @@ from gdpo_nemo.commands.evaluate import Subject, exported, find_subject, without
 from gdpo_nemo.config.files import check_model, check_tokenizer, read_model_config
 from gdpo_nemo.config.layout import resolve_layout
 from gdpo_nemo.config.load import load_config
-from gdpo_nemo.config.schema import ClusterConfig, Config
+from gdpo_nemo.config.schema import ClusterConfig, Config, LoraConfig
 from gdpo_nemo.config.validate import check_ranges
 from gdpo_nemo.data.conversation import Conversation
 from gdpo_nemo.data.dialogue import Dialogue
@@ -67,6 +67,7 @@ def read_source(source: Path, config_file: str | None, step: int | None, overrid
     config = load_config(_of_model(source) if outside else subject.config, overrides)
     if subject.model is not None:
         config.policy.model_name = str(subject.model)
+        config.policy.lora = LoraConfig()  # engines alone: an adapter is merged for them
     check_ranges(config)
     check_tokenizer(config)
     if subject.checkpoint is not None:
@@ -136,9 +137,8 @@ def on_this_machine(sources: Sequence[Source]) -> None:
 
 def weights_of(source: Source) -> Path:
     """The folder that an engine loads, made where it is a checkpoint; a Ray session stands."""
-    if source.model is not None:
-        return source.model
-    assert source.checkpoint is not None
+    if source.checkpoint is None:
+        return source.base
     return exported(source.checkpoint, source.config, source.base)
 
 

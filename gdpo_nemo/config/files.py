@@ -20,7 +20,9 @@ from gdpo_nemo.config.architectures import (
 from gdpo_nemo.config.families import FAMILIES
 from gdpo_nemo.config.json_files import read_json_object
 from gdpo_nemo.config.model_formats import Format, Source, recognise
-from gdpo_nemo.config.model_sources import source_fields
+from gdpo_nemo.config.model_sources import described_by, source_fields
+from gdpo_nemo.config.peft_config import read_peft_adapter
+from gdpo_nemo.config.peft_matrices import check_continued, check_fit, read_shapes
 from gdpo_nemo.config.schema import Config, DatasetConfig
 from gdpo_nemo.config.stages import check_stages
 from gdpo_nemo.config.weight_files import check_weight_files
@@ -148,6 +150,11 @@ def model_source(config: Config) -> Source | None:
     return recognise(Path(config.policy.model_name).expanduser())
 
 
+def companion(config: Config, source: Source) -> str | None:
+    """The folder that describes ``source`` in place of its own, where its format may need one."""
+    return config.policy.tokenizer_name if source.format in (Format.MEGATRON, Format.NEMO_2) else None
+
+
 def known_model_config(config: Config) -> dict[str, Any] | None:
     """The fields of the model's configuration as far as this machine knows them, without a download and without running
     anything.
@@ -158,7 +165,7 @@ def known_model_config(config: Config) -> dict[str, Any] | None:
     folder = Path(config.policy.model_name)
     source = model_source(config)
     if source is not None:
-        return source_fields(source, "policy.model_name", config.policy.tokenizer_name)
+        return source_fields(source, "policy.model_name", companion(config, source))
     if folder.is_dir():
         return local_model_config(config)
     if config.policy.model_factory:
@@ -220,11 +227,16 @@ def check_model(config: Config, layout: Layout) -> None:
 
 
 def _check_adapter(source: Source, config: Config) -> None:
-    if source.format is Format.PEFT and config.policy.lora.rank:
-        raise ConfigError(
-            f"policy.lora.rank: training does not go on with the matrices of an adapter ({source.root}); for new ones "
-            "on the merged model, name what `gdpo-nemo convert --to hf` makes of it as policy.model_name"
-        )
+    """An adapter that the run starts from fits its base, and goes on as what policy.lora says. Raises ConfigError."""
+    if source.format is not Format.PEFT:
+        return
+    key = "policy.model_name"
+    adapter = read_peft_adapter(source.path, key)
+    base = described_by(source, key)
+    if config.policy.lora.rank:
+        check_continued(adapter, config.policy.lora, base, key)
+    elif base is not None:
+        check_fit(read_shapes(adapter, key), base, key)
 
 
 def check_engines(config: Config) -> None:

@@ -8,11 +8,16 @@ from typing import Any
 import yaml
 
 from gdpo_nemo.config.architectures import check_model_content
+from gdpo_nemo.config.dist_metadata import read_dist_metadata
 from gdpo_nemo.config.gguf_model import read_gguf_model
 from gdpo_nemo.config.json_files import read_json_object
+from gdpo_nemo.config.megatron_keys import model_tensors
 from gdpo_nemo.config.model_formats import Format, Source
 from gdpo_nemo.config.peft_config import PeftAdapter, read_peft_adapter
 from gdpo_nemo.errors import ConfigError
+
+COMPANION = "hf"
+"""Folder beside a Megatron-core checkpoint of ours with config.json and tokenizer."""
 
 
 def source_fields(source: Source, key: str, companion: str | None = None) -> dict[str, Any] | None:
@@ -20,8 +25,7 @@ def source_fields(source: Source, key: str, companion: str | None = None) -> dic
 
     Args:
         key: what the user named the source by, for messages.
-        companion: Hugging Face folder of the base of an adapter, or that a checkpoint started from, in place of the one
-            that is known.
+        companion: Hugging Face folder that describes a Megatron-core checkpoint, or the base of an adapter.
 
     Raises:
         ConfigError: the source cannot be read, for a reason that the message names.
@@ -32,6 +36,8 @@ def source_fields(source: Source, key: str, companion: str | None = None) -> dic
     if folder is None:
         return None
     fields = read_fields(folder / "config.json", key)
+    if source.format in (Format.MEGATRON, Format.NEMO_2):
+        model_tensors(read_dist_metadata(source.path, key), fields, source.path, key)
     return fields
 
 
@@ -53,15 +59,23 @@ def described_by(source: Source, key: str, companion: str | None = None) -> Path
         return folder
     if source.format is Format.CHECKPOINT:
         return _folder(companion or _model_of_run(source.path), key, "the model that the run started from")
-    raise ConfigError(
-        f"{key}: {source.root} is {source.format.value}{_trained_as(source)}, which is not read; export it to Hugging "
-        "Face's format with the program that wrote it"
-    )
+    places = [*([Path(companion)] if companion else []), source.path / COMPANION, source.root / COMPANION]
+    found = next((place for place in places if (place / "config.json").is_file()), None)
+    if found is None:
+        raise ConfigError(
+            f"{key}: {source.root} is {source.format.value}{_trained_as(source)}, which has no config.json; name a "
+            f"Hugging Face folder of the same model ({_option(key)})"
+        )
+    return found
+
+
+def _option(key: str) -> str:
+    return "policy.tokenizer_name" if key.startswith("policy") else "--model"
 
 
 def _folder(name: str, key: str, what: str) -> Path:
     if not (Path(name) / "config.json").is_file():
-        raise ConfigError(f"{key}: {what}; {name} is no folder with config.json (--model)")
+        raise ConfigError(f"{key}: {what}; {name} is no folder with config.json ({_option(key)})")
     return Path(name)
 
 

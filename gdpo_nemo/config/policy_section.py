@@ -178,8 +178,8 @@ class PolicyConfig:
     """The model: where it comes from, how it is trained and sampled."""
 
     model_name: str = MISSING
-    """Folder with a Hugging Face checkpoint, or a name on the hub; or a GGUF file or a PEFT adapter, of which
-    a folder is made (docs/models.md)."""
+    """Folder with a Hugging Face checkpoint, or a name on the hub; or a GGUF file, a PEFT adapter, a Megatron-core or
+    NeMo 2 checkpoint, of which a folder is made (docs/models.md)."""
     model_factory: Optional[str] = None
     """`file.py:function` called as function(folder, seed) when the folder model_name does not exist. A dictionary
     MODEL_CONFIGS in that file, {function: fields of config.json}, tells --dry-run and `plan` what it will make."""

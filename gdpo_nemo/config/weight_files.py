@@ -49,19 +49,54 @@ def _indexed(index: Path) -> list[str]:
         raise ConfigError(f"policy.model_name: {index} is no index of weights ({type(error).__name__})") from None
 
 
-def _problem(file: Path) -> str:
-    """What is wrong with a safetensors file, or nothing. https://github.com/huggingface/safetensors#format"""
+def tensor_shapes(folder: Path, key: str, file: str | None = None) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor of a model folder, or of one ``file`` in it, by the headers alone.
+
+    Args:
+        key: what the user named the folder by, for messages.
+
+    Raises:
+        ConfigError: a file is missing or no safetensors file.
+    """
+    names = [file] if file else _indexed(folder / _INDEX) or [path.name for path in folder.glob("*.safetensors")]
+    found: dict[str, tuple[int, ...]] = {}
+    for name in sorted(names):
+        try:
+            _, header = _header(folder / name)
+            found.update({tensor: tuple(map(int, entry["shape"])) for tensor, entry in header.items()})
+        except OSError as error:
+            raise ConfigError(f"{key}: {folder / name} cannot be read ({error.strerror})") from None
+        except (ValueError, TypeError, KeyError, AttributeError):
+            raise ConfigError(f"{key}: {folder / name} is no safetensors file") from None
+    return found
+
+
+def _header(file: Path) -> tuple[int, dict[str, Any]]:
+    """Where the tensors begin, and what is said of each of them.
+    https://github.com/huggingface/safetensors#format
+
+    Raises OSError, or ValueError: it is no such file.
+    """
     size = file.stat().st_size
     with file.open("rb") as opened:
         length = int.from_bytes(opened.read(8), "little")
         if size < 8 or not 2 <= length <= min(size - 8, _HEADER_LIMIT):
-            return "is no safetensors file"
-        try:
-            header = json.loads(opened.read(length))
-            end = max((_end(entry) for name, entry in header.items() if name != "__metadata__"), default=0)
-        except (ValueError, TypeError, KeyError, AttributeError):
-            return "is no safetensors file"
-    return "" if size == 8 + length + end else f"is cut off: {size} bytes of {8 + length + end}"
+            raise ValueError("no header")
+        header = json.loads(opened.read(length))
+    return 8 + length, {name: entry for name, entry in header.items() if name != "__metadata__"}
+
+
+def _problem(file: Path) -> str:
+    """What is wrong with a safetensors file, or nothing. MLX leaves a dense model as Hugging Face has it."""
+    try:
+        start, header = _header(file)
+        end = start + max(map(_end, header.values()), default=0)
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return "is no safetensors file"
+    if any(".switch_mlp." in name for name in header):
+        return "has experts as MLX stacks them (switch_mlp), which is not read; give the model that it was made of"
+    size = file.stat().st_size
+    return "" if size == end else f"is cut off: {size} bytes of {end}"
 
 
 def _end(entry: dict[str, Any]) -> int:

@@ -1,1 +1,1 @@
-"""Models in other programs' formats: made into Hugging Face folders. No Ray."""
+"""Models in other programs' formats: made into Hugging Face folders, and written from them. No Ray."""

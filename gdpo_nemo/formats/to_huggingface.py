@@ -60,9 +60,14 @@ def _write(source: Source, folder: Path, key: str, companion: str | None) -> Non
     if base is None:
         raise ConfigError(f"{key}: {source.root} names its base model by a name; give its folder with --model")
     config = AutoConfig.from_pretrained(base)
-    from gdpo_nemo.formats.peft_merge import merged_weights
+    if source.format is Format.PEFT:
+        from gdpo_nemo.formats.peft_merge import merged_weights
 
-    _write_model(folder, merged_weights(read_peft_adapter(source.path, key), base, key), config, base)
+        _write_model(folder, merged_weights(read_peft_adapter(source.path, key), base, key), config, base)
+        return
+    from gdpo_nemo.formats.megatron_reader import megatron_weights
+
+    _write_model(folder, megatron_weights(source, config, key), config, base)
 
 
 def _write_model(folder: Path, tensors: Tensors, config: Any, companions: Path) -> None:

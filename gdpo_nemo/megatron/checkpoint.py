@@ -306,6 +306,11 @@ def _model_state(policy) -> dict:
     }
 
 
+def sharded_weights(policy) -> list[tuple[str, dict]]:
+    """The whole model by chunk, as Megatron describes its shards; under LoRA without the adapters."""
+    return [(name, chunk.sharded_state_dict(metadata=_metadata())) for name, chunk in _named_chunks(policy)]
+
+
 def _state(policy, is_loading: bool) -> dict:
     chunks = _model_state(policy)
     metadata = _metadata()

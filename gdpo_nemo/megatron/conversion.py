@@ -104,7 +104,7 @@ def _by_matrix(tensor: torch.Tensor, config: PretrainedConfig) -> list[torch.Ten
     return [part.flatten(0, 1) for part in parts]
 
 
-def _separate(tensor: torch.Tensor, weight: Weight, config: PretrainedConfig) -> list[torch.Tensor]:
+def separate(tensor: torch.Tensor, weight: Weight, config: PretrainedConfig) -> list[torch.Tensor]:
     """A whole Megatron tensor -> the Hugging Face tensors of its sources."""
     parts = [tensor]
     if weight.split == QKV_ROWS:
@@ -215,7 +215,7 @@ def _export_stage(chunks: list[torch.nn.Module], config: PretrainedConfig) -> It
             whole = _gather(tensor, parallel_state.get_expert_model_parallel_group())
             named = [(_of_expert(weight.sources, e), t) for e, t in zip(_experts(weight, experts), whole)]
         for sources, tensor in named:
-            for name, part in zip(sources, _separate(tensor, weight, config)):
+            for name, part in zip(sources, separate(tensor, weight, config)):
                 yield name, part[: config.vocab_size] if weight.vocabulary else part
 
 

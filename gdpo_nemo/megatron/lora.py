@@ -27,7 +27,7 @@ from gdpo_nemo.config.architectures import check_adapted_layers
 from gdpo_nemo.config.families import Modules, last_name
 from gdpo_nemo.config.schema import LoraConfig
 from gdpo_nemo.megatron.hf_mapping import family_of, head_size
-from gdpo_nemo.weights.adapters import peft_name
+from gdpo_nemo.weights.adapters import Pairs, peft_name
 
 _SITE = re.compile(
     r"decoder\.layers\.(\d+)\.(self_attention\.linear_qkv|self_attention\.linear_proj|mlp\.linear_fc1|mlp\.linear_fc2)"
@@ -332,3 +332,24 @@ def load_adapters(chunk: torch.nn.Module, state: dict) -> None:
     """Copy what Megatron has read for ``sharded_adapters`` into the chunk."""
     for _, key, parameter, _ in _matrices(chunk):
         parameter.copy_(state[key])
+
+
+@torch.no_grad()
+def start_adapters(chunks: list[torch.nn.Module], pairs: Pairs) -> None:
+    """Copy this rank's shards of whole matrices, of every adapted module. They must fit the model.
+
+    Raises:
+        KeyError: a module is missing.
+    """
+    group = parallel_state.get_tensor_model_parallel_group()
+    for adapters in adapters_of(chunks):
+        rows: dict[str, int] = {}
+        for pair in adapters.pairs:
+            a, b = pairs[pair.part.module]
+            first = rows.get(pair.part.module, 0)
+            last = rows[pair.part.module] = first + pair.part.height
+            b = b[first:last]
+            if isinstance(adapters, HeadAdapter):  # whose vocabulary is padded
+                b = F.pad(b, (0, 0, 0, pair.part.height - len(b)))
+            pair.a.copy_(a.chunk(group.size(), 1)[group.rank()] if pair.by_columns else a)
+            pair.b.copy_(b if pair.by_columns else b.chunk(group.size())[group.rank()])

