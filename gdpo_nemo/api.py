@@ -17,6 +17,7 @@ from gdpo_nemo.errors import RunError
 from gdpo_nemo.inline import Reward, Rows, inline_run, written
 from gdpo_nemo.observe.display import NORMAL, QUIET, shown
 from gdpo_nemo.observe.metrics import read_metrics
+from gdpo_nemo.observe.ownership import check_free
 from gdpo_nemo.phases import phase
 from gdpo_nemo.validation import validate
 
@@ -78,6 +79,7 @@ def train(
     begin = time.time()
     wanted = inline_run(config, rewards, data, validation, overrides)
     check_folder_can_be("run.dir", wanted.config.run.dir)
+    check_free(Path(wanted.config.run.dir))
     with written(Path(wanted.config.run.dir), wanted.files):
         validate(wanted.config)
         return run(wanted.config, begin)

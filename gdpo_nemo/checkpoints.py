@@ -8,6 +8,7 @@ CRC-32 of every file). A folder without a whole ``files.json`` is not a checkpoi
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import re
@@ -63,6 +64,7 @@ class Checkpoints:
         self._keep_best = keep_best
         self._metric = metric
         self._begun: tuple[Path, Path] | None = None
+        self._damaged: list[Path] = []
 
     def steps(self) -> list[int]:
         """Steps of the finished checkpoints, oldest first."""
@@ -135,7 +137,20 @@ class Checkpoints:
             if damage is None:
                 return folder, read_state(folder)
             complain(f"checkpoint {folder} is damaged ({damage}) and is passed over")
+            self._damaged.append(folder)
         return None
+
+    def set_aside(self) -> None:
+        """Rename what ``newest`` passed over, or it would count as newer than what the run saves next, which would be
+        pruned for it. Raises RunError: it cannot be renamed."""
+        for folder in self._damaged:
+            names = (f"damaged_{folder.name}" + (f"_{number}" if number else "") for number in itertools.count())
+            free = next(folder.with_name(name) for name in names if not folder.with_name(name).exists())
+            try:
+                os.rename(folder, free)
+            except OSError as error:
+                raise RunError(f"{folder} cannot be renamed to {free.name}: {error.strerror or error}") from None
+        self._damaged = []
 
     def _prune(self) -> None:
         steps = self.steps()
@@ -157,9 +172,25 @@ def read_state(folder: Path) -> RunState:
         saved = json.loads((folder / _STATE).read_text())
         if saved.get("updates") is None:
             saved["updates"] = UPDATES_UNKNOWN
-        return RunState(**saved)
-    except (AttributeError, OSError, ValueError, TypeError) as error:
+        state = RunState(**saved)
+        if not _is_state(state):
+            raise ValueError("a number, text or dictionary in the place of another")
+        return state
+    except (AttributeError, OSError, ValueError, TypeError, RecursionError) as error:
         raise RunError(f"checkpoint {folder} is damaged ({_STATE} is not readable: {type(error).__name__})") from None
+
+
+def _is_state(state: RunState) -> bool:
+    """Whether every field has the type that it should have, and no count is below what it can be."""
+    counts = ((state.step, 0), (state.position, 0), (state.updates, UPDATES_UNKNOWN))
+    texts = (state.data, state.model)
+    return (
+        all(type(count) is int and least <= count for count, least in counts)
+        and all(isinstance(text, str) for text in texts)
+        and isinstance(state.ledger, dict)
+        and isinstance(state.metrics, dict)
+        and all(isinstance(value, (int, float)) for value in state.metrics.values())
+    )
 
 
 def check_whole(folder: Path) -> None:
@@ -170,31 +201,55 @@ def check_whole(folder: Path) -> None:
 
 
 def _write_listing(folder: Path) -> None:
-    listing = {}
-    for file in sorted(p for p in folder.rglob("*") if p.is_file()):
-        listing[str(file.relative_to(folder))] = [file.stat().st_size, _crc32(file)]
+    listing = {name: [(folder / name).stat().st_size, _crc32(folder / name)] for name in _files_in(folder)}
     with open(folder / _FILES, "w") as out:
         json.dump(listing, out, indent=1)
         out.flush()
         os.fsync(out.fileno())
 
 
-def _damage(folder: Path) -> str | None:
-    """What is wrong with a checkpoint's files, or None."""
+def _files_in(folder: Path) -> list[str]:
+    """Names of all that is no folder, in order. A network file system's remains of files removed while open do not
+    count."""
+    there = (path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir())
+    return sorted(str(path.relative_to(folder)) for path in there if not path.name.startswith(".nfs"))
+
+
+def _read_listing(folder: Path) -> dict[str, tuple[int, int]] | None:
+    """Size and CRC-32 by name; None where that is not what the file holds."""
     try:
         listing = {
             name: (size, checksum) for name, (size, checksum) in json.loads((folder / _FILES).read_text()).items()
         }
-    except (OSError, ValueError, TypeError, AttributeError):
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError):
+        return None
+    whole = all(type(number) is int for pair in listing.values() for number in pair)
+    inside = all(not Path(name).is_absolute() and ".." not in Path(name).parts for name in listing)
+    return listing if whole and inside else None
+
+
+def _damage(folder: Path) -> str | None:
+    """What is wrong with a checkpoint's files, or None. The list has every file of the folder, or a file could be added
+    that is read in the place of another."""
+    listing = _read_listing(folder)
+    if listing is None:
         return f"{_FILES} is not readable"
+    if _STATE not in listing:
+        return f"{_FILES} does not list {_STATE}"
+    strangers = sorted(set(_files_in(folder)) - {*listing, _FILES})
+    if strangers:
+        return f"{_FILES} does not list {strangers[0]}"
     for name, (size, checksum) in listing.items():
         file = folder / name
         if not file.is_file():
             return f"{name} is missing"
         if file.stat().st_size != size:
             return f"{name} has {file.stat().st_size} of {size} bytes"
-        if _crc32(file) != checksum:
-            return f"{name} has changed"
+        try:
+            if _crc32(file) != checksum:
+                return f"{name} has changed"
+        except OSError as error:
+            return f"{name} cannot be read: {error.strerror}"
     return None
 
 

@@ -29,6 +29,7 @@ from gdpo_nemo.observe.installation import require_libraries
 from gdpo_nemo.observe.journal import FILE, JournalEntry, read_journal
 from gdpo_nemo.observe.log import RunLog
 from gdpo_nemo.observe.metrics import read_metrics
+from gdpo_nemo.observe.ownership import owned
 from gdpo_nemo.observe.rollouts import rollout_files
 from gdpo_nemo.resume import config_files, record_config
 from gdpo_nemo.rollouts.own_objective import check_own_functions
@@ -206,18 +207,18 @@ def rerun(plan: Plan) -> None:
 
     config = _quiet(plan.segments[0].config, plan.out)
     require_libraries(config)
-    plan.out.mkdir(parents=True, exist_ok=True)
     outcome = "failed"
-    log = RunLog(config, plan.out, plan.state.step, plan.last)
-    try:
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(session(config.cluster))
-            stack.push(lambda kind, error, trace: point_to_logs(error, keep_logs, plan.out))
-            _train(plan, log)
-            log.card(plan.out / "model", plan.last)
-        outcome = "complete"
-    finally:
-        log.close(outcome)
+    with owned(plan.out) as owner:
+        log = RunLog(config, plan.out, plan.state.step, plan.last, owner.check)
+        try:
+            with contextlib.ExitStack() as stack:
+                stack.enter_context(session(config.cluster))
+                stack.push(lambda kind, error, trace: point_to_logs(error, keep_logs, plan.out))
+                _train(plan, log)
+                log.card(plan.out / "model", plan.last)
+            outcome = "complete"
+        finally:
+            log.close(outcome)
 
 
 def _train(plan: Plan, log: RunLog) -> None:

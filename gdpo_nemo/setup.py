@@ -29,6 +29,7 @@ from gdpo_nemo.observe.display import active
 from gdpo_nemo.observe.installation import require_libraries
 from gdpo_nemo.observe.log import RunLog
 from gdpo_nemo.observe.metrics import read_metrics
+from gdpo_nemo.observe.ownership import check_free, owned
 from gdpo_nemo.observe.status import StatusFile
 from gdpo_nemo.phases import phase
 from gdpo_nemo.resume import find_start, record_config, total_updates
@@ -132,16 +133,19 @@ def run_context(config: Config, begin: float | None = None) -> Iterator[RunCompo
     stop = Stop()
     require_libraries(config)
     with answered_by(stop, signal.SIGINT), contextlib.ExitStack() as stack:
+        check_free(run_dir)
         inputs = read_inputs(config, wanted_splits(config))
         limit = prompt_limit(config, len(inputs.prompts))
+        owner = stack.enter_context(owned(run_dir))
         start = find_start(config, run_dir, inputs)
+        start.checkpoints.set_aside()
         record_config(config, run_dir, start.state.step)
-        log = RunLog(config, run_dir, start.state.step, last_step(config, limit))
+        log = RunLog(config, run_dir, start.state.step, last_step(config, limit), owner.check)
         outcome = ["failed"]
         stack.callback(lambda: log.close(outcome[0]))
         for line in (*inputs.refused, *start.damaged):
             log.alert(line)
-        for line in start.remarks:
+        for line in (*([owner.predecessor] if owner.predecessor else []), *start.remarks):
             log.note(line)
         parts = RunComponents(config, run_dir, log, stop, start.checkpoints, start.state, limit, inputs.held_out)
         status = StatusFile(run_dir, parts.describe)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
-from gdpo_nemo.checkpoints import Checkpoints, RunState
+from gdpo_nemo.checkpoints import Checkpoints, RunState, read_state
 from gdpo_nemo.errors import RunError
 
 
@@ -32,7 +34,28 @@ DAMAGE = {
     "__0_0.distcp is missing": lambda folder: (folder / "__0_0.distcp").unlink(),
     "__0_0.distcp has 4000 of 5000 bytes": lambda folder: (folder / "__0_0.distcp").write_bytes(bytes(4000)),
     "files.json is not readable": lambda folder: (folder / "files.json").write_text('{"__0_0.dis'),
+    "files.json does not list state.json": lambda folder: (folder / "files.json").write_text("{}"),
+    "files.json does not list common.pt": lambda folder: (folder / "common.pt").write_bytes(b"mine"),
+    "files.json does not list linked": lambda folder: (folder / "linked").symlink_to("/dev/zero"),
 }
+
+
+@pytest.mark.parametrize("content", ['{"state.json": ["1", 2]}', '{"/etc/passwd": [1, 2]}', "[" * 100_000])
+def test_a_list_of_files_that_is_no_list_of_this_folders_files_is_not_believed(checkpoints, content):
+    checkpoints.save(RunState(step=4), shards)
+    (checkpoints.path(4) / "files.json").write_text(content)
+    heard = []
+    assert checkpoints.newest(heard.append) is None
+    assert heard == [f"checkpoint {checkpoints.path(4)} is damaged (files.json is not readable) and is passed over"]
+
+
+@pytest.mark.parametrize("field, value", [("step", "4"), ("position", -1), ("ledger", []), ("metrics", {"a": "b"})])
+def test_a_state_whose_fields_are_of_another_kind_is_damaged(checkpoints, field, value):
+    checkpoints.save(RunState(step=4), shards)
+    file = checkpoints.path(4) / "state.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), field: value}))
+    with pytest.raises(RunError, match="state.json is not readable: ValueError"):
+        read_state(checkpoints.path(4))
 
 
 @pytest.mark.parametrize("sentence", DAMAGE)
@@ -44,6 +67,16 @@ def test_damage_is_named_and_the_checkpoint_before_is_used(checkpoints, sentence
     folder, state = checkpoints.newest(heard.append)
     assert (folder, state.step, state.position) == (checkpoints.path(4), 4, 40)
     assert heard == [f"checkpoint {checkpoints.path(8)} is damaged ({sentence}) and is passed over"]
+
+
+def test_what_was_passed_over_does_not_prune_what_comes_after(tmp_path):
+    checkpoints = Checkpoints(tmp_path, keep_last=1, keep_best=0, metric=None)
+    checkpoints.save(RunState(step=8), shards)
+    flip(checkpoints.path(8))
+    assert checkpoints.newest(lambda _: None) is None
+    checkpoints.set_aside()
+    checkpoints.save(RunState(step=2), shards)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["damaged_step_8", "step_2"]
 
 
 def test_a_checkpoint_whose_files_are_still_being_written_is_none(checkpoints):

@@ -32,6 +32,7 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch.distributed.checkpoint.api import CheckpointException
 
 from gdpo_nemo.errors import RunError
+from gdpo_nemo.megatron import checkpoint_index
 from gdpo_nemo.megatron.lora import load_adapters, sharded_adapters
 
 _NO_SPACE = 4 << 20
@@ -40,6 +41,8 @@ _SHARDING = "fully_reshardable"
 # Megatron hands write results to itself through a manager process, since its background saves are processes. Ours are
 # threads: a plain queue spares the manager's start (seconds) and its orphan after a kill.
 filesystem_async._results_queue = queue.Queue()
+
+checkpoint_index.install()
 
 
 def save(policy, folder: str | Path) -> None:
@@ -189,9 +192,10 @@ def _fill_moments(optimizer) -> None:
 
 def load_weights(policy, folder: str | Path) -> None:
     """Read the model alone (or its adapters) from a checkpoint written at any layout; collective."""
-    wanted = _model_state(policy)
-    _leave_out_absent_extras(wanted, load_sharded_metadata(str(folder)))
-    _fill_model(policy, dist_checkpointing.load(wanted, str(folder)))
+    with checkpoint_index.reading(folder):
+        wanted = _model_state(policy)
+        _leave_out_absent_extras(wanted, load_sharded_metadata(str(folder)))
+        _fill_model(policy, dist_checkpointing.load(wanted, str(folder)))
     dist.barrier()
 
 
@@ -211,6 +215,9 @@ def _fill_model(policy, state: dict) -> None:
         if policy.lora:
             load_adapters(chunk, state[name])
         else:
+            for key, value in state[name].items():
+                if _is_extra(key):
+                    checkpoint_index.check_extra_state(value)
             found = chunk.load_state_dict(state[name], strict=False)
             wrong = [key for key in (*found.missing_keys, *found.unexpected_keys) if not _is_extra(key)]
             if wrong:
@@ -219,7 +226,7 @@ def _fill_model(policy, state: dict) -> None:
 
 def load_checkpoint(policy, folder: str | Path) -> None:
     """Read a checkpoint written at any layout; collective."""
-    with policy.optimizer_on_device():
+    with policy.optimizer_on_device(), checkpoint_index.reading(folder):
         _load(policy, folder)
     dist.barrier()
 

@@ -17,6 +17,7 @@ from gdpo_nemo.config.load import config_to_dict
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.data.records import Group
 from gdpo_nemo.observe.alerts import write_alert
+from gdpo_nemo.observe.archive import archive_history
 from gdpo_nemo.observe.console import make_console
 from gdpo_nemo.observe.health_alerts import HealthAlerts
 from gdpo_nemo.observe.history import History
@@ -30,18 +31,28 @@ from gdpo_nemo.observe.trackers import wanted
 
 class RunLog:
     """Writes and shows one run. ``close`` belongs in a ``finally``: the live display gives the terminal back there.
-    ``start_step`` steps are done already; what later ones left is removed. ``last_step``: that of the run, null:
-    max_num_steps.
+    ``start_step`` steps are done already; what later ones left is removed, or archived where none is done.
+    ``last_step``: that of the run, null: max_num_steps. ``guard`` is called before a step is recorded and raises where
+    the folder is no longer this run's.
 
     Raises:
         RunError: metrics or journal cannot be written, here or in ``trained``, ``step`` and ``validation``.
     """
 
-    def __init__(self, config: Config, run_dir: str | Path, start_step: int = 0, last_step: int | None = None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        run_dir: str | Path,
+        start_step: int = 0,
+        last_step: int | None = None,
+        guard: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._guard = guard
         self._config = config
         self._run_dir = Path(run_dir)
         self._step = start_step
         self._failed: set[str] = set()
+        archived = archive_history(run_dir) if start_step == 0 else None
         self._metrics = MetricsLog(run_dir)
         self._metrics.truncate_after(start_step)
         self._journal = Journal(run_dir)
@@ -65,6 +76,8 @@ class RunLog:
             self._trackers["TensorBoard"] = self._try("TensorBoard", _tensorboard, run_dir, start_step)
         for name, tracker in wanted(config).items():
             self._trackers[name] = self._try(name, tracker, config, run_dir, start_step, config_to_dict(config))
+        if archived:
+            self.note(archived)
 
     def trained(self, step: int, batch: TrainedBatch, published: int | None, total_updates: int) -> None:
         """Note in the journal what ``step`` trained, at once: ``step`` follows when the weights are published.
@@ -73,6 +86,7 @@ class RunLog:
             published: version of the weights that the engines had meanwhile.
             total_updates: optimizer updates of the whole run.
         """
+        self._guard()
         self._journal.append(
             step,
             batch.groups,
@@ -179,6 +193,7 @@ class RunLog:
             self._try("the console", self._console.close, status, self._run_dir)
 
     def _record(self, row: Mapping[str, Any]) -> None:
+        self._guard()
         self._metrics.append(row)
         self._step = row["step"]
         self._history.add(clean(row))

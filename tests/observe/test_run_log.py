@@ -65,6 +65,27 @@ def test_a_run_that_starts_over_leaves_nothing_of_the_first_try(config, run_dir)
     assert [row["step"] for row in read_metrics(run_dir)] == [0, 1, 2, 2]
 
 
+def test_the_record_of_a_run_that_starts_over_is_archived_and_said_so(config, run_dir):
+    for end in (4, 3, 2):
+        play(config, range(1, end), status="failed")
+    kept = {path.name: path for path in (run_dir / "archive").iterdir()}
+    assert {name: len(read_metrics(path)) for name, path in kept.items()} == {"0001": 5, "0002": 4}
+    assert [step for step, _ in rollout_files(kept["0001"])] == [1, 2, 3]
+    assert [step for step, _ in rollout_files(run_dir)] == [1]
+    (note,) = read_alerts(run_dir)
+    assert note["level"] == "note" and str(kept["0002"]) in note["text"]
+
+
+def test_a_run_whose_folder_is_anothers_records_nothing_more(config, run_dir):
+    def lost():
+        raise RunError("taken over")
+
+    run = RunLog(config, run_dir, guard=lost)
+    with pytest.raises(RunError, match="taken over"):
+        run.step(demo_row(1))
+    assert read_metrics(run_dir) == []
+
+
 @pytest.mark.parametrize(
     "target",
     [
