@@ -1,7 +1,8 @@
 """Time and CPU of one training step on a CPU, phase by phase; with ``--trl`` beside TRL's GRPOTrainer in the same
 minute.
 
-    python tests/benchmarks/step.py [--trl] [--steps 5] [--threads 2] [--micro-batch 32] [--precision bfloat16]
+    python tests/benchmarks/step.py [--trl] [--steps 5] [--threads 2] [--micro-batch 32]
+        [--precision bfloat16] [--share-prompts false]
     python tests/benchmarks/step.py --model smollm2 --trl
 
 The work: a random Qwen2 of 10 M parameters in float32, 16 prompts of 32 tokens x 8 samples x 64 new tokens (nothing
@@ -208,6 +209,7 @@ def _config(work: Work, folder: Path, arguments):
     policy = PolicyConfig(
         model_name=str(folder),
         precision=arguments.precision,
+        share_prompts="auto" if arguments.share_prompts == "auto" else False,
         max_total_sequence_length=work.longest,
         micro_batch_tokens=arguments.micro_batch * work.longest,
         megatron_cfg=MegatronConfig(data_parallel_size=1, optimizer=OptimizerConfig(lr=LEARNING_RATE)),
@@ -363,7 +365,7 @@ def in_fresh_process(which: str, folder: str, arguments) -> dict:
     }
     result = Path(folder) / f"{which}.json"
     command = [sys.executable, "-W", "ignore", __file__, "--side", which, "--folder", folder]
-    for option in ("model", "steps", "threads", "micro_batch", "precision"):
+    for option in ("model", "steps", "threads", "micro_batch", "precision", "share_prompts"):
         command += [f"--{option.replace('_', '-')}", str(getattr(arguments, option))]
     subprocess.run(command, env=environment, check=True)
     return json.loads(result.read_text())
@@ -378,6 +380,9 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2, help="compute threads of each process (2)")
     parser.add_argument("--micro-batch", type=int, default=32, help="sequences per forward pass (32)")
     parser.add_argument("--precision", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument(
+        "--share-prompts", choices=("auto", "false"), default="auto", help="policy.share_prompts (auto)"
+    )
     parser.add_argument("--side", choices=("ours", "trl"), help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
