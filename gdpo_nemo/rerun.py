@@ -18,8 +18,8 @@ from gdpo_nemo.algorithm import load_algorithm
 from gdpo_nemo.checkpoints import UPDATES_UNKNOWN, Checkpoints, RunState, check_whole, model_fingerprint, read_state
 from gdpo_nemo.config.files import check_folder_can_be
 from gdpo_nemo.config.layout import updates_per_step
-from gdpo_nemo.config.load import load_config
 from gdpo_nemo.config.rollout_bounds import resolved_window
+from gdpo_nemo.config.saved_config import load_saved_config
 from gdpo_nemo.config.schema import Config, LoggerConfig
 from gdpo_nemo.data.tokenizer import load_tokenizer
 from gdpo_nemo.errors import ConfigError
@@ -76,7 +76,7 @@ class Plan:
 def audit_run(run_dir: Path) -> list[str]:
     """``audit`` of a run by its own configs and newest checkpoint. Raises ConfigError, RunError."""
     _journal(run_dir)
-    configs = [load_config(path) for _, path in config_files(run_dir)]
+    configs = [load_saved_config(path) for _, path in config_files(run_dir)]
     window = max(resolved_window(config) for config in configs)
     ledger = None
     checkpoints = _checkpoints(run_dir)
@@ -174,7 +174,7 @@ def _segments(run_dir: Path, entries: Sequence[JournalEntry]) -> list[Segment]:
     segments = []
     for (path, total), group in itertools.groupby(entries, under):
         steps = [entry.step for entry in group]
-        segments.append(Segment(steps[0], steps[-1], load_config(path), total))
+        segments.append(Segment(steps[0], steps[-1], load_saved_config(path), total))
     return segments
 
 

@@ -198,7 +198,7 @@ class PolicyConfig:
     token weighs stays that of the whole update. Metrics that are means over trained tokens (entropy, ratio, clip,
     parity) are then over those of the other sequences. Refused where the loss reads all: a KL penalty, an entropy
     bonus, a function of your own that does not say that it can do without."""
-    share_prompts: Any = False
+    share_prompts: Any = "auto"
     """Compute tokens that samples of a prompt begin with once for those of a micro-batch: auto (where that saves a
     tenth of an update or more; on CPUs), true or false. The gradient is the same; what is counted by
     micro_batch_tokens are the tokens that are computed."""

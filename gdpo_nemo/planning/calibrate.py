@@ -14,7 +14,7 @@ from typing import Any, Callable, Sequence
 
 import numpy as np
 
-from gdpo_nemo.config.load import load_config
+from gdpo_nemo.config.saved_config import load_saved_config
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.errors import ConfigError
 from gdpo_nemo.observe.metrics import read_metrics
@@ -58,7 +58,7 @@ def read_run(folder: str | Path, option: str = "--calibrate") -> Run:
     folder = Path(folder)
     if not (folder / "config.yaml").is_file():
         raise ConfigError(f"{option}: {folder} holds no run (no config.yaml)")
-    config = load_config(folder / "config.yaml")
+    config = load_saved_config(folder / "config.yaml")
     rows = read_metrics(folder)
     rows = [row for row in rows if "time/train" in row][WARM_UP:]
     if not rows:

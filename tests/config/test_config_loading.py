@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from omegaconf import OmegaConf
 
 from gdpo_nemo.config.load import all_keys, config_to_dict, load_config, save_config
+from gdpo_nemo.config.saved_config import load_saved_config
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.errors import ConfigError
 
@@ -156,3 +157,12 @@ def test_environments_of_a_parent_stay_only_where_they_are_named_again(minimal, 
     assert list(load_config(child).env) == ["unused", "toy"]
     assert list(load_config(child, ["env.more={}"]).env) == ["unused", "toy", "more"]
     assert list(load_config(child, ["env={more: {}}"]).env) == ["more"]
+
+
+def test_a_run_of_before_prompts_were_shared_is_read_as_one_that_shared_none(tmp_path):
+    config = load_config(DEMO)
+    save_config(config, tmp_path / "config.yaml")
+    assert load_saved_config(tmp_path / "config.yaml") == config and config.policy.share_prompts == "auto"
+    lines = (tmp_path / "config.yaml").read_text().splitlines(keepends=True)
+    (tmp_path / "older.yaml").write_text("".join(line for line in lines if "share_prompts" not in line))
+    assert load_saved_config(tmp_path / "older.yaml").policy.share_prompts is False
