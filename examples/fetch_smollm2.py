@@ -31,7 +31,6 @@ from typing import Iterator
 from gdpo_nemo.config.messages import first_line
 from gdpo_nemo.config.model_formats import recognise
 from gdpo_nemo.errors import ConfigError, GdpoError, RunError
-from gdpo_nemo.formats.to_huggingface import write_folder
 from gdpo_nemo.weights.model_folder import whole_or_nothing
 
 REPOSITORY = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -240,6 +239,8 @@ def _installer() -> list[str]:
 
 def _convert(gguf: Path, whole: Path) -> None:
     """Write the file as a Hugging Face folder, as ``gdpo-nemo convert --to hf`` does, and check the folder."""
+    from gdpo_nemo.formats.to_huggingface import write_folder
+
     print(f"converting {gguf.name}", flush=True)
     source = recognise(gguf, WHEEL)
     if source is None:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Iterator, Sequence
 
 from gdpo_nemo.commands.arguments import add_overrides, add_verbosity, verbosity
 from gdpo_nemo.errors import ConfigError
-from gdpo_nemo.observe.display import shown
+from gdpo_nemo.observe.display import covered, shown
 from gdpo_nemo.phases import phase
 
 if TYPE_CHECKING:
@@ -60,14 +60,16 @@ def run(arguments: argparse.Namespace) -> int:
     _check_numbers(arguments)
     with contextlib.ExitStack() as stack:
         with shown(sys.stderr, verbosity(arguments)) as display:
-            with phase("imports"):
-                from gdpo_nemo.commands.run_rows import RunRows
-                from gdpo_nemo.commands.speakers import on_this_machine
-            with phase("model"):
-                sources = _sources(arguments)
-            rows = RunRows(sources[0].config if sources[0].of_a_run else None)
-            first = None if arguments.row is None else rows.row(arguments.split, arguments.row)
-            on_this_machine(sources)
+            # Elsewhere than on a terminal a command that is refused writes its one line and nothing else.
+            with contextlib.nullcontext() if sys.stderr.isatty() else covered():
+                with phase("imports"):
+                    from gdpo_nemo.commands.run_rows import RunRows
+                    from gdpo_nemo.commands.speakers import on_this_machine
+                with phase("model"):
+                    sources = _sources(arguments)
+                rows = RunRows(sources[0].config if sources[0].of_a_run else None)
+                first = None if arguments.row is None else rows.row(arguments.split, arguments.row)
+                on_this_machine(sources)
             talking = _started(arguments, sources, rows, stack)
             stack.callback(rows.close)  # before the session, which leaves nothing of this process in shared memory
             display.write(display.ready())

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gdpo_nemo.commands.arguments import add_verbosity, verbosity
-from gdpo_nemo.observe.display import shown
+from gdpo_nemo.observe.display import covered, shown
 from gdpo_nemo.phases import phase
 
 if TYPE_CHECKING:
@@ -48,11 +49,12 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _train_again(arguments: argparse.Namespace) -> Plan:
-    with phase("imports"):
-        from gdpo_nemo.rerun import plan_rerun, rerun
-
     out = None if arguments.out is None else Path(arguments.out)
-    plan = plan_rerun(Path(arguments.run_dir), arguments.to, out, arguments.start, arguments.check)
+    # Elsewhere than on a terminal a command that is refused writes its one line and nothing else.
+    with contextlib.nullcontext() if sys.stderr.isatty() else covered():
+        with phase("imports"):
+            from gdpo_nemo.rerun import plan_rerun, rerun
+        plan = plan_rerun(Path(arguments.run_dir), arguments.to, out, arguments.start, arguments.check)
     if not arguments.check:
         plan.original = None
     rerun(plan)

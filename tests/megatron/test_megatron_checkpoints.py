@@ -87,6 +87,7 @@ def test_a_dry_run_tells_what_does_not_fit_and_converts_nothing(changes, said, m
     if changes is not None:
         other = tiny_models.write_model("qwen3", tmp_path / "other", **changes)
         names.append(f"policy.tokenizer_name={other}")
+    capsys.readouterr()
     assert cli.main(["train", "--dry-run", *names, "policy.max_total_sequence_length=64"]) == 2
     err = capsys.readouterr().err
     assert err.startswith("error: policy.model_name: ") and said in err and err.count("\n") == 1
