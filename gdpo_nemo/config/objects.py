@@ -62,7 +62,9 @@ def _unpickled(place: str, name: str) -> Any:
             objects = pickle.loads(Path(place).read_bytes())
     except FileNotFoundError:
         raise ConfigError(f"no such file: {place}") from None
-    except (Exception, SystemExit) as error:  # an object's parts are imported, which may raise anything
+    except BaseException as error:  # an object's parts are imported, which may raise anything
+        if isinstance(error, KeyboardInterrupt):
+            raise
         raise ConfigError(
             f"cannot read the objects in {place}: {first_line(error)}; they need the modules and the Python that they "
             "were written with"
@@ -119,7 +121,9 @@ def _load_module(place: str) -> ModuleType:
     try:
         with staying():
             return importlib.import_module(place)
-    except (Exception, SystemExit) as error:  # the module is the user's: whatever its import raises is theirs to read
+    except BaseException as error:  # the module is the user's: whatever its import raises is theirs to read
+        if isinstance(error, KeyboardInterrupt):
+            raise
         raise ConfigError(f"cannot import {place}: {first_line(error)}") from error
 
 
@@ -146,7 +150,9 @@ def _load_file(place: str) -> ModuleType:
                 if not offered(error):
                     raise
                 spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
+    except BaseException as error:
         del sys.modules[name]
+        if isinstance(error, KeyboardInterrupt):
+            raise
         raise ConfigError(f"cannot import {place}: {first_line(error)}") from error
     return module
