@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Callable, Iterator
 
+from gdpo_nemo.config.reading import parse_json, read_text
 from gdpo_nemo.errors import RunError
 
 _FILES = "files.json"
@@ -169,14 +170,14 @@ class Checkpoints:
 def read_state(folder: Path) -> RunState:
     """The driver's state in a checkpoint folder. Raises RunError: it cannot be read."""
     try:
-        saved = json.loads((folder / _STATE).read_text())
+        saved = parse_json(read_text(folder / _STATE))
         if saved.get("updates") is None:
             saved["updates"] = UPDATES_UNKNOWN
         state = RunState(**saved)
         if not _is_state(state):
             raise ValueError("a number, text or dictionary in the place of another")
         return state
-    except (AttributeError, OSError, ValueError, TypeError, RecursionError) as error:
+    except (AttributeError, OSError, ValueError, TypeError) as error:
         raise RunError(f"checkpoint {folder} is damaged ({_STATE} is not readable: {type(error).__name__})") from None
 
 
@@ -218,10 +219,8 @@ def _files_in(folder: Path) -> list[str]:
 def _read_listing(folder: Path) -> dict[str, tuple[int, int]] | None:
     """Size and CRC-32 by name; None where that is not what the file holds."""
     try:
-        listing = {
-            name: (size, checksum) for name, (size, checksum) in json.loads((folder / _FILES).read_text()).items()
-        }
-    except (OSError, ValueError, TypeError, AttributeError, RecursionError):
+        listing = {name: (size, checksum) for name, (size, checksum) in parse_json(read_text(folder / _FILES)).items()}
+    except (OSError, ValueError, TypeError, AttributeError):
         return None
     whole = all(type(number) is int for pair in listing.values() for number in pair)
     inside = all(not Path(name).is_absolute() and ".." not in Path(name).parts for name in listing)

@@ -11,11 +11,18 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
+def printable(text: str) -> str:
+    """The text with escape sequences, and whatever else a terminal would act on, written out (``\\x1b``)."""
+    if text.isprintable():
+        return text
+    return "".join(letter if letter.isprintable() else letter.encode("unicode_escape").decode() for letter in text)
+
+
 class GdpoError(Exception):
     """Base of the errors that are explained in one line."""
 
     def __str__(self) -> str:
-        return " ".join(super().__str__().split())
+        return printable(" ".join(super().__str__().split()))
 
 
 class ConfigError(GdpoError):

@@ -14,7 +14,7 @@ from typing import Any, Mapping, Sequence
 
 from gdpo_nemo.algorithm import Algorithm, load_algorithm
 from gdpo_nemo.config.architectures import check_model_content
-from gdpo_nemo.config.files import companion, find_function, model_source, read_model_config
+from gdpo_nemo.config.files import companion, find_function, leads_nowhere, model_source, read_model_config
 from gdpo_nemo.config.model_formats import Format, Source
 from gdpo_nemo.config.model_sources import described_by
 from gdpo_nemo.config.peft_config import read_peft_adapter
@@ -153,6 +153,8 @@ def model_folder(config: Config) -> Path:
         return _from_source(config, source)
     if not Path(name).is_dir() and config.policy.model_factory:
         _make_model(config)
+    if leads_nowhere(Path(name)):
+        raise ConfigError(f"policy.model_name: {name} is a link that leads nowhere")
     folder = Path(name) if Path(name).is_dir() else _from_hub(name)
     check_model_content(read_model_config(folder / "config.json"))
     return folder
@@ -224,3 +226,5 @@ def _make_model(config: Config) -> None:
             raise RunError(f"policy.model_factory: {path.name}:{function}: {failure.read_text(encoding='utf-8')}")
     if status:
         raise RunError(f"policy.model_factory: {path.name}:{function} ended with status {status}")
+    if not Path(name).is_dir():  # or the name would be asked for on the hub
+        raise RunError(f"policy.model_factory: {path.name}:{function} ended well and made no folder {name}")

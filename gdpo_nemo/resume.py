@@ -14,8 +14,9 @@ from gdpo_nemo.config.changes import Change, check_changes, find_changes
 from gdpo_nemo.config.layout import prompt_limit, prompts_per_round, updates_per_step
 from gdpo_nemo.config.load import save_config, to_yaml
 from gdpo_nemo.config.messages import first_line
+from gdpo_nemo.config.reading import parse_yaml, read_text
 from gdpo_nemo.config.schema import Config
-from gdpo_nemo.errors import ConfigError
+from gdpo_nemo.errors import ConfigError, RunError
 
 if TYPE_CHECKING:  # it imports torch, which the dry run does without
     from gdpo_nemo.inputs import Inputs
@@ -127,7 +128,17 @@ def record_config(config: Config, run_dir: Path, step: int) -> None:
 
     Args:
         step: steps done; the config applies to those after it.
+
+    Raises:
+        RunError: the folder cannot be written.
     """
+    try:
+        _record_config(config, run_dir, step)
+    except OSError as error:
+        raise RunError(f"{run_dir} cannot be written: {error.strerror or error}") from None
+
+
+def _record_config(config: Config, run_dir: Path, step: int) -> None:
     file = run_dir / CONFIG
     history = run_dir / _HISTORY
     before = file.read_text(encoding="utf-8") if file.is_file() else None
@@ -158,7 +169,7 @@ def _config_of(checkpoint: Path, run_dir: Path) -> dict[str, Any]:
     else:
         return {}
     try:
-        found = yaml.safe_load(file.read_text(encoding="utf-8"))
+        found = parse_yaml(read_text(file))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(
             f"{file}: cannot be read ({first_line(error)}); remove it to go on without a comparison"

@@ -166,4 +166,6 @@ def snapshot(d: Path) -> dict[str, str]:
 def _content(path: Path) -> str:
     if path.is_symlink():
         return f"link to {path.readlink()}"
+    if path.is_fifo():
+        return "pipe"
     return "folder" if path.is_dir() else hashlib.sha256(path.read_bytes()).hexdigest()

@@ -3,12 +3,15 @@ removed."""
 
 from __future__ import annotations
 
+import contextlib
 import shlex
 import shutil
+import signal
 
 import bad_input
 import pytest
 from bad_input import added, binary, empty, folder, gone, loop, replaced, snapshot, text
+from bad_input_hostile import HOSTILE
 from bad_input_of_runs import EVAL, EXPLAIN, HEALTH, PLAN, RECIPES, ROLLOUTS, RUNS
 
 from gdpo_nemo import cli
@@ -293,7 +296,8 @@ ENVIRONMENTS = [
     ("env new empty --dir {d}", None, "exists already"),
     ("env new mine --dir {d}/rows.jsonl", None, "rows.jsonl"),
 ]
-CASES = [*COMMAND_LINE, *CONFIGS, *ROWS, *MODELS, *ENVIRONMENTS, *RUNS, *RECIPES]
+CASES = [*COMMAND_LINE, *CONFIGS, *ROWS, *MODELS, *ENVIRONMENTS, *RUNS, *RECIPES, *HOSTILE]
+_DEADLINE_S = 300
 
 
 @pytest.fixture(scope="module")
@@ -314,6 +318,22 @@ def world(good, tmp_path, monkeypatch):
     return d
 
 
+@contextlib.contextmanager
+def _in_time():
+    """Fail where the block waits: for a writer of a pipe, for the end of a file without one."""
+
+    def late(*_):
+        pytest.fail("it hangs")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.alarm(_DEADLINE_S)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
 @pytest.mark.parametrize(
     "command, damage, expected", CASES, ids=[f"{n:03d} {case[0][:40]}" for n, case in enumerate(CASES)]
 )
@@ -322,7 +342,8 @@ def test_wrong_input_is_one_line_and_changes_nothing(command, damage, expected, 
         damage(world)
     before = snapshot(world)
     try:
-        status = cli.main(shlex.split(command.replace("{d}", str(world))))
+        with _in_time():
+            status = cli.main(shlex.split(command.replace("{d}", str(world))))
     except SystemExit as end:  # argparse
         status = end.code
     said = capsys.readouterr()
@@ -333,7 +354,7 @@ def test_wrong_input_is_one_line_and_changes_nothing(command, damage, expected, 
 
 
 def test_there_are_enough_cases_and_each_command_has_some():
-    assert len(CASES) >= 150 and len({(command, expected, id(damage)) for command, damage, expected in CASES}) == len(
+    assert len(HOSTILE) >= 300 and len({(command, expected, id(damage)) for command, damage, expected in CASES}) == len(
         CASES
     )
     commands = (

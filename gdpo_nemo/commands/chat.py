@@ -82,13 +82,19 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
+_MOST_TOKENS = 10**9
+_LARGEST_SEED = 2**62
+
+
 def _check_numbers(arguments: argparse.Namespace) -> None:
     if arguments.temperature is not None and not 0 <= arguments.temperature < float("inf"):
         raise ConfigError(f"--temperature: must be 0 (greedy) or more, not {arguments.temperature:g}")
-    if arguments.max_new_tokens is not None and arguments.max_new_tokens < 1:
-        raise ConfigError(f"--max-new-tokens: must be at least 1, not {arguments.max_new_tokens}")
-    if arguments.seed is not None and arguments.seed < 0:
-        raise ConfigError(f"--seed: must be 0 or more, not {arguments.seed}")
+    if arguments.max_new_tokens is not None and not 1 <= arguments.max_new_tokens <= _MOST_TOKENS:
+        raise ConfigError(
+            f"--max-new-tokens: must be at least 1 and at most {_MOST_TOKENS:,}, not {arguments.max_new_tokens}"
+        )
+    if arguments.seed is not None and not 0 <= arguments.seed <= _LARGEST_SEED:
+        raise ConfigError(f"--seed: must be 0 or more and at most {_LARGEST_SEED:,}, not {arguments.seed}")
     if arguments.split is not None and arguments.row is None:
         raise ConfigError("--split: says of what --row is, which is not given")
 

@@ -13,6 +13,9 @@ from gdpo_nemo.errors import ConfigError
 _SHOWN_CHARACTERS = 40
 
 
+_MOST_ROWS = 1_000_000
+
+
 def add(commands) -> None:
     """Register ``env`` and its actions."""
     command = commands.add_parser("env", help="list, check or start environments")
@@ -64,8 +67,8 @@ def check(arguments: argparse.Namespace) -> int:
     """Verify a few rows and print every component; exit status 1 where a verdict failed."""
     from gdpo_nemo.commands.env_check import check_environment
 
-    if arguments.rows < 1:
-        raise ConfigError(f"--rows: must be at least 1, got {arguments.rows}")
+    if arguments.rows < 1 or arguments.rows > _MOST_ROWS:
+        raise ConfigError(f"--rows: must be at least 1 and at most {_MOST_ROWS:,}, got {arguments.rows}")
     options, environment, rows, key, rollout = _subject(arguments)
     found = check_environment(
         arguments.name,

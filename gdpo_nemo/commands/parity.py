@@ -108,8 +108,8 @@ def measure_parity(
     with phase("imports"):
         from gdpo_nemo.cluster.session import session
 
-    if not threshold >= 0:
-        raise ConfigError(f"--threshold: must be 0 or more, got {threshold:g}")
+    if not 0 <= threshold < float("inf"):
+        raise ConfigError(f"--threshold: must be 0 or more and finite, got {threshold:g}")
     sequences, recorded = _recorded(record) if record else (None, None)
     longest = max(map(len, sequences)) + 1 if sequences else 256  # one more: vLLM scores a sequence only by going on
     one, many = (standalone_config(model, text, precision, longest) for text in ("", layout))

@@ -80,8 +80,8 @@ def run(arguments: argparse.Namespace) -> int:
 def _check(arguments: argparse.Namespace) -> None:
     if arguments.sweep is not None and arguments.sweep < 1:
         raise ConfigError(f"--sweep: must be at least 1 GPU, got {arguments.sweep}")
-    if arguments.link is not None and not arguments.link > 0:
-        raise ConfigError(f"--link: must be more than 0 GB/s, got {arguments.link:g}")
+    if arguments.link is not None and not 0 < arguments.link <= 1e6:
+        raise ConfigError(f"--link: must be more than 0 and at most a million GB/s, got {arguments.link:g}")
 
 
 def _calibrate(arguments: argparse.Namespace) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -87,7 +88,7 @@ def _of_model(folder: Path) -> dict[str, Any]:
     """A config for a model outside of a run: its own precision, its ``generation_config.json``."""
     content = read_model_config(folder / "config.json")
     own = folder / "generation_config.json"
-    wished = read_model_config(own) if own.is_file() else {}
+    wished = read_model_config(own) if os.path.lexists(own) else {}
     return {
         "policy": {
             "model_name": str(folder),

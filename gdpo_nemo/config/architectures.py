@@ -129,9 +129,13 @@ def check_model_content(content: Mapping[str, Any]) -> Family:
     return family
 
 
+_LARGEST_SIZE = 2**31
+"""Of a vocabulary, a width or a number of layers; what is counted up to must end."""
+
+
 def _check_size(key: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise _refusal(f"{key} in the model's config.json must be a positive integer, got {value!r}")
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _LARGEST_SIZE:
+        raise _refusal(f"{key} in the model's config.json must be a positive integer, got {str(value)[:40]}")
 
 
 def num_experts(content: Mapping[str, Any]) -> int:

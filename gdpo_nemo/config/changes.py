@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Mapping
 
-from gdpo_nemo.config.load import config_to_dict
+from gdpo_nemo.config.load import config_to_dict, recorded
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.errors import ConfigError
 
@@ -50,7 +50,7 @@ def find_changes(before: Mapping[str, Any], config: Config) -> list[Change]:
     A key that is not in ``before`` had its default: the file may have been written before the key was introduced.
     """
     then = _flat(before)
-    now = _flat(config_to_dict(config))
+    now = _flat(recorded(config))
     defaults = _flat(config_to_dict(Config()))
     found = []
     for key in dict.fromkeys([*now, *then]):

@@ -16,6 +16,7 @@ from typing import Any
 
 from gdpo_nemo.config.files import find_file
 from gdpo_nemo.config.messages import nearest
+from gdpo_nemo.config.reading import read_bytes
 from gdpo_nemo.errors import ConfigError
 
 
@@ -114,7 +115,7 @@ def _module(module: str, beside: Path | None) -> ast.Module | None:
 @lru_cache(maxsize=32)
 def _parsed(file: Path, changed_ns: int) -> ast.Module:
     try:
-        return ast.parse(file.read_bytes())
+        return ast.parse(read_bytes(file))
     except OSError as error:
         raise ConfigError(f"{file} cannot be read ({error.strerror})") from None
     except (SyntaxError, ValueError) as error:

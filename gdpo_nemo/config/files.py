@@ -23,6 +23,7 @@ from gdpo_nemo.config.model_formats import Format, Source, recognise
 from gdpo_nemo.config.model_sources import described_by, source_fields
 from gdpo_nemo.config.peft_config import read_peft_adapter
 from gdpo_nemo.config.peft_matrices import check_continued, check_fit, read_shapes
+from gdpo_nemo.config.reading import read_text
 from gdpo_nemo.config.schema import Config, DatasetConfig
 from gdpo_nemo.config.stages import check_stages
 from gdpo_nemo.config.weight_files import check_weight_files
@@ -118,10 +119,10 @@ def _place(key: str, reference: str) -> tuple[Path, str, list[ast.stmt]]:
 
 def _parsed(key: str, path: Path) -> ast.Module:
     try:
-        return ast.parse(path.read_text(encoding="utf-8"))
+        return ast.parse(read_text(path))
     except OSError as error:
         raise ConfigError(f"{key}: {path} cannot be read ({error.strerror})") from None
-    except (SyntaxError, ValueError) as error:  # bad UTF-8 and NUL bytes are ValueErrors
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:  # bad UTF-8 and NUL bytes are ValueErrors
         raise ConfigError(f"{key}: {path} is not valid Python ({error})") from None
 
 
@@ -209,12 +210,16 @@ def check_model(config: Config, layout: Layout) -> None:
     folder = Path(config.policy.model_name)
     if config.policy.model_factory:
         find_function("policy.model_factory", config.policy.model_factory)
+    elif leads_nowhere(folder):
+        raise ConfigError(f"policy.model_name: {name} is a link that leads nowhere")
     elif not folder.exists() and not may_be_on_the_hub(name):
         raise ConfigError(
             f"policy.model_name: {name} is neither a folder nor a hub name (organisation/model); "
             "policy.model_factory can make it"
         )
     source = model_source(config)
+    if source is None and folder.exists() and not folder.is_dir():
+        raise ConfigError(f"policy.model_name: {name} is no folder, and no file of a model that is read")
     content = known_model_config(config)
     if content is not None:
         check_model_content(content)
@@ -317,6 +322,8 @@ def check_tokenizer(config: Config) -> None:
     if folder.is_dir():
         if not any((folder / file).is_file() for file in _TOKENIZER_FILES):
             raise ConfigError(f"policy.tokenizer_name: {folder} holds no tokenizer ({', '.join(_TOKENIZER_FILES)})")
+    elif name is not None and leads_nowhere(folder):
+        raise ConfigError(f"policy.tokenizer_name: {name} is a link that leads nowhere")
     elif name is not None and not may_be_on_the_hub(name):
         raise ConfigError(f"policy.tokenizer_name: {name} is neither a folder nor a hub name (organisation/model)")
 
@@ -364,6 +371,10 @@ def _check_place(key: str, place: str) -> None:
             raise ConfigError(f"{key}: {path} must end with one of {', '.join(DATA_SUFFIXES)}")
         if path.stat().st_size == 0:
             raise ConfigError(f"{key}: {path} is empty")
+    elif path.exists() and not path.is_dir():
+        raise ConfigError(f"{key}: {path} is a pipe or a device, and no file")
+    elif leads_nowhere(path):
+        raise ConfigError(f"{key}: {path} is a link that leads nowhere")
     elif is_local(place):
         return
     elif path.suffix in DATA_SUFFIXES or not may_be_on_the_hub(place.partition(":")[0]):
@@ -378,6 +389,11 @@ def is_rows_function(place: str) -> bool:
 def is_local(path: str) -> bool:
     """Whether the data ``path`` is a file here, or a folder, be it of one configuration (``folder:configuration``)."""
     return Path(path).expanduser().exists() or Path(path.partition(":")[0]).expanduser().is_dir()
+
+
+def leads_nowhere(path: Path) -> bool:
+    """Whether a link is there and nothing behind it: no name that the hub should be asked for."""
+    return os.path.lexists(path) and not os.path.exists(path)
 
 
 def may_be_on_the_hub(name: str) -> bool:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Mapping
 
+from gdpo_nemo.config.reading import open_file
 from gdpo_nemo.errors import ConfigError
 
 MAGIC = b"GGUF"
@@ -72,7 +73,7 @@ def read_gguf_header(file: Path, key: str) -> GgufHeader:
         ConfigError: the file is damaged, cut off, one part of several, or has tensors of a type that is not read.
     """
     try:
-        with file.open("rb") as stream:
+        with open_file(file) as stream:
             header = _read(stream, key, file)
     except OSError as error:
         raise ConfigError(f"{key}: {file} cannot be read ({error.strerror})") from None

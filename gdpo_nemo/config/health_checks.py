@@ -57,7 +57,7 @@ def _read_check(item: Any, window: int, where: str) -> Check:
         raise ConfigError(f"{where}: expected metric, at and some of {', '.join(names[2:])}")
     check = Check(**{"window": window, **item})
     numbers = [value for value in (check.min, check.max) if value is not None]
-    if not numbers or not all(isinstance(v, (int, float)) and not isinstance(v, bool) for v in numbers):
+    if not numbers or not all(isinstance(v, (int, float)) and not isinstance(v, bool) and v == v for v in numbers):
         raise ConfigError(f"{where}: needs min or max, as numbers")
     if not isinstance(check.metric, str):
         raise ConfigError(f"{where}: metric is the name of a metric, got {check.metric!r}")

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
+from gdpo_nemo.config.reading import parse_json, read_text
 from gdpo_nemo.errors import ConfigError
 
 
@@ -19,10 +19,10 @@ def read_json_object(file: Path, key: str) -> dict[str, Any]:
         ConfigError: the file cannot be read, or holds something else.
     """
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = parse_json(read_text(file))
     except OSError as error:
         raise ConfigError(f"{key}: {file} cannot be read ({error.strerror})") from None
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise ConfigError(f"{key}: {file} is not valid JSON ({error})") from None
     if not isinstance(content, dict):
         raise ConfigError(f"{key}: {file} is not a JSON object")

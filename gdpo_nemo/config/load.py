@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import io
 import math
 import os
+import re
 from pathlib import Path
 from typing import Any, Mapping, Sequence, Union, cast, get_args, get_origin, get_type_hints
 
@@ -22,6 +24,7 @@ from gdpo_nemo.config.algorithm_choice import declares_sampling
 from gdpo_nemo.config.choices import CHOICES, OWN_FUNCTIONS
 from gdpo_nemo.config.files import DEMO, REPOSITORY, find_file
 from gdpo_nemo.config.messages import message_line
+from gdpo_nemo.config.reading import check_yaml, read_text
 from gdpo_nemo.config.reward_weights import weights_beside_rewards
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.errors import ConfigError
@@ -126,6 +129,56 @@ def config_to_dict(config: Config) -> dict[str, Any]:
     return dataclasses.asdict(config)
 
 
+_WRITTEN: dict[tuple[Any, ...], tuple[Any, str]] = {}
+"""By its place in a config that this process built: a value that came from the environment, and the text it came by."""
+_PASSWORD = re.compile(r"(://[^/\s:@]+):[^/\s@]+@")
+_SHORTEST_SECRET = 6
+
+
+def recorded(config: Config) -> dict[str, Any]:
+    """The config as it may be shown and kept: what came from the environment (``${oc.env:NAME}``) stands as it was
+    written, and passwords in URLs are masked."""
+    content = config_to_dict(config)
+    for place, (value, written) in _WRITTEN.items():
+        node: Any = content
+        for name in place[:-1]:
+            inside = isinstance(node, dict) or (isinstance(node, list) and isinstance(name, int) and name < len(node))
+            node = node[name] if inside and (isinstance(node, list) or name in node) else None
+        if isinstance(node, (dict, list)) and _leaves(node).get((place[-1],)) == value:
+            node[place[-1]] = written
+    return cast(dict[str, Any], _masked(content))
+
+
+def _masked(node: Any) -> Any:
+    if isinstance(node, dict):
+        return {key: _masked(value) for key, value in node.items()}
+    if isinstance(node, list):
+        return [_masked(value) for value in node]
+    return _PASSWORD.sub(r"\1:***@", node) if isinstance(node, str) else node
+
+
+def _leaves(node: Any, place: tuple[Any, ...] = ()) -> dict[tuple[Any, ...], Any]:
+    """The values in a tree of dictionaries and lists, by their place."""
+    if not isinstance(node, (dict, list)):
+        return {place: node}
+    branches = node.items() if isinstance(node, dict) else enumerate(node)
+    return {inner: value for name, branch in branches for inner, value in _leaves(branch, (*place, name)).items()}
+
+
+def _note_environment(before: Any, after: Any) -> None:
+    """Remember which values of a config come from the environment, be it by way of another value."""
+    resolved = _leaves(after)
+    texts = {place: text for place, text in _leaves(before).items() if isinstance(text, str) and "${" in text}
+    direct = {place for place, text in texts.items() if "${oc.env:" in text}
+    secrets = [str(resolved[place]) for place in direct if place in resolved]
+    secrets = [secret for secret in secrets if len(secret) >= _SHORTEST_SECRET]
+    for place, text in texts.items():
+        if place not in resolved:
+            continue
+        if place in direct or any(secret in str(resolved[place]) for secret in secrets):
+            _WRITTEN[place] = (resolved[place], text)
+
+
 def save_config(config: Config, path: str | Path) -> None:
     """Write the resolved config as YAML. The file appears whole or not at all."""
     path = Path(path)
@@ -136,8 +189,9 @@ def save_config(config: Config, path: str | Path) -> None:
 
 
 def to_yaml(config: Config) -> str:
-    """The resolved config as YAML text that ``load_config`` reads back to an equal config."""
-    return OmegaConf.to_yaml(OmegaConf.create(config_to_dict(config)))
+    """The resolved config as YAML text that ``load_config`` reads back to an equal config, where the environment is the
+    same (see ``recorded``)."""
+    return OmegaConf.to_yaml(OmegaConf.create(recorded(config)))
 
 
 def _read_with_parents(path: Path, children: tuple[Path, ...]) -> list[tuple[str, dict[str, Any]]]:
@@ -167,7 +221,9 @@ def _parent(path: Path, name: str) -> Path:
 
 def _read_yaml(path: Path) -> dict[str, Any]:
     try:
-        content = OmegaConf.load(path)
+        text = read_text(path)
+        check_yaml(text)
+        content = OmegaConf.load(io.StringIO(text))
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such config file{_nearest_file(path)}") from None
     except (OSError, UnicodeDecodeError) as error:
@@ -176,8 +232,8 @@ def _read_yaml(path: Path) -> dict[str, Any]:
         raise ConfigError(_yaml_message(error, path)) from None
     except OmegaConfBaseException as error:
         raise ConfigError(f"{path}: {message_line(error)}") from None
-    except RecursionError:
-        raise ConfigError(f"{path}: an alias holds itself") from None
+    except ValueError as error:  # a number of thousands of digits
+        raise ConfigError(f"{path}: {message_line(error)}") from None
     if not isinstance(content, DictConfig):
         raise ConfigError(f"{path}: expected sections (run:, gdpo:, policy:, ...), found a list")
     return cast(dict[str, Any], OmegaConf.to_container(content, resolve=False))
@@ -188,8 +244,9 @@ def _read_override(text: str) -> tuple[str, dict[str, Any]]:
     if not equals or not all(key.split(".")):
         raise ConfigError(f"{text}: an override is written section.key=value")
     try:
+        check_yaml(text.partition("=")[2])
         content = OmegaConf.from_dotlist([text])
-    except yaml.YAMLError:
+    except (yaml.YAMLError, ValueError):
         raise ConfigError(f"{key}: {text.partition('=')[2]!r} is not a YAML value (quote it?)") from None
     except OmegaConfBaseException as error:
         raise ConfigError(f"{key}: {message_line(error)}") from None
@@ -207,9 +264,11 @@ def build_config(merged: DictConfig) -> Config:
         missing = sorted(OmegaConf.missing_keys(merged))
         if missing:
             raise ConfigError(f"{missing[0]}: must be set (gdpo-nemo explain {missing[0]} says what it is)")
+        written = OmegaConf.to_container(merged)
         OmegaConf.resolve(merged)
         config = cast(Config, OmegaConf.to_object(merged))
         content = OmegaConf.to_container(merged)
+        _note_environment(written, content)
     except OmegaConfBaseException as error:
         raise _translated(error, "") from None
     _check(content, Config, "", "")

@@ -6,7 +6,6 @@ A Hugging Face folder is what a run works with. The formats of ``Format`` are ma
 
 from __future__ import annotations
 
-import json
 import tarfile
 import zipfile
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from pathlib import Path
 
 from gdpo_nemo.config.gguf_header import MAGIC
 from gdpo_nemo.config.peft_config import CONFIG as PEFT_CONFIG
+from gdpo_nemo.config.reading import parse_json, read_text
 from gdpo_nemo.errors import ConfigError
 
 _NEWEST = "latest_checkpointed_iteration.txt"
@@ -88,7 +88,7 @@ def _distributed(folder: Path, key: str) -> Path:
             "save it with --ckpt-format torch_dist"
         )
     try:
-        backend = json.loads((folder / "metadata.json").read_text())["sharded_backend"]
+        backend = parse_json(read_text(folder / "metadata.json"))["sharded_backend"]
     except (OSError, ValueError, KeyError, TypeError):
         raise ConfigError(
             f"{key}: {folder} has no metadata.json of Megatron-core, its checkpoint is not whole"

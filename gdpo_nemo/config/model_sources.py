@@ -14,6 +14,7 @@ from gdpo_nemo.config.json_files import read_json_object
 from gdpo_nemo.config.megatron_keys import model_tensors
 from gdpo_nemo.config.model_formats import Format, Source
 from gdpo_nemo.config.peft_config import PeftAdapter, read_peft_adapter
+from gdpo_nemo.config.reading import parse_yaml, read_text
 from gdpo_nemo.errors import ConfigError
 
 COMPANION = "hf"
@@ -92,7 +93,7 @@ def _model_of_run(checkpoint: Path) -> str:
     """``policy.model_name`` of the run that a checkpoint lies in, or nothing."""
     file = checkpoint.resolve().parent.parent / "config.yaml"
     try:
-        return str(yaml.safe_load(file.read_text(encoding="utf-8"))["policy"]["model_name"])
+        return str(parse_yaml(read_text(file))["policy"]["model_name"])
     except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError):
         return ""
 
@@ -100,8 +101,7 @@ def _model_of_run(checkpoint: Path) -> str:
 def _trained_as(source: Source) -> str:
     """What NeMo 2 says that the model is, in brackets: a name read as text, which imports and runs nothing."""
     try:
-        text = (source.root / "context" / "model.yaml").read_text(encoding="utf-8")
-        content = yaml.safe_load(text)
+        content = parse_yaml(read_text(source.root / "context" / "model.yaml"))
         section = content.get("config", content)
         names = [str(part["_target_"]).rpartition(".")[2] for part in (content, section) if "_target_" in part]
     except (OSError, ValueError, AttributeError, TypeError, KeyError, yaml.YAMLError):

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
+import os
 import pickle
 import sys
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Callable, Iterable
+from typing import Any, Callable, Iterable, Iterator, NoReturn
 
 from gdpo_nemo.config.files import find_file
 from gdpo_nemo.config.messages import first_line, nearest
@@ -56,10 +58,13 @@ def place_of(found: type) -> str:
 def _unpickled(place: str, name: str) -> Any:
     """The object of that name in the dictionary in the file. Like a module, the file is code, and trusted."""
     try:
-        objects = pickle.loads(Path(place).read_bytes())
+        with staying():
+            objects = pickle.loads(Path(place).read_bytes())
     except FileNotFoundError:
         raise ConfigError(f"no such file: {place}") from None
-    except Exception as error:  # an object's parts are imported, which may raise anything
+    except BaseException as error:  # an object's parts are imported, which may raise anything
+        if isinstance(error, KeyboardInterrupt):
+            raise
         raise ConfigError(
             f"cannot read the objects in {place}: {first_line(error)}; they need the modules and the Python that they "
             "were written with"
@@ -93,10 +98,32 @@ def absolute_place(name: str) -> str:
     return f"{found.resolve()}{colon}{function}" if found else name
 
 
+@contextlib.contextmanager
+def staying() -> Iterator[None]:
+    """Have ``os._exit``, called by somebody's code in the block, raise SystemExit: it would end the process with the
+    status that it is given, 0 for instance, and without a word. Processes that this code forks end as they like."""
+    leave = os._exit
+    here = os.getpid()
+
+    def refuse(status: int) -> NoReturn:
+        if os.getpid() != here:
+            leave(status)
+        raise SystemExit(f"it calls os._exit({status!r})")
+
+    os._exit = refuse
+    try:
+        yield
+    finally:
+        os._exit = leave
+
+
 def _load_module(place: str) -> ModuleType:
     try:
-        return importlib.import_module(place)
-    except (Exception, SystemExit) as error:  # the module is the user's: whatever its import raises is theirs to read
+        with staying():
+            return importlib.import_module(place)
+    except BaseException as error:  # the module is the user's: whatever its import raises is theirs to read
+        if isinstance(error, KeyboardInterrupt):
+            raise
         raise ConfigError(f"cannot import {place}: {first_line(error)}") from error
 
 
@@ -116,13 +143,16 @@ def _load_file(place: str) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:
-        try:
-            spec.loader.exec_module(module)
-        except ModuleNotFoundError as error:
-            if not offered(error):
-                raise
-            spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
+        with staying():
+            try:
+                spec.loader.exec_module(module)
+            except ModuleNotFoundError as error:
+                if not offered(error):
+                    raise
+                spec.loader.exec_module(module)
+    except BaseException as error:
         del sys.modules[name]
+        if isinstance(error, KeyboardInterrupt):
+            raise
         raise ConfigError(f"cannot import {place}: {first_line(error)}") from error
     return module

@@ -6,8 +6,8 @@ Run by ``--dry-run`` and at the start of every run. Looks at files on this machi
 from __future__ import annotations
 
 import difflib
-import math
-from typing import Callable, Sequence
+import os
+import re
 
 from gdpo_nemo.config.algorithm_choice import samples
 from gdpo_nemo.config.choices import LORA_TARGETS
@@ -19,6 +19,7 @@ from gdpo_nemo.config.layout import Layout, resolve_layout, updates_per_step
 from gdpo_nemo.config.objective_checks import check_learning
 from gdpo_nemo.config.placement import Places, joined, place
 from gdpo_nemo.config.prompt_sharing import check_prompt_sharing
+from gdpo_nemo.config.ranges import check_ranges as check_ranges
 from gdpo_nemo.config.reuse_checks import check_reuse
 from gdpo_nemo.config.rollout_bounds import check_rollout_bounds
 from gdpo_nemo.config.schema import Config, DatasetConfig
@@ -27,43 +28,11 @@ from gdpo_nemo.config.transports import check_transport
 from gdpo_nemo.config.turn_limits import check_turns_kept
 from gdpo_nemo.errors import ConfigError
 
-_AT_LEAST_ONE = (
-    "gdpo.num_prompts_per_step", "gdpo.max_num_steps", "gdpo.max_num_epochs", "gdpo.val_prompts",
-    "gdpo.val_generations_per_prompt",
-    "gdpo.max_skipped_steps", "gdpo.dynamic_sampling.max_rounds", "gdpo.dynamic_sampling.batch_multiplier",
-    "loss_fn.constant_length",
-    "policy.max_total_sequence_length", "policy.train_global_batch_size", "policy.micro_batch_tokens",
-    "policy.num_threads", "policy.megatron_cfg.tensor_model_parallel_size",
-    "policy.megatron_cfg.pipeline_model_parallel_size", "policy.megatron_cfg.virtual_pipeline_model_parallel_size",
-    "policy.megatron_cfg.num_layers_in_first_pipeline_stage", "policy.megatron_cfg.num_layers_in_last_pipeline_stage",
-    "policy.megatron_cfg.context_parallel_size", "policy.megatron_cfg.expert_model_parallel_size",
-    "policy.megatron_cfg.expert_tensor_parallel_size", "policy.megatron_cfg.data_parallel_size",
-    "policy.megatron_cfg.scheduler.lr_decay_steps", "policy.generation.engines", "policy.generation.max_new_tokens",
-    "policy.generation.vllm_cfg.tensor_parallel_size", "policy.generation.vllm_cfg.kv_cache_memory_bytes",
-    "policy.generation.vllm_cfg.max_num_seqs", "rollout.env_workers", "rollout.turns.max_turns",
-    "rollout.turns.max_tokens", "rollout.window", "rollout.sync_every",
-    "rollout.replay_buffer.reuse", "rollout.replay_buffer.max_age", "gdpo.dynamic_sampling.max_rerolls",
-    "data.train.size", "data.validation.size", "weights.bucket_mib", "cluster.num_nodes", "cluster.cpus_per_node",
-    "checkpointing.save_period", "checkpointing.keep_last",
-)  # fmt: skip
-_NOT_NEGATIVE = (
-    "run.seed", "policy.lora.rank", "gdpo.val_period", "gdpo.val_temperature", "loss_fn.ratio_clip_min",
-    "loss_fn.ratio_clip_max",
-    "loss_fn.reference_policy_kl_penalty", "loss_fn.off_policy.ratio_min", "policy.megatron_cfg.optimizer.lr",
-    "policy.megatron_cfg.optimizer.min_lr", "policy.megatron_cfg.optimizer.weight_decay",
-    "policy.megatron_cfg.optimizer.clip_grad", "policy.megatron_cfg.scheduler.lr_warmup_init",
-    "policy.megatron_cfg.scheduler.lr_warmup_steps",
-    "rollout.replay_buffer.groups", "gdpo.dynamic_sampling.reroll_after",
-    "rollout.max_staleness", "rollout.max_env_failure_share", "cluster.gpus_per_node", "cluster.env_nodes",
-    "checkpointing.keep_best",
-)  # fmt: skip
-_POSITIVE = (
-    "gdpo.epsilon", "gdpo.kl_in_reward", "policy.lora.alpha", "loss_fn.kl_input_clamp_value",
-    "loss_fn.kl_output_clamp_value",
-    "loss_fn.target_temperature", "loss_fn.off_policy.ratio_max", "policy.generation.temperature",
-    "policy.generation.parity_limit", "policy.megatron_cfg.optimizer.adam_eps", "rollout.env_timeout_s",
-    "rollout.generation_timeout_s", "rollout.train_timeout_s", "rollout.group_timeout_s",
-)  # fmt: skip
+_LARGEST_WEIGHT = 1e12
+_LONGEST_NAME = 255
+_LONGEST_PATH = 3000
+"""Bytes; Linux takes 4096, names of a run's files included."""
+_RUN_NAME = re.compile(r"(?!/)(?!.*(^|/)\.\.(/|$))[^\x00-\x1f\x7f]*")
 
 
 def validate(config: Config) -> list[str]:
@@ -101,6 +70,11 @@ def _check_names(config: Config) -> None:
     for key in ("run.name", "run.dir", "policy.model_name"):
         if not value_of(config, key).strip():
             raise ConfigError(f"{key}: must not be empty")
+    if not _RUN_NAME.fullmatch(config.run.name):
+        raise ConfigError(
+            f"run.name: {config.run.name!r} must not lead out of the folder of the runs; run.dir takes any folder"
+        )
+    _check_run_dir(config.run.dir)
     for name in config.gdpo.rewards:
         if not name or "/" in name or name == "total":
             raise ConfigError(
@@ -109,30 +83,22 @@ def _check_names(config: Config) -> None:
             )
 
 
-def check_ranges(config: Config) -> None:
-    """Refuses numbers outside the range of their key. Raises ConfigError."""
-    bounds: tuple[tuple[Sequence[str], Callable[[float], bool], str], ...] = (
-        (_AT_LEAST_ONE, lambda v: v >= 1, "at least 1"),
-        (_NOT_NEGATIVE, lambda v: v >= 0, "0 or more"),
-        (_POSITIVE, lambda v: v > 0, "more than 0"),
-    )
-    for keys, good, rule in bounds:
-        for key in keys:
-            value = value_of(config, key)
-            if value is not None and not good(value):
-                raise ConfigError(f"{key}: must be {rule}, got {value}")
-    generation = config.policy.generation
-    loss = config.loss_fn
-    if not 0 <= config.rollout.endpoint.port <= 65535:
-        raise ConfigError(f"rollout.endpoint.port: must be 0 (any) to 65535, got {config.rollout.endpoint.port}")
-    if not 0 < generation.top_p <= 1:
-        raise ConfigError(f"policy.generation.top_p: must be above 0 and at most 1, got {generation.top_p}")
-    if generation.top_k != -1 and generation.top_k < 1:
-        raise ConfigError(f"policy.generation.top_k: must be -1 (all) or at least 1, got {generation.top_k}")
-    if not 0 < generation.vllm_cfg.gpu_memory_utilization <= 1:
-        raise ConfigError("policy.generation.vllm_cfg.gpu_memory_utilization: must be above 0 and at most 1")
-    if loss.ratio_clip_min > 1:
-        raise ConfigError(f"loss_fn.ratio_clip_min: must be at most 1, got {loss.ratio_clip_min}")
+_SYSTEM = ("/bin", "/boot", "/dev", "/etc", "/lib", "/lib64", "/proc", "/run/systemd", "/sbin", "/sys", "/usr/bin",
+           "/usr/lib", "/usr/sbin")  # fmt: skip
+
+
+def _check_run_dir(folder: str) -> None:
+    """Refuse a folder that no run can be meant to write. Raises ConfigError."""
+    if any(ord(letter) < 32 or ord(letter) == 127 for letter in folder):
+        raise ConfigError(f"run.dir: {folder!r} has characters that no path should have")
+    if len(os.fsencode(folder)) > _LONGEST_PATH:
+        raise ConfigError(f"run.dir: is longer than {_LONGEST_PATH} bytes")
+    if any(len(os.fsencode(part)) > _LONGEST_NAME for part in folder.split("/")):
+        raise ConfigError(f"run.dir: has a name of more than {_LONGEST_NAME} bytes in it")
+    path = os.path.realpath(folder)
+    below = [place for place in _SYSTEM if path == place or path.startswith(place + "/")]
+    if path == "/" or (below and not path.startswith("/dev/shm/")):
+        raise ConfigError(f"run.dir: {folder} is of the system, and no folder of a run")
 
 
 def _check_rewards(config: Config) -> None:
@@ -149,8 +115,8 @@ def _check_rewards(config: Config) -> None:
     if not rewards:
         raise ConfigError("gdpo.rewards: names no component; write {component: weight}")
     for name, weight in rewards.items():
-        if not math.isfinite(weight):
-            raise ConfigError(f"gdpo.rewards.{name}: the weight must be finite, got {weight}")
+        if not abs(weight) <= _LARGEST_WEIGHT:
+            raise ConfigError(f"gdpo.rewards.{name}: the weight must be finite and below 1e12, got {str(weight)[:40]}")
     if not any(rewards.values()):
         raise ConfigError("gdpo.rewards: every weight is 0, so nothing would be learnt")
 

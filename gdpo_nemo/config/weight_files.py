@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
+from gdpo_nemo.config.reading import open_file, parse_json, read_text
 from gdpo_nemo.errors import ConfigError
 
 _INDEX = "model.safetensors.index.json"
@@ -43,7 +43,7 @@ def _indexed(index: Path) -> list[str]:
     if not index.exists():
         return []
     try:
-        names = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+        names = parse_json(read_text(index))["weight_map"].values()
         return sorted({str(name) for name in names})
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"policy.model_name: {index} is no index of weights ({type(error).__name__})") from None
@@ -78,11 +78,11 @@ def _header(file: Path) -> tuple[int, dict[str, Any]]:
     Raises OSError, or ValueError: it is no such file.
     """
     size = file.stat().st_size
-    with file.open("rb") as opened:
+    with open_file(file) as opened:
         length = int.from_bytes(opened.read(8), "little")
         if size < 8 or not 2 <= length <= min(size - 8, _HEADER_LIMIT):
             raise ValueError("no header")
-        header = json.loads(opened.read(length))
+        header = parse_json(opened.read(length))
     return 8 + length, {name: entry for name, entry in header.items() if name != "__metadata__"}
 
 

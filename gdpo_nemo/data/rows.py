@@ -4,7 +4,6 @@ function, or an environment that makes its own. Needs no tokenizer, so that a dr
 
 from __future__ import annotations
 
-import json
 from itertools import islice
 from pathlib import Path
 from typing import Any, Iterator, Mapping
@@ -12,6 +11,7 @@ from typing import Any, Iterator, Mapping
 from gdpo_nemo.config.files import DATA_SUFFIXES, check_data_file, data_places, is_rows_function
 from gdpo_nemo.config.messages import first_line, nearest
 from gdpo_nemo.config.objects import load_object
+from gdpo_nemo.config.reading import open_file, parse_json
 from gdpo_nemo.config.schema import DatasetConfig
 from gdpo_nemo.errors import ConfigError
 
@@ -149,13 +149,13 @@ def _rows_of_function(place: str, key: str) -> list[Row]:
 
 
 def _read_jsonl(path: Path) -> Iterator[Row]:
-    with path.open("rb") as file:
+    with open_file(path) as file:
         for number, line in enumerate(file, start=1):
             if not line.strip():
                 continue
             try:
-                row = json.loads(line)
-            except (ValueError, RecursionError) as error:  # both bad JSON and bad UTF-8 are ValueErrors
+                row = parse_json(line)
+            except ValueError as error:  # both bad JSON and bad UTF-8 are ValueErrors
                 raise ConfigError(f"{path}:{number}: not valid JSON: {error}") from error
             if not isinstance(row, dict):
                 raise ConfigError(f"{path}:{number}: a row must be a JSON object, not {type(row).__name__}")
@@ -164,8 +164,8 @@ def _read_jsonl(path: Path) -> Iterator[Row]:
 
 def _read_json(path: Path) -> Iterator[Row]:
     try:
-        rows = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
+        rows = parse_json(path.read_bytes())
+    except ValueError as error:
         raise ConfigError(f"{path}: not valid JSON: {error}") from error
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise ConfigError(f"{path}: must hold a list of JSON objects")

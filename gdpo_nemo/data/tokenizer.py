@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import importlib
-import json
 import os
 from pathlib import Path
 from typing import Any
 
 from gdpo_nemo.config.messages import first_line
+from gdpo_nemo.config.reading import parse_json, read_text
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.errors import ConfigError
 
@@ -28,9 +28,12 @@ def load_tokenizer(config: Config, folder: str | Path) -> Any:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     name = config.policy.tokenizer_name or folder
     try:
-        return _class_for(Path(name)).from_pretrained(name)
+        tokenizer = _class_for(Path(name)).from_pretrained(name)
     except Exception as error:  # noqa: BLE001 - damaged files raise many kinds, the Rust library's among them
         raise ConfigError(f"policy.tokenizer_name: no tokenizer in {name} ({first_line(error)})") from None
+    if len(tokenizer) <= len(tokenizer.all_special_ids):  # what transformers makes where the vocabulary is missing
+        raise ConfigError(f"policy.tokenizer_name: the tokenizer in {name} has no vocabulary")
+    return tokenizer
 
 
 def _class_for(folder: Path) -> Any:
@@ -50,7 +53,7 @@ def _known_class(folder: Path) -> tuple[str, str] | None:
     files = [folder / name for name in ("config.json", "tokenizer_config.json", "tokenizer.json")]
     if not all(file.is_file() for file in files):
         return None
-    model, settings = (json.loads(file.read_text()) for file in files[:2])
+    model, settings = (parse_json(read_text(file)) for file in files[:2])
     if "auto_map" in settings:  # code of the folder's own
         return None
     return _CLASSES.get((model.get("model_type"), str(settings.get("tokenizer_class")).removesuffix("Fast")))

@@ -28,8 +28,6 @@ from gdpo_nemo.errors import ConfigError
 Reply = TypeVar("Reply")
 
 CONNECT_S = 10.0
-_KEEP_ALIVE_S = 4.0
-"""Idle connections are dropped before uvicorn, which waits 5 s, drops them."""
 _ERROR_BYTES = 16 * 1024
 _COOKIES = 16
 _COOKIE_BYTES = 4096
@@ -148,7 +146,9 @@ class HttpClient:
     def _new_session(self) -> aiohttp.ClientSession:
         _raise_file_limit(self._concurrency + _SPARE_FILES)
         return aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, limit_per_host=self._concurrency, keepalive_timeout=_KEEP_ALIVE_S),
+            # A connection a request: what a server sends late, or twice, on one that is kept would be the reply to the
+            # next trajectory. Nothing in HTTP says to which request a reply belongs.
+            connector=aiohttp.TCPConnector(limit=0, limit_per_host=self._concurrency, force_close=True),
             cookie_jar=aiohttp.DummyCookieJar(),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
             auto_decompress=False,  # a compressed reply could unfold to any size

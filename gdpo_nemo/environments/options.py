@@ -8,6 +8,8 @@ from typing import Any, Mapping
 from gdpo_nemo.config.messages import nearest
 from gdpo_nemo.errors import ConfigError
 
+_LARGEST = 10**15
+
 
 def read_options(environment: str, options: Mapping[str, Any] | None, **defaults: Any) -> SimpleNamespace:
     """The defaults overridden by ``options``.
@@ -22,6 +24,10 @@ def read_options(environment: str, options: Mapping[str, Any] | None, **defaults
         if not _same_kind(value, defaults[key]):
             expected = type(defaults[key]).__name__
             raise ConfigError(f"environment {environment}: option {key} must be of type {expected}, not {value!r}")
+        if isinstance(value, (int, float)) and not abs(value) <= _LARGEST:  # not a number, above all
+            raise ConfigError(
+                f"environment {environment}: option {key} must be at most {_LARGEST:,}, not {value!r:.40}"
+            )
         values[key] = value
     return SimpleNamespace(**values)
 

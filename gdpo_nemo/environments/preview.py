@@ -12,6 +12,7 @@ from typing import Any, Mapping
 from gdpo_nemo.config.files import find_file
 from gdpo_nemo.config.messages import nearest
 from gdpo_nemo.config.objects import PICKLE, is_reference
+from gdpo_nemo.config.reading import read_bytes
 from gdpo_nemo.environments.base import declared
 from gdpo_nemo.environments.registry import (
     BUILT_IN,
@@ -67,7 +68,7 @@ def _check_place(key: str, place: str, what: str, known: Any) -> None:
     if file is None:
         raise ConfigError(f"{key}: no such file: {module}")
     try:
-        body = ast.parse(file.read_bytes()).body
+        body = ast.parse(read_bytes(file)).body
     except (SyntaxError, ValueError) as error:
         raise ConfigError(f"{key}: {module} is not valid Python ({error})") from None
     names = _defined(body)

@@ -121,8 +121,8 @@ def own_workers(name: str, options: Mapping[str, Any] | None) -> int | None:
     Raises ConfigError where that is no positive integer.
     """
     number = (options or {}).get("num_workers")
-    if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
-        raise ConfigError(f"env.{name}.num_workers: must be a number of processes, at least 1, not {number!r}")
+    if number is not None and (isinstance(number, bool) or not isinstance(number, int) or not 1 <= number <= 4096):
+        raise ConfigError(f"env.{name}.num_workers: must be a number of processes, 1 to 4096, not {str(number)[:40]}")
     return number
 
 

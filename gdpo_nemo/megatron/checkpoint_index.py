@@ -245,5 +245,5 @@ def install() -> None:
         else:
             self.state_dict[name] = found
 
-    FileSystemReader.read_metadata = read_metadata
-    DefaultLoadPlanner.load_bytes = load_bytes
+    FileSystemReader.read_metadata = read_metadata  # type: ignore[method-assign]  # the readers are made inside torch
+    DefaultLoadPlanner.load_bytes = load_bytes  # type: ignore[method-assign]

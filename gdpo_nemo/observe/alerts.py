@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from gdpo_nemo.config.reading import parse_json
 from gdpo_nemo.errors import RunError
 from gdpo_nemo.observe.metrics import read_lines
 
@@ -31,7 +32,7 @@ def read_alerts(run_dir: str | Path) -> list[dict[str, Any]]:
 
 def _alert(line: bytes, where: str) -> dict[str, Any]:
     try:
-        alert = json.loads(line)
+        alert = parse_json(line)
     except ValueError:
         alert = None
     if not isinstance(alert, dict) or not {"step", "text"} <= set(alert):

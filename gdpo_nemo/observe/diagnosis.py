@@ -23,6 +23,7 @@ from typing import Any
 
 import psutil
 
+from gdpo_nemo.config.reading import parse_json, read_text
 from gdpo_nemo.errors import ConfigError
 from gdpo_nemo.observe.status import FILE
 
@@ -103,7 +104,7 @@ def examine(run_dir: str | Path, out: str | Path | None = None) -> Diagnosis:
     """
     run_dir = Path(run_dir)
     try:
-        status = json.loads((run_dir / FILE).read_text())
+        status = parse_json(read_text(run_dir / FILE))
     except (OSError, ValueError):
         raise ConfigError(f"{run_dir}: no {FILE}; it is written while a run is under way") from None
     if not isinstance(status, dict) or not {"time", "host", "driver", "waits"} <= set(status):

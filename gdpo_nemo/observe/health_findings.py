@@ -6,6 +6,7 @@ that hold for every run. A file may be named instead.
 
 from __future__ import annotations
 
+import io
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Sequence
@@ -18,6 +19,7 @@ from yaml import YAMLError
 
 from gdpo_nemo.config.health_checks import Check, read_checks
 from gdpo_nemo.config.load import load_config
+from gdpo_nemo.config.reading import check_yaml, read_text
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.errors import ConfigError, RunError
 from gdpo_nemo.observe.history import WINDOW, History
@@ -44,7 +46,9 @@ def load_thresholds(path: str | Path) -> list[Check]:
         ConfigError: it does not exist or a check is not written as ``Check`` says.
     """
     try:
-        content: Any = OmegaConf.to_container(OmegaConf.load(path))
+        text = read_text(path)
+        check_yaml(text)
+        content: Any = OmegaConf.to_container(OmegaConf.load(io.StringIO(text)))
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from None
     except UnicodeDecodeError as error:

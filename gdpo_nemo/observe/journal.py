@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, Sequence, runtime_checkable
 
+from gdpo_nemo.config.reading import parse_json
 from gdpo_nemo.data.records import Group, Trajectory
 from gdpo_nemo.errors import RunError
 from gdpo_nemo.observe.metrics import read_lines
@@ -115,7 +116,7 @@ def read_journal(run_dir: str | Path) -> list[JournalEntry]:
     entries = []
     for number, line in enumerate(lines, start=1):
         try:
-            entries.append(JournalEntry(**json.loads(line)))
+            entries.append(JournalEntry(**parse_json(line)))
         except (TypeError, ValueError):
             if number < len(lines):  # The last piece follows the last newline: torn, or empty.
                 raise RunError(f"{path}, line {number}: not a step of a journal") from None

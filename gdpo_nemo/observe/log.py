@@ -13,9 +13,10 @@ from typing import Any, Callable, Mapping, Sequence
 
 import numpy as np
 
-from gdpo_nemo.config.load import config_to_dict
+from gdpo_nemo.config.load import recorded
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.data.records import Group
+from gdpo_nemo.errors import printable
 from gdpo_nemo.observe.alerts import write_alert
 from gdpo_nemo.observe.archive import archive_history
 from gdpo_nemo.observe.console import make_console
@@ -75,7 +76,7 @@ class RunLog:
         if config.logger.tensorboard.enabled:
             self._trackers["TensorBoard"] = self._try("TensorBoard", _tensorboard, run_dir, start_step)
         for name, tracker in wanted(config).items():
-            self._trackers[name] = self._try(name, tracker, config, run_dir, start_step, config_to_dict(config))
+            self._trackers[name] = self._try(name, tracker, config, run_dir, start_step, recorded(config))
         if archived:
             self.note(archived)
 
@@ -152,6 +153,7 @@ class RunLog:
         return self._history
 
     def _tell(self, level: str, text: str) -> None:
+        text = "\n".join(map(printable, text.splitlines()))
         if self._console:
             at = f"step {self._step}: " if self._step else ""
             self._try("the console", self._console.tell, level, at + text)

@@ -6,6 +6,7 @@ A training row holds the keys of one optimizer step; a validation row holds ``st
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -14,6 +15,7 @@ from typing import Any, Mapping
 
 import numpy as np
 
+from gdpo_nemo.config.reading import parse_json, read_bytes
 from gdpo_nemo.errors import RunError
 
 FILE = "metrics.jsonl"
@@ -62,8 +64,9 @@ class MetricsLog:
             raise _cannot_write(self.path, error) from None
 
     def close(self) -> None:
-        """Close the file."""
-        self._file.close()
+        """Close the file. What a full disk did not take was said when it was written, and is lost."""
+        with contextlib.suppress(OSError):
+            self._file.close()
 
 
 def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:
@@ -88,7 +91,7 @@ def read_lines(path: Path) -> list[bytes]:
     """The pieces of a file between its line breaks, of which the last is empty, or torn by a crash; none where there is
     no file. Raises RunError."""
     try:
-        return path.read_bytes().split(b"\n")
+        return read_bytes(path).split(b"\n")
     except FileNotFoundError:
         return []
     except OSError as error:
@@ -107,7 +110,7 @@ def clean(row: Mapping[str, Any]) -> dict[str, Any]:
 
 def _parsed(line: bytes) -> dict[str, Any] | None:
     try:
-        row = json.loads(line)
+        row = parse_json(line)
     except ValueError:
         return None
     if not isinstance(row, dict) or not isinstance(row.get("step"), int):

@@ -13,6 +13,7 @@ import yaml
 from gdpo_nemo import __version__
 from gdpo_nemo.config.effects import value_of
 from gdpo_nemo.config.files import DATA_SUFFIXES, is_local, is_rows_function, may_be_on_the_hub, read_model_config
+from gdpo_nemo.config.reading import parse_yaml
 from gdpo_nemo.config.schema import Config, DatasetConfig
 from gdpo_nemo.observe.history import History
 from gdpo_nemo.observe.installation import versions
@@ -211,7 +212,7 @@ def _parsed_front(text: str) -> dict[str, Any]:
     if not text.startswith("---\n"):
         return {}
     try:
-        front = yaml.safe_load(text[4:].partition("\n---")[0])
+        front = parse_yaml(text[4:].partition("\n---")[0])
     except yaml.YAMLError:
         return {}
     return front if isinstance(front, dict) else {}

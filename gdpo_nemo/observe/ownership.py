@@ -21,6 +21,7 @@ from typing import Iterator
 
 import psutil
 
+from gdpo_nemo.config.reading import parse_json, read_text
 from gdpo_nemo.errors import ConfigError, RunError
 from gdpo_nemo.phases import phase
 
@@ -218,8 +219,8 @@ def _write(file: Path, claim: Claim) -> None:
 def _read(file: Path) -> Claim | None:
     """The claim; None where the file is gone, or holds something else."""
     try:
-        claim = Claim(**json.loads(file.read_text()))
-    except (FileNotFoundError, ValueError, TypeError, RecursionError):
+        claim = Claim(**parse_json(read_text(file)))
+    except (FileNotFoundError, ValueError, TypeError):
         return None
     numbers = (claim.started, claim.since)
     sound = isinstance(claim.process, int) and all(isinstance(number, (int, float)) for number in numbers)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Iterator, Mapping, Sequence
 import numpy as np
 
 from gdpo_nemo.config.messages import first_line
+from gdpo_nemo.config.reading import open_file, parse_json
 from gdpo_nemo.data.records import Group
 
 if TYPE_CHECKING:  # pyarrow takes 0.2 s to import: commands that read no samples do without
@@ -177,8 +178,8 @@ def iter_rollouts(path: str | Path) -> Iterator[dict[str, Any]]:
     """
     path = Path(path)
     if path.suffix != ".parquet":
-        with open(path, encoding="utf-8") as lines:
-            yield from (json.loads(line) for line in lines)
+        with open_file(path) as lines:
+            yield from (parse_json(line) for line in lines)
         return
     from gdpo_nemo.observe.sample_columns import SCHEMA, records_of
 
@@ -217,7 +218,7 @@ def _parquet(path: Path, names: Sequence[str]) -> Iterator[pq.ParquetFile]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    with open(path, "rb") as source:
+    with open_file(path) as source:
         try:
             with pq.ParquetFile(source) as file:
                 if missing := [name for name in names if name not in file.schema_arrow.names]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -38,12 +39,15 @@ class StatusFile:
                 return
 
     def write(self, waiting: list[waits.Wait], **more: Any) -> None:
-        """Write the status now."""
+        """Write the status now; where it cannot be written, the file stays as it was."""
         status = {**self._describe(), **more, "waits": [asdict(wait) for wait in waiting]}
         status = dict(time=time.time(), host=socket.gethostname(), driver=os.getpid(), **status)
         temporary = self._file.with_suffix(f".{threading.get_ident()}")
-        temporary.write_text(json.dumps(status, indent=1))
-        os.replace(temporary, self._file)
+        # A full disk ends the run through its metrics, with a sentence; here it must end neither this thread nor,
+        # at the end, the telling of it.
+        with contextlib.suppress(OSError):
+            temporary.write_text(json.dumps(status, indent=1))
+            os.replace(temporary, self._file)
 
     def close(self, outcome: str) -> None:
         """End the thread; the last status says how the run ended."""

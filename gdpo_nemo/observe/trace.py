@@ -10,6 +10,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from gdpo_nemo.config.reading import parse_json, read_bytes
+
 FILE = "trace.json"
 
 
@@ -50,9 +52,9 @@ def read_trace(path: str | Path) -> list[dict[str, Any]]:
     if not Path(path).exists():
         return []
     events = []
-    for line in Path(path).read_text(encoding="utf-8", errors="replace").splitlines():
+    for line in read_bytes(path).decode("utf-8", errors="replace").splitlines():
         try:
-            event = json.loads(line.rstrip().rstrip(","))
+            event = parse_json(line.rstrip().rstrip(","))
         except ValueError:
             continue  # A bracket, or the line a crash tore.
         if isinstance(event, dict) and event.get("name") != "process_name":

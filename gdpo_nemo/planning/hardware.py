@@ -11,6 +11,7 @@ from typing import Any
 
 import yaml
 
+from gdpo_nemo.config.reading import parse_json, read_text
 from gdpo_nemo.errors import ConfigError
 
 _TABLE = Path(__file__).with_name("gpus.yaml")
@@ -119,7 +120,7 @@ def load_rates(path: str | Path) -> Rates:
         ConfigError: it is missing or is not one.
     """
     try:
-        content: dict[str, Any] = json.loads(Path(path).read_text(encoding="utf-8"))
+        content: dict[str, Any] = parse_json(read_text(path))
         phases: dict[str, Any] = {name: Phase(**content.pop(name)) for name in ("generation", "training", "sync")}
         unknown = set(content) - {f.name for f in fields(Rates)}
         if unknown:

@@ -30,6 +30,10 @@ class Draw(Protocol):
         """The numbers of a group's samples: a function of seed and position."""
 
 
+_LARGEST = 10**9
+"""Seconds, or tokens: what is above is a slip."""
+
+
 @dataclass(frozen=True)
 class LogNormal:
     """``median`` x exp(``sigma`` z), cut at ``cap``; with sigma 0 a constant."""
@@ -161,8 +165,10 @@ class Scenario:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: must be at least 1, got {getattr(self, name)}")
         for name in ("train_s", "publish_s", "prompt_tokens", "driver_s", "turn_s", "max_staleness", "verify_workers"):
-            if not 0 <= getattr(self, name) < inf:
+            if not 0 <= getattr(self, name):
                 raise ValueError(f"{name}: must not be negative, got {getattr(self, name)}")
+            if getattr(self, name) > _LARGEST:
+                raise ValueError(f"{name}: must be at most {_LARGEST:,}, got {getattr(self, name)}")
         if not self.rates.step(1) > 0:
             raise ValueError("rates: a decoding step takes no time")
         if not self.lengths.mean > 0:

@@ -28,6 +28,8 @@ class Hostile:
             re.fullmatch(r"(a+)+b", "a" * 60)  # holds the interpreter lock for ages
         elif text == "crash":
             os._exit(7)
+        elif text == "leave":
+            os._exit(0)
         elif text == "exit":
             sys.exit(0)
         elif text == "raise":

@@ -71,6 +71,49 @@ class ClosingServer:
         self._socket.close()
 
 
+class RepeatingServer:
+    """Answers each request with its number, and a moment later once more, unasked, with 999."""
+
+    def __init__(self):
+        self._socket = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
+        self.answered = 0
+        self.repeated = threading.Event()
+        """Set when the last unasked reply is on its way, or the client had hung up."""
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._socket.accept()
+            except OSError:
+                return
+            threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        try:
+            while b"\r\n\r\n" in connection.recv(65536):
+                self.answered += 1
+                connection.sendall(self._reply(self.answered))
+                time.sleep(0.1)
+                connection.sendall(self._reply(999))
+                self.repeated.set()
+        except OSError:
+            pass
+        finally:
+            self.repeated.set()
+            connection.close()
+
+    @staticmethod
+    def _reply(number: int) -> bytes:
+        body = json.dumps({"reward": number}).encode()
+        head = f"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        return head.encode() + body
+
+    def stop(self) -> None:
+        self._socket.close()
+
+
 def good(value: float, **extra) -> dict:
     components = {"correctness": float(value), "format": 1.0}
     return {"reward": value + 1.0, "reward_components": components, "echo": {"prompt": "x"}, **extra}

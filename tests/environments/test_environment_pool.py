@@ -55,7 +55,7 @@ def test_no_trajectories_no_verdicts(pool):
 
 @pytest.mark.parametrize(
     "misdeed, detail",
-    [("hang", "exceeded 2 s"), ("spin", "exceeded 2 s"), ("crash", "died (exit code 7)")],
+    [("hang", "exceeded 2 s"), ("spin", "exceeded 2 s"), ("crash", "died (exit code 7)"), ("leave", "os._exit(0)")],
 )
 def test_a_sample_that_hangs_or_crashes_fails_alone(impatient, misdeed, detail):
     verdicts = impatient.verify(trajectories(["a", "bb", misdeed, "dddd", "eeeee", "ffffff"]))

@@ -1,5 +1,7 @@
+import contextlib
 import re
 import sys
+import time
 from importlib.metadata import EntryPoint
 
 import pytest
@@ -7,6 +9,7 @@ from environment_samples import HOSTILE, trajectory
 from hypothesis import given, settings, strategies as st
 
 from gdpo_nemo import cli
+from gdpo_nemo.data.records import Outcome
 from gdpo_nemo.environments import registry
 from gdpo_nemo.environments.execution.pool import EnvironmentPool
 from gdpo_nemo.environments.registry import environment_names, load_environment
@@ -114,6 +117,33 @@ def test_a_hostile_answer_is_a_wrong_answer_within_the_time_limit(text):
         rewards(Math({"math_verify_impl": "hf_math_verify", "time_limit_s": 1}), text, answer="1080")["correctness"]
         == 0
     )
+
+
+@pytest.mark.parametrize("options", [{}, {"math_verify_impl": "hf_math_verify"}])
+def test_a_parser_that_does_not_finish_has_failed_and_gives_no_reward(monkeypatch, options):
+    import math_verify
+
+    def endless(*_, **__):
+        while True:
+            with contextlib.suppress(Exception):
+                sum(range(1000))
+
+    monkeypatch.setattr(math_verify, "verify", endless)
+    for environment in (Math({**options, "time_limit_s": 0.1}), Gsm8k({"time_limit_s": 0.1})):
+        (verdict,) = environment.verify([trajectory(r"<answer>\boxed{1080}</answer>", answer="#### 1080.5")])
+        assert (verdict.outcome, verdict.rewards) == (Outcome.ENV_FAILED, {})
+        assert verdict.detail == "math-verify did not finish within 0.2 s of computing"
+
+
+def test_time_that_other_processes_take_is_not_the_parsers(monkeypatch):
+    import math_verify
+
+    def waits(*_, **__):
+        time.sleep(1.0)  # as a process that gets no core
+        return True
+
+    monkeypatch.setattr(math_verify, "verify", waits)
+    assert rewards(Math({"time_limit_s": 0.2}), r"\boxed{2}", answer="1")["correctness"] == 1
 
 
 def test_a_row_without_the_gold_column_is_an_error_that_names_it():

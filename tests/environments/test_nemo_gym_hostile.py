@@ -1,5 +1,6 @@
 """Servers that do anything: each misdeed has one outcome, in bounded time, and touches no other trajectory."""
 
+import asyncio
 import os
 import threading
 import time
@@ -7,10 +8,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from environment_samples import trajectory
-from hostile_gym_server import SECRET, ClosingServer, Hosted, hostile_app
+from hostile_gym_server import SECRET, ClosingServer, Hosted, RepeatingServer, hostile_app
 
 from gdpo_nemo.data.records import Outcome
 from gdpo_nemo.environments.execution.pool import EnvironmentPool
+from gdpo_nemo.environments.http_client import HttpClient
 from gdpo_nemo.environments.nemo_gym import episode
 from gdpo_nemo.environments.nemo_gym.environment import NemoGym
 from gdpo_nemo.environments.nemo_gym.gym_rows import ROW
@@ -128,6 +130,28 @@ def test_a_misdeed_has_one_outcome_in_bounded_time_and_changes_no_other_trajecto
         assert verdicts[2].detail.startswith(f"{kind}: ") and words in verdicts[2].detail, verdicts[2].detail
         assert len(verdicts[2].detail) < 600 and verdicts[2].detail.isprintable()
     assert least <= seconds < most + ALLOWANCE, seconds
+
+
+def test_what_a_server_sends_unasked_is_no_reply_to_the_next_request():
+    server = RepeatingServer()
+
+    async def ask() -> list[dict]:
+        client = HttpClient(1, 1 << 20, 50)
+        try:
+            replies = []
+            for _ in range(3):
+                server.repeated.clear()
+                replies.append(await client.get(server.url, 60.0))
+                await asyncio.to_thread(server.repeated.wait, 60.0)
+                await asyncio.sleep(0.05)  # until the bytes are here
+            return replies
+        finally:
+            await client.close()
+
+    try:
+        assert asyncio.run(ask()) == [{"reward": 1}, {"reward": 2}, {"reward": 3}]
+    finally:
+        server.stop()
 
 
 def test_a_redirect_is_never_followed_and_no_secret_leaves(judged, servers):

@@ -199,6 +199,8 @@ class EnvironmentPool:
         if isinstance(error, TimeoutError):
             return f"verification exceeded {self._timeout_s:g} s"
         if isinstance(error, ProcessExpired):
+            if error.exitcode == worker.LEFT:
+                return "the verifier ended its process (os._exit(0))"
             return f"verification process died (exit code {error.exitcode})"
         if error is not None:
             raise RunError(f"environment worker failed: {first_line(error)}")

@@ -6,6 +6,7 @@ torch: a killed worker has to be replaced within a second or two.
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import hashlib
 import os
@@ -14,7 +15,7 @@ import signal
 import threading
 import time
 from dataclasses import dataclass
-from typing import Any, Mapping, Sequence
+from typing import Any, Iterator, Mapping, NoReturn, Sequence
 
 import numpy as np
 
@@ -32,6 +33,8 @@ _GRACE_S = 10.0
 """Beyond the time limit: the driver kills first, and this timer only where there is no driver any more."""
 _POLL_S = 0.5
 # Signals that a verifier may handle; math-verify's time limit, for one, is a SIGALRM.
+LEFT = 96
+"""Exit status of a worker whose verifier called ``os._exit(0)``."""
 _SIGNALS = (signal.SIGALRM, signal.SIGTERM, signal.SIGINT, signal.SIGCHLD, signal.SIGUSR1, signal.SIGUSR2)
 
 
@@ -79,7 +82,8 @@ def verify(name: str, trajectories: Sequence[Trajectory], time_limit_s: float, s
     handlers = {number: signal.getsignal(number) for number in _SIGNALS}
     try:
         _seed(seed, name, trajectories)
-        verdicts = environment.verify(trajectories)
+        with _leaving_named():
+            verdicts = environment.verify(trajectories)
         return checked_verdicts(tuple(environment.reward_names), trajectories, verdicts)
     except GdpoError as error:
         return Fault(f"environment {name!r}: {error}")
@@ -89,6 +93,23 @@ def verify(name: str, trajectories: Sequence[Trajectory], time_limit_s: float, s
     finally:
         faulthandler.cancel_dump_traceback_later()
         _restore(handlers)
+
+
+@contextlib.contextmanager
+def _leaving_named() -> Iterator[None]:
+    """Have ``os._exit(0)`` of a verifier end this process with LEFT: the pool takes a worker that ended with 0 for one
+    that is at rest, and its task for one that is late."""
+    leave = os._exit
+    here = os.getpid()
+
+    def named(status: int) -> NoReturn:
+        leave(LEFT if status == 0 and os.getpid() == here else status)
+
+    os._exit = named
+    try:
+        yield
+    finally:
+        os._exit = leave
 
 
 def _restore(handlers: Mapping[signal.Signals, Any]) -> None:
@@ -111,7 +132,8 @@ def step(name: str, steps: Sequence[EpisodeStep], time_limit_s: float, seed: int
         for asked in steps:
             # A reset uses one seed for all samples of a prompt: a group must answer the same question.
             _seed(seed, name, [asked], f"/{asked.turn}" if asked.turn else None)
-            replies.append(advance(environment, asked))
+            with _leaving_named():
+                replies.append(advance(environment, asked))
         return replies
     except GdpoError as error:
         return Fault(f"environment {name!r}: {error}")

@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 import yaml
 
 from gdpo_nemo.config.messages import nearest
+from gdpo_nemo.config.reading import parse_yaml
 from gdpo_nemo.data.failures import Failure, FailureKind, printable
 from gdpo_nemo.environments.http_client import HttpClient, base_url
 from gdpo_nemo.environments.nemo_gym.gym_rows import agent_of
@@ -59,7 +60,7 @@ async def find_routes(settings: Settings, client: HttpClient) -> Routes:
 def routes_of(text: Any, settings: Settings) -> Routes:
     """The routes in a head server's configuration, YAML inside a JSON string. Raises Failure(BAD_REPLY)."""
     try:
-        config = yaml.safe_load(text) if isinstance(text, str) else None
+        config = parse_yaml(text) if isinstance(text, str) else None
     except (yaml.YAMLError, RecursionError) as error:
         raise Failure(
             FailureKind.BAD_REPLY, f"the head server's configuration is no YAML: {printable(str(error), 80)}"

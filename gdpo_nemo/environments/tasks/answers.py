@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import re
+import signal
 from functools import lru_cache
-from typing import Any
+from typing import Any, Iterator
 
 from gdpo_nemo.config.messages import nearest
 from gdpo_nemo.data.records import Prompt
@@ -42,34 +44,93 @@ def prepare_math() -> None:
     """Import math-verify (seconds), and keep its warnings about hopeless answers out of the log."""
     import math_verify  # noqa: F401
 
-    logging.getLogger("math_verify").setLevel(logging.ERROR)
+    logging.getLogger("math_verify").setLevel(logging.CRITICAL)
 
 
-def same_mathematics(gold: str, answer: str, time_limit_s: int) -> bool:
+class Unfinished(Exception):
+    """The comparison took more time than it may; nothing is known of the answer."""
+
+    def __init__(self, time_limit_s: float):
+        super().__init__(f"math-verify did not finish within {time_limit_s:g} s of computing")
+
+
+class _OutOfTime(BaseException):
+    """Passes the handlers of Exception in what it interrupts."""
+
+
+@contextlib.contextmanager
+def _computing_at_most(time_limit_s: float) -> Iterator[None]:
+    """Interrupt the block after so many seconds of this process's computing: on a busy machine that is as much work as
+    on an idle one. Main thread only. Raises Unfinished."""
+    expired = False
+
+    def end(*_: object) -> None:
+        nonlocal expired
+        expired = True
+        raise _OutOfTime
+
+    before = signal.signal(signal.SIGVTALRM, end)
+    try:
+        # Again and again, as what is interrupted may catch everything.
+        signal.setitimer(signal.ITIMER_VIRTUAL, time_limit_s, 0.5)
+        try:
+            yield
+        finally:
+            signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+    except _OutOfTime:
+        pass
+    finally:
+        signal.signal(signal.SIGVTALRM, before)
+    if expired:
+        raise Unfinished(time_limit_s)
+
+
+_ENDLESS = re.compile(r"(\^|\*\*)\s*[({]*\s*\d+\s*[)}]*\s*(\^|\*\*)|(\^|\*\*)\s*[({]*\s*\d{6,}|\d{6,}\s*[)}]*\s*!")
+"""A tower of powers, and a power or a factorial of millions: numbers that no parser finishes."""
+
+
+def _is_hopeless(gold: str, answer: str) -> bool:
+    """Whether the answer is a number without an end and the gold one is not, which no clock is needed to decide."""
+    return bool(_ENDLESS.search(answer)) and not _ENDLESS.search(gold)
+
+
+def same_mathematics(gold: str, answer: str, time_limit_s: float) -> bool:
     """Whether math-verify finds the answer equal to the gold one (``1/2`` and ``0.5`` are).
 
-    An answer that cannot be parsed, or not within the limit, is not equal: that is the verifier's decision about the
-    answer and no failure. Equal texts are equal, be they mathematics or not. The limit uses SIGALRM, so this runs in a
-    main thread only.
+    An answer that cannot be parsed is not equal: that is the verifier's decision about the answer and no failure. Equal
+    texts are equal, be they mathematics or not.
+
+    Raises:
+        Unfinished: not within the limit, of seconds of computing in parsing and comparing each; main thread only.
     """
     from math_verify import parse, verify
 
     if answer.strip() == gold.strip():
         return True
-    parsed = parse(answer[-ANSWER_CHARACTERS:], parsing_timeout=time_limit_s)
-    return bool(verify(_parsed_gold(gold), parsed, timeout_seconds=time_limit_s))
+    answer = answer[-ANSWER_CHARACTERS:]
+    if _is_hopeless(gold, answer):
+        return False
+    expected = _parsed_gold(gold)
+    with _computing_at_most(2 * time_limit_s):
+        same = verify(expected, parse(answer, parsing_timeout=None), timeout_seconds=None)
+    return bool(same)
 
 
-def hf_math_verify(gold: str, answer: str, time_limit_s: int) -> bool:
+def hf_math_verify(gold: str, answer: str, time_limit_s: float) -> bool:
     """What NeMo-RL's verifier of that name decides (``environments/math_environment.py``).
 
-    The gold answer is boxed and read as LaTeX alone, the whole answer is searched, and texts are not compared. As in
-    ``same_mathematics`` what cannot be parsed in time is not equal, and the limit needs a main thread.
+    The gold answer is boxed and read as LaTeX alone, the whole answer is searched, and texts are not compared. Limit
+    and errors: as in ``same_mathematics``.
     """
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
-    parsed = parse(answer, [ExprExtractionConfig(), LatexExtractionConfig()], parsing_timeout=time_limit_s)
-    return bool(verify(_boxed_gold(gold), parsed, timeout_seconds=time_limit_s))
+    if _is_hopeless(gold, answer):
+        return False
+    expected = _boxed_gold(gold)
+    ways = [ExprExtractionConfig(), LatexExtractionConfig()]
+    with _computing_at_most(2 * time_limit_s):
+        same = verify(expected, parse(answer, ways, parsing_timeout=None), timeout_seconds=None)
+    return bool(same)
 
 
 @lru_cache(maxsize=4096)

@@ -7,12 +7,13 @@ The components are those of the GDPO authors' GSM8K demonstration and of NeMo-RL
 from __future__ import annotations
 
 import re
-from typing import Any, Mapping, Sequence
+from typing import Any, Callable, Mapping, Sequence
 
-from gdpo_nemo.data.records import Trajectory, Verdict
+from gdpo_nemo.data.records import Outcome, Trajectory, Verdict
 from gdpo_nemo.environments.base import Environment
 from gdpo_nemo.environments.options import read_options
 from gdpo_nemo.environments.tasks.answers import (
+    Unfinished,
     column,
     has_think_and_answer,
     prepare_math,
@@ -32,7 +33,8 @@ class Gsm8k(Environment):
     ``integer`` (the answer is digits with at most a sign) and ``format`` (a think block and an answer block, nothing
     else). Without answer tags the whole completion is the answer.
 
-    Options: ``gold_key`` (column with the solution, ``answer``), ``time_limit_s`` (2, per parse and comparison) and
+    Options: ``gold_key`` (column with the solution, ``answer``), ``time_limit_s`` (2, of computing, for parsing and
+    comparing each; beyond, the sample has failed and is masked) and
     ``strict`` (false; true: exact text comparison, commas kept, ``str.isdigit``, one line break between the blocks).
     """
 
@@ -45,7 +47,7 @@ class Gsm8k(Environment):
     )
 
     def __init__(self, options: Mapping[str, Any] | None = None):
-        chosen = read_options("gsm8k", options, gold_key="answer", strict=False, time_limit_s=2)
+        chosen = read_options("gsm8k", options, gold_key="answer", strict=False, time_limit_s=2.0)
         self._gold_key = chosen.gold_key
         self._strict = chosen.strict
         self._limit = chosen.time_limit_s
@@ -57,12 +59,14 @@ class Gsm8k(Environment):
     def verify(self, trajectories: Sequence[Trajectory]) -> list[Verdict]:
         """One verdict per trajectory."""
         judge = self._strict_rewards if self._strict else self._rewards
-        return [
-            Verdict(
-                judge(trajectory.text, str(column(trajectory.prompt, self._gold_key)).rpartition("####")[2].strip())
-            )
-            for trajectory in trajectories
-        ]
+        return [self._verdict(judge, trajectory) for trajectory in trajectories]
+
+    def _verdict(self, judge: Callable[[str, str], dict[str, float]], trajectory: Trajectory) -> Verdict:
+        gold = str(column(trajectory.prompt, self._gold_key)).rpartition("####")[2].strip()
+        try:
+            return Verdict(judge(trajectory.text, gold))
+        except Unfinished as unfinished:
+            return Verdict({}, Outcome.ENV_FAILED, str(unfinished))
 
     def examples(self, row: Mapping[str, Any]) -> list[str]:
         """The right answer, well-formed."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any, Mapping, Sequence
 
-from gdpo_nemo.data.records import Trajectory, Verdict
+from gdpo_nemo.data.records import Outcome, Trajectory, Verdict
 from gdpo_nemo.environments.base import Environment
 from gdpo_nemo.environments.options import read_options
-from gdpo_nemo.environments.tasks.answers import column, hf_math_verify, prepare_math, same_mathematics
+from gdpo_nemo.environments.tasks.answers import Unfinished, column, hf_math_verify, prepare_math, same_mathematics
 from gdpo_nemo.errors import ConfigError
 
 _VERIFIERS = {"default": same_mathematics, "hf_math_verify": hf_math_verify}
@@ -19,8 +19,9 @@ class Math(Environment):
     Components, each 0 or 1: ``correctness`` (the final answer equals the gold one; math-verify prefers what is in
     ``\boxed{}``) and ``format`` (exactly one ``\boxed{``, with something in it).
 
-    Options: ``gold_key`` (column with the gold answer, ``answer``), ``time_limit_s`` (2, per parse and comparison) and
-    ``math_verify_impl`` (``default``, or ``hf_math_verify``: to the letter as NeMo-RL's verifier of that name).
+    Options: ``gold_key`` (column with the gold answer, ``answer``), ``time_limit_s`` (2, of computing, for parsing and
+    comparing each; beyond, the sample has failed and is masked) and ``math_verify_impl`` (``default``, or
+    ``hf_math_verify``: to the letter as NeMo-RL's verifier of that name).
     """
 
     instant = True
@@ -29,7 +30,7 @@ class Math(Environment):
     system_prompt = r"Reason step by step and put the final answer, and nothing else, inside \boxed{}."
 
     def __init__(self, options: Mapping[str, Any] | None = None):
-        chosen = read_options("math", options, gold_key="answer", time_limit_s=2, math_verify_impl="default")
+        chosen = read_options("math", options, gold_key="answer", time_limit_s=2.0, math_verify_impl="default")
         if chosen.math_verify_impl not in _VERIFIERS:
             raise ConfigError(
                 f"environment math: option math_verify_impl must be {' or '.join(_VERIFIERS)}, not "
@@ -45,15 +46,14 @@ class Math(Environment):
 
     def verify(self, trajectories: Sequence[Trajectory]) -> list[Verdict]:
         """One verdict per trajectory."""
-        return [
-            Verdict(
-                {
-                    "correctness": float(self._correct(trajectory)),
-                    "format": float(_boxed_once(trajectory.text)),
-                }
-            )
-            for trajectory in trajectories
-        ]
+        return [self._verdict(trajectory) for trajectory in trajectories]
+
+    def _verdict(self, trajectory: Trajectory) -> Verdict:
+        try:
+            correct = self._correct(trajectory)
+        except Unfinished as unfinished:
+            return Verdict({}, Outcome.ENV_FAILED, str(unfinished))
+        return Verdict({"correctness": float(correct), "format": float(_boxed_once(trajectory.text))})
 
     def examples(self, row: Mapping[str, Any]) -> list[str]:
         """The right answer, boxed."""

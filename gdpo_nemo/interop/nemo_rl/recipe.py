@@ -6,6 +6,7 @@ Held against NVIDIA-NeMo/RL at 7ea279ab: ``utils/config.py`` (inheritance, resol
 
 from __future__ import annotations
 
+import io
 import os
 import re
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from gdpo_nemo.config.messages import message_line
+from gdpo_nemo.config.reading import check_yaml, read_text
 from gdpo_nemo.errors import ConfigError
 from gdpo_nemo.interop.nemo_rl.known_models import KnownModel, known_model
 
@@ -234,7 +236,9 @@ def _merged(path: Path, children: tuple[Path, ...]) -> dict[str, Any]:
     if Path(os.path.realpath(path)) in children:
         raise ConfigError(f"{path}: inherits from itself")
     try:
-        content = OmegaConf.load(path)
+        text = read_text(path)
+        check_yaml(text)
+        content = OmegaConf.load(io.StringIO(text))
     except FileNotFoundError:
         asked = f", which {children[-1].name} names under defaults" if children else ""
         raise ConfigError(f"{path}: no such recipe{asked}") from None

@@ -7,13 +7,13 @@ the others, and is written where ours is another, so that the config means what 
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any, Mapping, Sequence
 
 import yaml
 
 from gdpo_nemo.config.messages import first_line, nearest
+from gdpo_nemo.config.reading import parse_json, parse_yaml, read_text
 from gdpo_nemo.errors import ConfigError
 from gdpo_nemo.interop.account import Account
 from gdpo_nemo.interop.rules import RuleResult
@@ -119,8 +119,8 @@ def _check_fields(run: TrlRun) -> None:
 def _read_arguments(path: Path, strict: bool) -> dict[str, Any]:
     """The fields in a JSON or YAML file; with a script beside it they may also be of the script's own classes."""
     try:
-        text = path.read_text(encoding="utf-8")
-        content = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+        text = read_text(path)
+        content = parse_json(text) if path.suffix == ".json" else parse_yaml(text)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
     except (ValueError, yaml.YAMLError, RecursionError) as error:

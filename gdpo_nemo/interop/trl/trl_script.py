@@ -8,6 +8,7 @@ import json
 from pathlib import Path
 from typing import Any, Mapping
 
+from gdpo_nemo.config.reading import read_text
 from gdpo_nemo.errors import ConfigError
 from gdpo_nemo.interop.trl import trl_async
 from gdpo_nemo.interop.trl.code_module import CodeModule
@@ -33,7 +34,7 @@ def read_script(path: str | Path, arguments: Mapping[str, Any], stem: str) -> Tr
         ConfigError: no Python, or not exactly one ``GRPOTrainer(...)`` in it.
     """
     try:
-        source = Path(path).read_text(encoding="utf-8")
+        source = read_text(path)
         tree = ast.parse(source)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
