@@ -135,7 +135,7 @@ _LARGEST_SIZE = 2**31
 
 def _check_size(key: str, value: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _LARGEST_SIZE:
-        raise _refusal(f"{key} in the model's config.json must be a positive integer, got {str(value)[:40]}")
+        raise _refusal(f"{key} in the model's config.json must be a positive integer, got {repr(value)[:40]}")
 
 
 def num_experts(content: Mapping[str, Any]) -> int:

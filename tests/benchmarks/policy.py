@@ -160,6 +160,7 @@ def predicted(model: Path, policy, tokens: int, rows: int) -> dict:
     config.cluster.gpus_per_node = int(torch.cuda.is_available())  # GPUs keep other activations
     config.policy.generation.engines = 0
     config.policy.precision = policy.precision
+    config.policy.share_prompts = False  # ``tokens`` are those that are computed
     config.policy.megatron_cfg = policy.megatron_cfg
     memory = policy_memory(config, shape_from(json.loads((model / "config.json").read_text())), tokens, rows)
     return {**{key: value for key, value in vars(memory).items() if key != "stage"}, "total": memory.total}

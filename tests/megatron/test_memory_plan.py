@@ -40,6 +40,7 @@ def folders(tmp_path_factory):
 def predicted(content: dict, name: str, precision: str, tokens: int, rows: int) -> int:
     config = Config()
     config.policy.precision = precision
+    config.policy.share_prompts = False  # as the batch, in which no two sequences begin alike
     config.policy.megatron_cfg = parse(name).config
     return policy_memory(config, shape_from(content), tokens, rows).total
 
