@@ -28,8 +28,6 @@ import tempfile
 import time
 from pathlib import Path
 
-import groups
-
 ROOT = Path(__file__).resolve().parents[2]
 SHAPES = {
     # name: (hidden, layers, heads, key-value heads, MLP width, vocabulary, tied)
@@ -229,6 +227,8 @@ def serve(side: str, folder: Path, arguments) -> None:
     update = (ours if side == "ours" else theirs)(folder, arguments)
     held = memory(torch, "VmRSS") - before
     if arguments.groups:
+        import groups  # beside this file, which is not on the path where it is loaded as a module
+
         groups.race(shape, lambda: batch, update, arguments, lambda: memory(torch, "VmHWM") - before)
         return
     for _ in sys.stdin:
@@ -255,6 +255,8 @@ def memory(torch, field: str) -> int:
 
 def compare_groups(size: str, arguments) -> None:
     """Groups with and without sharing, in one process."""
+    import groups
+
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         parameters = make_model(folder / "model", size, arguments.precision, 2048)
