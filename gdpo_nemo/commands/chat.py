@@ -178,6 +178,8 @@ def _lines() -> Iterator[str]:
         return
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401 - importing it gives input() a history, where Python was built with it
+    # What was started from a script's background inherits that Ctrl-C is ignored; who has a terminal types it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     while True:
         try:
             yield input("> ")

@@ -12,6 +12,7 @@ import os
 import re
 import select
 import shutil
+import signal
 import string
 import struct
 import subprocess
@@ -113,7 +114,8 @@ def test_a_script_gets_replies_of_two_models_with_history_rows_and_rewards(run_d
 
 
 class OnATerminal:
-    """A program on a terminal of 24 lines and 80 columns, whose job in the foreground it is."""
+    """A program on a terminal of 24 lines and 80 columns, whose job in the foreground it is. It inherits that Ctrl-C is
+    ignored, as from a test suite that runs in a shell's background."""
 
     def __init__(self, *command: str):
         self._master, terminal = os.openpty()
@@ -123,6 +125,7 @@ class OnATerminal:
             stdin=terminal,
             stdout=terminal,
             stderr=terminal,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),
             env={**os.environ, "TERM": "dumb", "PYTHONUNBUFFERED": "1"},
         )
         os.close(terminal)
