@@ -32,7 +32,9 @@ def expected_saving(config: Config, prompt: float, completion: float) -> Saving:
     samples = config.gdpo.num_generations_per_prompt
     if sharing is False or samples == 1 or prompt < LEAST_SHARE * whole:
         return NOTHING
-    together = max(1, min(samples, int((config.policy.micro_batch_tokens - prompt) // completion)))
+    room = config.policy.micro_batch_tokens - prompt
+    # Completions of no length, which a given median may round to, all fit.
+    together = samples if room >= samples * completion else max(1, int(room // completion))
     groups = max(1.0, samples_per_step(config) / updates_per_step(config) / samples)
     # Ranks that would have no group get a part of one.
     pieces = min(samples, max(ceil(samples / together), ceil(resolve_layout(config).data / groups)))
