@@ -16,6 +16,7 @@ from typing import Any, Mapping, Sequence
 import numpy as np
 import yaml
 
+from gdpo_nemo.config.reading import parse_yaml, read_text
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.errors import ConfigError, RunError
 from gdpo_nemo.observe.history import WINDOW, History
@@ -49,7 +50,7 @@ class RunRecord:
         """
         folder = Path(folder)
         try:
-            config = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
+            config = parse_yaml(read_text(folder / "config.yaml"))
         except OSError as error:
             raise ConfigError(f"{folder} holds no run (config.yaml: {error.strerror})") from None
         except (yaml.YAMLError, UnicodeDecodeError) as error:

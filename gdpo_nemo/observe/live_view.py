@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import time
@@ -15,6 +14,7 @@ import yaml
 from rich.console import Group as Stack, RenderableType
 from rich.text import Text
 
+from gdpo_nemo.config.reading import parse_json, parse_yaml, read_text
 from gdpo_nemo.errors import ConfigError
 from gdpo_nemo.observe import alerts, metrics, status
 from gdpo_nemo.observe.console import run_panel
@@ -73,7 +73,7 @@ def snapshot(run_dir: str | Path) -> Snapshot:
 
 def _config(run_dir: Path) -> dict[str, Any]:
     try:
-        config = yaml.safe_load((run_dir / "config.yaml").read_text(encoding="utf-8"))
+        config = parse_yaml(read_text(run_dir / "config.yaml"))
     except OSError as error:
         raise ConfigError(f"{run_dir} holds no run (config.yaml: {error.strerror})") from None
     except (yaml.YAMLError, UnicodeDecodeError):
@@ -85,7 +85,7 @@ def _config(run_dir: Path) -> dict[str, Any]:
 
 def _status(run_dir: Path) -> dict[str, Any]:
     try:
-        found = json.loads((run_dir / status.FILE).read_text(encoding="utf-8"))
+        found = parse_json(read_text(run_dir / status.FILE))
     except (OSError, ValueError):  # not there yet; or not a run of this version
         return {}
     return found if isinstance(found, dict) else {}
