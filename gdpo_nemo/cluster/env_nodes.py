@@ -7,6 +7,7 @@ driver.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import socket
 import threading
@@ -112,6 +113,16 @@ class EnvironmentNodes:
     def step(self, steps: Sequence[EpisodeStep]) -> list[EpisodeReply]:
         """One step of every episode, in order, as ``EnvironmentPool.step``."""
         return self._spread("step", steps)
+
+    async def step_one(self, step: EpisodeStep) -> EpisodeReply:
+        """One step of one episode, as ``EnvironmentPool.step_one``."""
+        if step.prompt.environment not in self._local:
+            return await self._here.step_one(step)
+        return (await asyncio.to_thread(self.step, [step]))[0]
+
+    def abandon(self, step: EpisodeStep) -> None:
+        """Release an episode, as ``EnvironmentPool.abandon``: what servers hold is known here."""
+        self._here.abandon(step)
 
     def _spread(self, method: str, asked: Sequence[Any]) -> list:
         parts = {place: indices for place, indices in self._parts(asked).items() if indices}

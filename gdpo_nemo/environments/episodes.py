@@ -18,6 +18,7 @@ blame (a server is down) and masks the trajectory.
 from __future__ import annotations
 
 import pickle
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Mapping, Protocol, Sequence
 
@@ -62,7 +63,7 @@ class EpisodeStep:
 
 @dataclass(frozen=True)
 class EpisodeReply:
-    """A worker's answer. ``state`` is for workers only: unpickling runs code of the environment."""
+    """The answer of a worker or a server. ``state`` is for them only: unpickling runs code of the environment."""
 
     state: bytes = b""
     observation: Observation | None = None
@@ -70,6 +71,21 @@ class EpisodeReply:
     done: bool = False
     outcome: Outcome = Outcome.OK
     detail: str = ""
+
+
+class RemoteEpisodes(Protocol):
+    """What a ``remote`` environment with turns has: its episodes live on servers, and nothing of them is pickled."""
+
+    def start_step(self, step: EpisodeStep) -> Future[EpisodeReply]:
+        """Begin a step without waiting for it, in bounded time. ``state`` of a reply is what it finds the episode by.
+
+        Whoever cancels the future abandons the episode.
+        """
+        ...
+
+    def abandon(self, state: bytes) -> None:
+        """Release an episode that nobody will step again."""
+        ...
 
 
 def advance(environment: Environment, step: EpisodeStep) -> EpisodeReply:

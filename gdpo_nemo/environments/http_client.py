@@ -31,7 +31,7 @@ CONNECT_S = 10.0
 _ERROR_BYTES = 16 * 1024
 _COOKIES = 16
 _COOKIE_BYTES = 4096
-_SPARE_FILES = 256
+SPARE_FILES = 256
 _FIRST_PAUSE_S = 0.25
 _LONGEST_PAUSE_S = 8.0
 
@@ -144,7 +144,7 @@ class HttpClient:
         return self._session.request(method, url, data=data, headers=headers, allow_redirects=False)
 
     def _new_session(self) -> aiohttp.ClientSession:
-        _raise_file_limit(self._concurrency + _SPARE_FILES)
+        raise_file_limit(self._concurrency + SPARE_FILES)
         return aiohttp.ClientSession(
             # A connection a request: what a server sends late, or twice, on one that is kept would be the reply to the
             # next trajectory. Nothing in HTTP says to which request a reply belongs.
@@ -310,7 +310,7 @@ def api_key(variable: str | None) -> str | None:
     return key
 
 
-def _raise_file_limit(wanted: int) -> None:
+def raise_file_limit(wanted: int) -> None:
     """Let this process open ``wanted`` more files than it is sure to need, as far as it may."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < wanted:

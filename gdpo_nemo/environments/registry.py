@@ -23,6 +23,7 @@ _OTHER_NAMES = {
     "functions": "gdpo_nemo.environments.tasks.reward_functions:Functions",
     "nemo_gym": "gdpo_nemo.environments.nemo_gym.environment:NemoGym",
     "nemo_gym_agent": "gdpo_nemo.environments.nemo_gym.agent_environment:NemoGymAgent",
+    "openenv": "gdpo_nemo.environments.openenv.openenv_episodes:OpenEnv",
 }
 """Environments that are not called as their file."""
 
@@ -64,8 +65,7 @@ def load_environment(name: str, options: Mapping[str, Any] | None = None) -> Env
     # The pool's worker processes verify for an environment, unless servers do.
     if own_workers(name, options) and (declared(make).remote or declared(make).plays_with_endpoint):
         raise ConfigError(
-            f"env.{name}.num_workers: has no effect, {plugin} does its work on servers and needs no worker processes; "
-            "concurrency limits its requests"
+            f"env.{name}.num_workers: has no effect, {plugin} does its work on servers and needs no worker processes"
         )
     options.pop("num_workers", None)
     try:

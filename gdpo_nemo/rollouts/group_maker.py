@@ -12,7 +12,6 @@ from typing import Any, Sequence
 from gdpo_nemo.cluster.fleet import EngineFleet
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.data.records import Group, Outcome, Prompt, TrainerState, Trajectory
-from gdpo_nemo.environments.episodes import EpisodeReply, EpisodeStep
 from gdpo_nemo.environments.execution.executor import EnvironmentExecutor
 from gdpo_nemo.environments.registry import judges_by_sample
 from gdpo_nemo.generation.requests import Completion, SampleRequest, Sampling
@@ -165,7 +164,12 @@ class GroupMaker:
         try:
             if self.kind(job.prompt) is RolloutKind.EPISODE:
                 asked = EpisodeJob(
-                    job.sampling, lambda turn: self._seed(job, sample, turn), draw, self._step, self._fleet.version
+                    job.sampling,
+                    lambda turn: self._seed(job, sample, turn),
+                    draw,
+                    self._pool.step_one,
+                    self._fleet.version,
+                    self._pool.abandon,
                 )
                 return await self._runner.episode(job.prompt, sample, asked)
             completion = await draw(SampleRequest(job.prompt.token_ids, self._seed(job, sample)))
@@ -184,9 +188,6 @@ class GroupMaker:
     def _keep_promise(self, job: GroupJob) -> None:
         if job.engine is not None:
             self._fleet.lanes[job.engine].keep_promise()
-
-    async def _step(self, step: EpisodeStep) -> EpisodeReply:
-        return (await asyncio.to_thread(self._pool.step, [step]))[0]
 
     async def _judge(self, made: Sequence[Trajectory], state: TrainerState, decoded: bool = False) -> None:
         wanted = [t for t in made if needs_verdict(t)]

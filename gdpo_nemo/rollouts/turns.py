@@ -8,7 +8,7 @@ decides which engine samples and whether trajectories wait for each other betwee
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Awaitable, Callable, Sequence
+from typing import Any, Awaitable, Callable, Sequence
 
 from gdpo_nemo.data.conversation import Conversation, Message
 from gdpo_nemo.data.records import Outcome, Prompt, Trajectory
@@ -29,9 +29,11 @@ class EpisodeJob:
     sample: Callable[[SampleRequest], Awaitable[Completion]]
     """Draws one turn."""
     step: Callable[[EpisodeStep], Awaitable[EpisodeReply]]
-    """Runs one step of the environment, in a worker process."""
+    """Runs one step of the environment, in a worker process or on a server."""
     version: int = 0
     """Of the weights that were published when the episode began, for one in which the policy writes nothing."""
+    abandon: Callable[[EpisodeStep], None] = lambda step: None
+    """Releases the environment's side of an episode that ends here with an exception: late, or a mistake."""
 
 
 @dataclass(frozen=True)
@@ -56,13 +58,17 @@ async def play_episode(
         RunError: a mistake in the environment's code; whatever ``asked.sample`` and ``asked.step`` raise.
     """
     episode = _Episode(Transcript(prompt, sample_index), asked, limits, conversation)
-    await episode.reset()
-    for turn in range(limits.max_turns):
-        if episode.done or episode.room < 1:
-            break
-        await episode.take_turn(turn)
-    if not episode.done:
-        await episode.truncate()
+    try:
+        await episode.reset()
+        for turn in range(limits.max_turns):
+            if episode.done or episode.room < 1:
+                break
+            await episode.take_turn(turn)
+        if not episode.done:
+            await episode.truncate()
+    except BaseException:
+        asked.abandon(episode.next_step(None))
+        raise
     made = episode.transcript.trajectory(conversation, asked.version)
     check_trajectory(made, prompt, limits.max_sequence, f"environment {prompt.environment!r}")
     return made
@@ -92,6 +98,12 @@ class _Episode:
         limits = self._limits
         return min(limits.max_new_tokens, limits.max_tokens - t.num_policy_tokens, limits.max_sequence - len(t))
 
+    @property
+    def _tools(self) -> list[Any] | None:
+        """Tools of the row, which the chat template shows with every prompt."""
+        offered = self.transcript.prompt.fields.get("tools")
+        return offered if isinstance(offered, list) else None
+
     async def reset(self) -> None:
         """Begin; the environment may put a prompt of its own in the row's place."""
         reply = await self._step(None)
@@ -99,7 +111,7 @@ class _Episode:
             return
         talk = self._conversation
         t = self.transcript
-        text, ids = talk.prompt(reply.observation)
+        text, ids = talk.prompt(reply.observation, self._tools)
         self._messages = talk.messages(reply.observation) if talk.chat else None
         t.prompt = replace(t.prompt, token_ids=ids, text=text, messages=self._messages)
 
@@ -119,9 +131,14 @@ class _Episode:
         self.done = True
         self.transcript.finish_reason = "length"
 
+    def next_step(self, message: Message | None) -> EpisodeStep:
+        """What the environment is asked next."""
+        t = self.transcript
+        return EpisodeStep(t.prompt, t.sample_index, t.turns, self._state, message)
+
     async def _step(self, message: Message | None) -> EpisodeReply:
         t = self.transcript
-        reply = await self._asked.step(EpisodeStep(t.prompt, t.sample_index, t.turns, self._state, message))
+        reply = await self._asked.step(self.next_step(message))
         self._state = reply.state
         self.done = reply.done
         t.add_rewards(reply.rewards)
@@ -134,9 +151,7 @@ class _Episode:
     def _append_observation(self, answer: str, observation: str | Sequence[Message]) -> None:
         t = self.transcript
         talk = self._conversation
-        offered = t.prompt.fields.get("tools")
-        tools = offered if isinstance(offered, list) else None
-        ids = talk.continuation(self._messages, observation, int(t.token_ids[-1]), tools)
+        ids = talk.continuation(self._messages, observation, int(t.token_ids[-1]), self._tools)
         if not len(ids):
             start = str(observation)[:40]
             raise RunError(f"environment {t.prompt.environment!r}: an observation has no tokens: {start!r}")

@@ -45,6 +45,17 @@ class EnvironmentPools:
         """One step of every episode, in order, as ``EnvironmentPool.step``."""
         return self._spread(EnvironmentPool.step, steps)
 
+    async def step_one(self, step: EpisodeStep) -> EpisodeReply:
+        """One step of one episode, as ``EnvironmentPool.step_one``."""
+        return await self._pool_of(step).step_one(step)
+
+    def abandon(self, step: EpisodeStep) -> None:
+        """Release an episode, as ``EnvironmentPool.abandon``."""
+        self._pool_of(step).abandon(step)
+
+    def _pool_of(self, step: EpisodeStep) -> EnvironmentPool:
+        return self._pools[self._place.get(step.prompt.environment, 0)]
+
     def _spread(self, method: Callable[[EnvironmentPool, list], list], asked: Sequence[Any]) -> list:
         parts: dict[int, list[int]] = {}
         for index, item in enumerate(asked):

@@ -19,6 +19,14 @@ class EnvironmentExecutor(Protocol):
         """Return one reply per episode, in order. Raises RunError as ``verify`` does."""
         ...
 
+    async def step_one(self, step: EpisodeStep) -> EpisodeReply:
+        """Return the reply to one step, with no thread waiting where a server does it. Raises as ``step``."""
+        ...
+
+    def abandon(self, step: EpisodeStep) -> None:
+        """Release what servers hold for an episode that nobody will step again."""
+        ...
+
     def close(self) -> None:
         """End the worker processes; calls under way raise RunError."""
         ...

@@ -15,6 +15,7 @@ driver.
 
 from __future__ import annotations
 
+import asyncio
 import math
 import os
 import threading
@@ -93,8 +94,27 @@ class EnvironmentPool:
     def step(self, steps: Sequence[EpisodeStep]) -> list[EpisodeReply]:
         """One step of every episode, in order; time-outs, deaths and mistakes are treated as by ``verify``."""
         for step in steps:
-            self._check_known(step.prompt)
-        return self._run(worker.step, steps, lambda detail: EpisodeReply(outcome=Outcome.ENV_FAILED, detail=detail))
+            self._check_known(step.prompt, also=self._remote.names)
+        elsewhere = {i: step for i, step in enumerate(steps) if step.prompt.environment in self._remote.names}
+        wait_for_remote = self._remote.replies(elsewhere)
+        here = [step for i, step in enumerate(steps) if i not in elsewhere]
+        replies = iter(
+            self._run(worker.step, here, lambda detail: EpisodeReply(outcome=Outcome.ENV_FAILED, detail=detail))
+        )
+        remote = wait_for_remote()
+        return [remote[i] if i in remote else next(replies) for i in range(len(steps))]
+
+    async def step_one(self, step: EpisodeStep) -> EpisodeReply:
+        """As ``step`` for one episode. While a server does the step no thread waits for it; cancelled, the episode is
+        abandoned."""
+        if step.prompt.environment in self._remote.names:
+            return await self._remote.reply(step)
+        return (await asyncio.to_thread(self.step, [step]))[0]
+
+    def abandon(self, step: EpisodeStep) -> None:
+        """Release what a server holds for the episode, which nobody will step again."""
+        if step.state and step.prompt.environment in self._remote.names:
+            self._remote.abandon(step.prompt.environment, step.state)
 
     def _check_known(self, prompt: Prompt, also: Container[str] = ()) -> None:
         if prompt.environment not in self._environments and prompt.environment not in also:

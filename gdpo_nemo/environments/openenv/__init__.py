@@ -1,0 +1,1 @@
+"""Environments of OpenEnv: servers that hold one environment for each WebSocket connection."""

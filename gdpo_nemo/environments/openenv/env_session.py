@@ -1,0 +1,168 @@
+"""One environment on an OpenEnv server: a WebSocket, and a question and an answer at a time.
+
+The protocol is that of OpenEnv 0.10 (``openenv.core.env_server.http_server``, route /ws): JSON texts ``{"type": "reset"
+| "step", "data": ...}`` are answered with ``{"type": "observation" | "error", "data": ...}``. The connection is the
+session: when it ends, so does the environment behind it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any, Mapping
+
+import aiohttp
+
+from gdpo_nemo.data.failures import Failure, FailureKind, printable
+from gdpo_nemo.data.replies import parse_json
+from gdpo_nemo.environments.http_client import CONNECT_S
+from gdpo_nemo.environments.openenv.message_mapping import MAX_JSON_DEPTH
+
+_CLOSE_S = 2.0
+"""Seconds that a server has to agree to an end."""
+
+
+class Connector:
+    """Opens sessions at one server. Used inside one event loop.
+
+    Args:
+        url: base URL of the server.
+        max_reply_bytes: limit of one message.
+        api_key: sent as a bearer token, and kept out of every message.
+    """
+
+    def __init__(self, url: str, max_reply_bytes: int, api_key: str | None):
+        self._url = f"{url}/ws"
+        self._max_bytes = max_reply_bytes
+        self._api_key = api_key
+        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._http = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0),
+            cookie_jar=aiohttp.DummyCookieJar(),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
+            middlewares=(_refuse_redirects,),
+        )
+
+    async def open(self, timeout_s: float) -> EnvSession:
+        """A new session. Raises Failure."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                socket = await self._http.ws_connect(
+                    self._url,
+                    headers=self._headers,
+                    max_msg_size=self._max_bytes,
+                    compress=0,  # a compressed message could unfold to any size
+                    timeout=aiohttp.ClientWSTimeout(ws_close=_CLOSE_S),
+                )
+        except (OSError, aiohttp.ClientError, ValueError) as error:
+            raise self._failure(error, timeout_s) from None
+        return EnvSession(socket, self._max_bytes)
+
+    async def close(self) -> None:
+        """Close what is left of the connections."""
+        await self._http.close()
+
+    def _failure(self, error: Exception, timeout_s: float) -> Failure:
+        if isinstance(error, aiohttp.WSServerHandshakeError):
+            status = error.status
+            text = f"HTTP {status} in the place of a WebSocket at {self._url}"
+            kind = FailureKind.SERVER_ERROR if status >= 500 else FailureKind.REJECTED
+            return Failure(FailureKind.RATE_LIMITED if status == 429 else kind, text, status=status)
+        if isinstance(error, aiohttp.ConnectionTimeoutError):
+            return Failure(FailureKind.CONNECTION, f"no connection within {CONNECT_S:g} s")
+        if isinstance(error, TimeoutError):
+            return Failure(FailureKind.TIMEOUT, f"no connection within {timeout_s:.3g} s")
+        if isinstance(error, (OSError, aiohttp.ClientConnectionError)):
+            text = str(error) or type(error).__name__
+            text = text.replace(self._api_key, "***") if self._api_key else text
+            return Failure(FailureKind.CONNECTION, printable(text, 160))
+        return Failure(FailureKind.BAD_REPLY, f"not HTTP as it should be ({type(error).__name__})")
+
+
+class EnvSession:
+    """A session that is open.
+
+    A task reads all the time, because a server that is not answered its pings closes the connection, and between two
+    steps the policy may write for minutes.
+    """
+
+    def __init__(self, socket: aiohttp.ClientWebSocketResponse, max_bytes: int):
+        self._socket = socket
+        self._max_bytes = max_bytes
+        self._answer: asyncio.Future[str] | None = None
+        self._ended: Failure | None = None
+        self._reader = asyncio.create_task(self._read())
+
+    async def ask(self, kind: str, data: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
+        """The server's answer to one message, an object.
+
+        Raises:
+            Failure: there is none; the session is then of no use any more.
+        """
+        if self._ended is not None:
+            raise self._ended
+        self._answer = asyncio.get_running_loop().create_future()
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._send(json.dumps({"type": kind, "data": data}))
+                text = await self._answer
+        except TimeoutError:
+            raise Failure(FailureKind.TIMEOUT, f"no answer to {kind} within {timeout_s:.3g} s") from None
+        finally:
+            self._answer = None
+        reply = parse_json(text.encode("utf-8", "replace"), MAX_JSON_DEPTH)
+        if not isinstance(reply, dict):
+            raise Failure(FailureKind.BAD_REPLY, f"the answer is a {type(reply).__name__}, not an object")
+        return reply
+
+    async def close(self) -> None:
+        """End the session, whatever its server does."""
+        self._reader.cancel()
+        await asyncio.gather(self._reader, return_exceptions=True)
+        try:
+            async with asyncio.timeout(_CLOSE_S):
+                await self._socket.close()
+        except TimeoutError:
+            return  # aiohttp has cut the connection
+
+    async def _send(self, text: str) -> None:
+        try:
+            await self._socket.send_str(text)
+        except (OSError, aiohttp.ClientError):
+            # A server without a free session says so and closes at once: the reader knows why, or soon will.
+            return
+
+    async def _read(self) -> None:
+        while self._ended is None:
+            message = await self._socket.receive()
+            if message.type is aiohttp.WSMsgType.TEXT and self._answer is not None and not self._answer.done():
+                self._answer.set_result(message.data)
+            else:
+                self._ended = self._end(message)
+        if self._answer is not None and not self._answer.done():
+            self._answer.set_exception(self._ended)
+
+    def _end(self, message: aiohttp.WSMessage) -> Failure:
+        """Why a message ends the session."""
+        if message.type is aiohttp.WSMsgType.TEXT:
+            return Failure(FailureKind.BAD_REPLY, "the server sent more than was asked")
+        if message.type is aiohttp.WSMsgType.BINARY:
+            return Failure(FailureKind.BAD_REPLY, "the server sent bytes, not text")
+        if isinstance(message.data, aiohttp.WebSocketError):
+            if message.data.code == aiohttp.WSCloseCode.MESSAGE_TOO_BIG:
+                return Failure(FailureKind.TOO_LARGE, f"an answer of more than max_reply_bytes ({self._max_bytes})")
+            return Failure(FailureKind.BAD_REPLY, f"no WebSocket as it should be: {printable(str(message.data), 120)}")
+        code = self._socket.close_code
+        return Failure(FailureKind.CONNECTION, f"the server closed the connection (code {code}), and with it the state")
+
+
+async def _refuse_redirects(
+    request: aiohttp.ClientRequest, handler: aiohttp.ClientHandlerType
+) -> aiohttp.ClientResponse:
+    """``ws_connect`` would follow them, and send to any address that a server names."""
+    response = await handler(request)
+    if 300 <= response.status < 400:
+        response.close()
+        status = response.status
+        raise Failure(FailureKind.REDIRECT, f"HTTP {status}; redirects are not followed", status=status)
+    return response
