@@ -30,29 +30,27 @@ class _TokenLogprobs(torch.autograd.Function):
         owned = (local >= 0) & (local < width)
         local = local.clamp(0, width - 1)  # a valid index for gather; `owned` discards what it picks elsewhere
         padding = max(0, first + width - vocab_size)  # columns past the real vocabulary, on the last rank(s)
-        log_z = torch.empty(targets.shape, dtype=torch.float32, device=logits.device)
-        logprob = torch.empty_like(log_z)
         with_entropy = entropy_use != "none"
-        entropy = torch.empty_like(log_z) if with_entropy else None
+        # Rows: this rank's largest logit; sum of exp(logit - largest), the target's logit, sum of exp(d) d.
+        peak = torch.empty(targets.shape, dtype=torch.float32, device=logits.device)
+        sums = torch.empty((3 if with_entropy else 2, *targets.shape), dtype=torch.float32, device=logits.device)
         for rows in _chunks(logits.size(0), chunk):
             x = _scaled(logits[rows], scale, padding)
-            peak = x.amax(-1) if padding < width else x.new_full(x.shape[:1], float("-inf"))
-            dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=group)
-            picked = torch.where(owned[rows], x.gather(-1, local[rows, None]).squeeze(-1), 0.0)
-            x.sub_(peak[:, None])
+            # A rank of padding alone has no largest logit: finite, so that -inf - peak is no NaN.
+            torch.amax(x, -1, out=peak[rows]).clamp_(min=-1e30)
+            sums[1, rows] = torch.where(owned[rows], x.gather(-1, local[rows, None]).squeeze(-1), 0.0)
+            x.sub_(peak[rows, None])
             weights = x.exp()
-            parts = [weights.sum(-1), picked]
+            torch.sum(weights, -1, out=sums[0, rows])
             if with_entropy:
                 # exp underflows to 0 where x is -inf (padding); 0 * -inf would be NaN.
-                parts.append((weights * x.clamp_(min=-1e30)).sum(-1))
-            sums = torch.stack(parts)
-            dist.all_reduce(sums, group=group)
-            log_sum = sums[0].log()
-            log_z[rows] = log_sum + peak
-            # large logits cancel first, before the small log_sum would be rounded away
-            logprob[rows] = (sums[1] - peak) - log_sum
-            if entropy is not None:
-                entropy[rows] = log_sum - sums[2] / sums[0]
+                torch.sum(weights.mul_(x.clamp_(min=-1e30)), -1, out=sums[2, rows])
+        peak = _merge(peak, sums, group)
+        log_sum = sums[0].log()
+        log_z = log_sum + peak
+        # large logits cancel first, before the small log_sum would be rounded away
+        logprob = (sums[1] - peak) - log_sum
+        entropy = log_sum - sums[2] / sums[0] if with_entropy else None
         # Known here, without a look at the gradient that arrives, for which a GPU would have to be waited for.
         with_gradient = entropy_use == "gradient"
         if entropy is not None and not with_gradient:
@@ -89,6 +87,20 @@ def _suitable_chunk(logits: torch.Tensor) -> int:
     if logits.device.type != "cpu":
         return LARGEST_CHUNK
     return max(1, min(LARGEST_CHUNK, _CACHED // logits.size(-1)))
+
+
+def _merge(peak: torch.Tensor, sums: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Bring every rank's ``sums`` to the largest logit of all ranks, which is returned, and add them up in place: two
+    reductions for all chunks together, since each costs a CPU rank as much as a pass over a small chunk."""
+    largest = peak.clone()
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+    lower = peak.sub_(largest)
+    factor = lower.exp()
+    if len(sums) == 3:
+        sums[2].addcmul_(sums[0], lower).mul_(factor)
+    sums[0].mul_(factor)
+    dist.all_reduce(sums, group=group)
+    return largest
 
 
 def _chunks(total: int, size: int):
