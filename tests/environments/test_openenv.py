@@ -470,7 +470,10 @@ def test_preflight_passes_a_server_with_and_without_schemas_and_refuses_none(ser
         ({"url": "http://h", "action": "m", "timeout_s": 0}, "timeout_s: must be a number of at least"),
         ({"url": "http://h", "action": "m", "retries": -1}, "retries: must be a number of at least 0"),
         ({"url": "http://h", "action": "m", "reward": ""}, "reward: must be a text"),
-        ({"url": "http://h", "action": "m", "invalid_action_reward": float("inf")}, "option invalid_action_reward must be at most"),
+        (
+            {"url": "http://h", "action": "m", "invalid_action_reward": float("inf")},
+            "option invalid_action_reward must be at most",
+        ),
         ({"url": "http://h", "action": "m", "num_workers": 2}, "num_workers: has no effect"),
     ],
 )  # fmt: skip
