@@ -1,7 +1,7 @@
 """Time and CPU of one training step on a CPU, phase by phase; with ``--trl`` beside TRL's GRPOTrainer in the same
 minute.
 
-    python tests/benchmarks/step.py [--trl] [--steps 5] [--threads 2] [--micro-batch 32]
+    python tests/benchmarks/step.py [--trl] [--prompt-tokens 32] [--steps 5] [--threads 2] [--micro-batch 32]
         [--precision bfloat16] [--share-prompts false]
     python tests/benchmarks/step.py --model smollm2 --trl
 
@@ -27,7 +27,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -64,11 +64,11 @@ class Work:
 WORK = {"10m": Work(16, 8, 32, 64, 8192), "smollm2": Work(8, 8, 48, 24, 49152)}
 
 
-def make_model(name: str, folder: Path) -> int:
+def make_model(name: str, work: Work, folder: Path) -> int:
     """Write the model to ``folder``; returns its parameters. It cannot sample the token that ends a text."""
-    parameters = _random_model(folder) if name == "10m" else _real_model(folder)
+    parameters = _random_model(work, folder) if name == "10m" else _real_model(folder)
     # Engines ask the tokenizer, too, what ends a text; the rest of it stays unused.
-    _word_tokenizer(WORK[name].vocabulary).save_pretrained(folder)
+    _word_tokenizer(work.vocabulary).save_pretrained(folder)
     return parameters
 
 
@@ -86,20 +86,20 @@ def _real_model(folder: Path) -> int:
     return model.num_parameters()
 
 
-def _random_model(folder: Path) -> int:
+def _random_model(work: Work, folder: Path) -> int:
     import torch
     from transformers import AutoModelForCausalLM, Qwen2Config, logging
 
     logging.disable_progress_bar()
     torch.manual_seed(0)
     config = Qwen2Config(
-        vocab_size=WORK["10m"].vocabulary,
+        vocab_size=work.vocabulary,
         hidden_size=256,
         num_hidden_layers=8,
         num_attention_heads=4,
         num_key_value_heads=2,
         intermediate_size=1024,
-        max_position_embeddings=WORK["10m"].longest,
+        max_position_embeddings=work.longest,
         tie_word_embeddings=True,
         bos_token_id=None,
         eos_token_id=None,
@@ -367,6 +367,8 @@ def in_fresh_process(which: str, folder: str, arguments) -> dict:
     command = [sys.executable, "-W", "ignore", __file__, "--side", which, "--folder", folder]
     for option in ("model", "steps", "threads", "micro_batch", "precision", "share_prompts"):
         command += [f"--{option.replace('_', '-')}", str(getattr(arguments, option))]
+    if arguments.prompt_tokens:
+        command += ["--prompt-tokens", str(arguments.prompt_tokens)]
     subprocess.run(command, env=environment, check=True)
     return json.loads(result.read_text())
 
@@ -376,6 +378,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--trl", action="store_true", help="run TRL on the same work, too")
     parser.add_argument("--model", choices=sorted(WORK), default="10m")
+    parser.add_argument("--prompt-tokens", type=int, help="tokens of a prompt (32; 48 of smollm2)")
     parser.add_argument("--steps", type=int, default=5, help="steps that are counted (5)")
     parser.add_argument("--threads", type=int, default=2, help="compute threads of each process (2)")
     parser.add_argument("--micro-batch", type=int, default=32, help="sequences per forward pass (32)")
@@ -387,14 +390,15 @@ def main() -> None:
     parser.add_argument("--folder", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     work = WORK[arguments.model]
+    work = replace(work, prompt_tokens=arguments.prompt_tokens or work.prompt_tokens)
     if arguments.side:
         run = run_trl if arguments.side == "trl" else run_ours
         found = run(work, Path(arguments.folder) / "model", arguments)
         (Path(arguments.folder) / f"{arguments.side}.json").write_text(json.dumps(found))
         return
     with tempfile.TemporaryDirectory() as folder:
-        parameters = make_model(arguments.model, Path(folder) / "model")
-        size = f"{work.prompts} x {work.samples} x {work.new_tokens} tokens"
+        parameters = make_model(arguments.model, work, Path(folder) / "model")
+        size = f"{work.prompts} x {work.samples} x ({work.prompt_tokens} + {work.new_tokens}) tokens"
         print(f"{parameters:,} parameters, {arguments.precision}, {size}, {arguments.threads} threads")
         ours = in_fresh_process("ours", folder, arguments)
         show("gdpo_nemo", ours)
