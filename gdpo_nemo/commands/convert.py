@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
-import shutil
 import sys
 import tempfile
 from pathlib import Path
@@ -23,6 +21,7 @@ from gdpo_nemo.config.model_formats import Format, recognise
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.config.standalone import standalone_config
 from gdpo_nemo.errors import ConfigError, RunError
+from gdpo_nemo.formats.whole_folder import whole_folder
 from gdpo_nemo.observe.display import shown
 
 if TYPE_CHECKING:
@@ -152,7 +151,7 @@ def to_peft(checkpoint: str | Path, out: str | Path, model: str | Path | None = 
     if not config.policy.lora.rank:
         raise ConfigError(f"{_KEY}: {checkpoint} holds a whole model (policy.lora.rank is 0); make it --to hf")
     base = Path(model).absolute() if Path(model).is_dir() else model  # the adapter names it, wherever that is read
-    with _whole(out) as folder, session(config.cluster), _policy(config, base) as policy:
+    with whole_folder(out) as folder, session(config.cluster), _policy(config, base) as policy:
         policy.load_checkpoint(checkpoint, weights_only=True)
         policy.export_adapter(folder)
     return out
@@ -169,26 +168,11 @@ def to_megatron(model: str | Path, out: str | Path, config: Config, checkpoint: 
 
     out = Path(out)
     _must_be_new(out)
-    with _whole(out) as folder, session(config.cluster), _policy(config, model) as policy:
+    with whole_folder(out) as folder, session(config.cluster), _policy(config, model) as policy:
         if checkpoint is not None:
             policy.load_checkpoint(checkpoint, weights_only=True)
         policy.save_megatron(folder)
     return out
-
-
-@contextlib.contextmanager
-def _whole(out: Path) -> Iterator[Path]:
-    """A folder to write, which becomes ``out`` at the end of the block. Raises RunError."""
-    temporary = out.absolute().parent / f".writing_{out.name}_{os.getpid()}"
-    try:
-        yield temporary
-        if out.is_dir():
-            out.rmdir()
-        os.replace(temporary, out)
-    except OSError as error:
-        raise RunError(f"{out} could not be written: {error}") from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _of_checkpoint(checkpoint: str | Path, model: str | Path | None, layout: str) -> tuple[Path, Config, str | Path]:

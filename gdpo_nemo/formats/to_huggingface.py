@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 from pathlib import Path
 from typing import Any, Iterable
 
@@ -13,7 +11,8 @@ from gdpo_nemo.config.gguf_model import read_gguf_model
 from gdpo_nemo.config.model_formats import Format, Source
 from gdpo_nemo.config.model_sources import described_by
 from gdpo_nemo.config.peft_config import read_peft_adapter
-from gdpo_nemo.errors import ConfigError, RunError
+from gdpo_nemo.errors import ConfigError
+from gdpo_nemo.formats.whole_folder import whole_folder
 from gdpo_nemo.megatron.hf_files import write_model
 
 Tensors = Iterable[tuple[str, torch.Tensor]]
@@ -31,16 +30,8 @@ def write_folder(source: Source, out: Path, key: str, companion: str | None = No
     """
     if source.format is Format.CHECKPOINT:
         raise ValueError("a checkpoint of this program is read by ranks")
-    temporary = out.absolute().parent / f".writing_{out.name}_{os.getpid()}"
-    try:
-        _write(source, temporary, key, companion)
-        if out.is_dir():
-            out.rmdir()
-        os.replace(temporary, out)
-    except OSError as error:
-        raise RunError(f"{out} could not be written: {error}") from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+    with whole_folder(out) as folder:
+        _write(source, folder, key, companion)
 
 
 def _write(source: Source, folder: Path, key: str, companion: str | None) -> None:
