@@ -94,6 +94,7 @@ EFFECTS = (
             "gdpo.shaping",
             "gdpo.batch_norm",
             "gdpo.kl_in_reward",
+            "gdpo.credit",
             "gdpo.dynamic_sampling.enabled",
             "rollout.max_staleness",
             "rollout.group_timeout_s",
@@ -109,6 +110,12 @@ EFFECTS = (
         ("gdpo.epsilon",),
         lambda c: c.gdpo.estimator not in ("dr_grpo", "rloo") or bool(c.gdpo.batch_norm),
         "with an estimator that divides by no standard deviation",
+    ),
+    Effect(("gdpo.discount", "gdpo.turn_baseline"), lambda c: c.gdpo.credit == "turn", "unless gdpo.credit is turn"),
+    Effect(
+        ("gdpo.credit",),
+        lambda c: c.rollout.turns.max_turns > 1 or c.rollout.function is not None,
+        "while rollout.turns.max_turns is 1",
     ),
     Effect(
         ("loss_fn.constant_length",),
