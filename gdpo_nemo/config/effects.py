@@ -11,6 +11,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any, Callable, Iterator, Mapping, NamedTuple
 
+from gdpo_nemo.algorithms.estimators import ESTIMATORS
 from gdpo_nemo.algorithms.losses import LOSSES
 from gdpo_nemo.algorithms.offpolicy import CORRECTIONS
 from gdpo_nemo.algorithms.own_functions import correction_entry, loss_entry
@@ -34,6 +35,11 @@ def _gpu(config: Config) -> bool:
 
 def _validates(config: Config) -> bool:
     return config.gdpo.val_period > 0 or config.gdpo.val_at_start
+
+
+def _standardises(config: Config) -> bool:
+    batch_norm = config.gdpo.batch_norm
+    return ESTIMATORS[config.gdpo.estimator].batch_norm if batch_norm is None else batch_norm
 
 
 def _reads_file(split: str, config: Config) -> bool:
@@ -108,7 +114,7 @@ EFFECTS = (
     *_read_by_some("loss_fn", LOSSES, _loss_reads),
     Effect(
         ("gdpo.epsilon",),
-        lambda c: c.gdpo.estimator not in ("dr_grpo", "rloo") or bool(c.gdpo.batch_norm),
+        lambda c: c.gdpo.estimator not in ("dr_grpo", "rloo", "gpg", "reinforce_plus_plus") or _standardises(c),
         "with an estimator that divides by no standard deviation",
     ),
     Effect(("gdpo.discount", "gdpo.turn_baseline"), lambda c: c.gdpo.credit == "turn", "unless gdpo.credit is turn"),

@@ -48,7 +48,9 @@ class TurnRows:
             baseline: ``gdpo.turn_baseline``.
         """
         of_group = groups[self.trajectory]
-        return of_group if baseline == "group" else of_group * (int(self.turn.max()) + 1) + self.turn
+        if baseline == "turn":
+            of_group = of_group * (int(self.turn.max()) + 1) + self.turn
+        return np.asarray(of_group)
 
 
 def turn_rows(trajectories: Sequence[Trajectory], names: Iterable[str], discount: float) -> TurnRows:
@@ -95,7 +97,7 @@ class TurnAdvantages:
     @property
     def names(self) -> tuple[str, ...]:
         """Component names, in column order."""
-        return self.of_turns.names
+        return tuple(self.totals)
 
     @property
     def values(self) -> torch.Tensor:

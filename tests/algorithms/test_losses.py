@@ -141,16 +141,17 @@ def test_tokens_left_out_by_the_caller_give_the_loss_that_a_mask_gives(kind):
     assert metrics == measured
 
 
-def test_token_weights_make_the_three_means():
+def test_token_weights_make_the_means_that_aggregations_name():
     losses = [np.arange(length) + 1.0 for length in LENGTHS]
     total = lambda weights: sum(w * loss.sum() for w, loss in zip(weights, losses, strict=True))  # noqa: E731
     trained = [loss for loss in losses if len(loss)]
     assert np.isclose(total(token_weights(LENGTHS, "token_mean")), np.concatenate(losses).mean())
     assert np.isclose(total(token_weights(LENGTHS, "sequence_mean")), np.mean([loss.mean() for loss in trained]))
+    assert np.isclose(total(token_weights(LENGTHS, "sequence_sum")), np.mean([loss.sum() for loss in trained]))
     assert np.isclose(
         total(token_weights(LENGTHS, "constant", constant_length=8)), sum(x.sum() for x in losses) / (5 * 8)
     )
-    for aggregation in ("token_mean", "sequence_mean", "constant"):
+    for aggregation in ("token_mean", "sequence_mean", "sequence_sum", "constant"):
         assert token_weights(LENGTHS, aggregation, constant_length=8)[1] == 0
         assert (token_weights([0, 0], aggregation, constant_length=8) == 0).all()
 

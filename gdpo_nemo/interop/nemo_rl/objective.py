@@ -40,7 +40,11 @@ def _estimator(recipe: Recipe, account: Account) -> None:
         account.set("gdpo.estimator", "gdpo", "adv_estimator.name")
         account.set("gdpo.preset", "nemo_rl", "its numerics, dead groups in the batch's standard deviation included")
         if not normalize:
-            account.differs("grpo.adv_estimator.normalize_rewards", "gdpo always divides each reward by its deviation")
+            if leave_one_out:
+                what = "leave_one_out divides by the others' deviation"
+                account.differs("grpo.adv_estimator.normalize_rewards", what)
+            else:
+                options = {"scale_rewards": "none"}
     elif name == "reinforce_plus_plus":
         _reinforce_plus_plus(recipe, account)
         return
@@ -54,8 +58,10 @@ def _estimator(recipe: Recipe, account: Account) -> None:
     else:
         account.set("gdpo.estimator", "grpo", f"in place of {name!r}")
         account.blocks("grpo.adv_estimator.name", f"there is no estimator {name!r}")
-    if options:
+    if leave_one_out:
         account.set("gdpo.options", options, "use_leave_one_out_baseline: mean and deviation of the other members")
+    elif options:
+        account.set("gdpo.options", options, "normalize_rewards false: not divided by their group's deviation")
 
 
 def _reinforce_plus_plus(recipe: Recipe, account: Account) -> None:
