@@ -109,7 +109,7 @@ class Algorithm(ABC):
     def validate(self, evaluated: Sequence[Any]) -> dict[str, float]:
         """The keys ``validation/...`` of the held-out prompts: groups with verdicts where the algorithm samples, else
         ``Prompt``."""
-        return validation_metrics(evaluated)
+        return validation_metrics(evaluated, self.config.gdpo.val_pass_at_k)
 
 
 def with_absolute_places(loss: LossSettings) -> LossSettings:

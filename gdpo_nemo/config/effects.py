@@ -230,7 +230,13 @@ EFFECTS = (
 
 SWITCHED_OFF = (
     Effect(
-        ("data.validation", "gdpo.val_prompts", "gdpo.val_generations_per_prompt", "gdpo.val_temperature"),
+        (
+            "data.validation",
+            "gdpo.val_prompts",
+            "gdpo.val_generations_per_prompt",
+            "gdpo.val_pass_at_k",
+            "gdpo.val_temperature",
+        ),
         _validates,
         "while gdpo.val_period is 0 and gdpo.val_at_start is false",
     ),

@@ -96,7 +96,7 @@ def number_keys(section: type, prefix: str = "") -> list[str]:
         inner = next((kind for kind in kinds if isinstance(kind, type) and dataclasses.is_dataclass(kind)), None)
         if inner is not None:
             keys += number_keys(inner, f"{prefix}{name}.")
-        elif any(kind in (int, float) for kind in kinds) and getattr(hint, "__origin__", None) is not dict:
+        elif any(kind in (int, float) for kind in kinds) and getattr(hint, "__origin__", None) not in (dict, list):
             keys.append(prefix + name)
     return keys
 

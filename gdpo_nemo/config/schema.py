@@ -132,6 +132,9 @@ class GdpoConfig:
     """Held-out prompts per validation; null takes them all."""
     val_generations_per_prompt: int = 1
     """Samples per held-out prompt; the reported value is the mean."""
+    val_pass_at_k: List[int] = field(default_factory=list)
+    """Values of k, each at most val_generations_per_prompt, whose unbiased pass@k is reported of every component: the
+    expected best of k samples. `[1, 4, 8]`."""
     val_temperature: float = 1.0
     """Sampling temperature of validation; 0 is greedy."""
     max_skipped_steps: int = 3

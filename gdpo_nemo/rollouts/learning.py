@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Callable, Mapping, Sequence
 import numpy as np
 
 from gdpo_nemo.algorithms import LossSettings, apply_shaping, groups_with_signal, token_weights
+from gdpo_nemo.algorithms.pass_at_k import mean_pass_at_k
 from gdpo_nemo.algorithms.rewards import creates
 from gdpo_nemo.config.messages import first_line
 from gdpo_nemo.config.schema import Config
@@ -301,6 +302,10 @@ METRICS = {
         {"label": "staleness"},
     ),
     "validation/NAME": ("reward", "Component NAME on the held-out prompts, mean over the samples that have it"),
+    "validation/NAME/pass_at/NAME": (
+        "reward",
+        "Component NAME, unbiased pass@k (gdpo.val_pass_at_k): the expected best of k samples of a held-out prompt",
+    ),
     "validation/mean_length": ("tokens", "Tokens that the policy wrote to a held-out prompt, mean"),
     "validation/env_failed": ("share", "Held-out samples without a verdict"),
     "loss": ("", "Loss of the step's optimizer updates, mean", {"label": "loss"}),
@@ -432,15 +437,18 @@ def check_failures(trajectories: Sequence[Trajectory], limit: float) -> None:
         )
 
 
-def validation_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """The keys ``validation/...``: every component's mean over the samples that have it, their length, and what
-    failed."""
+def validation_metrics(groups: Sequence[Group], pass_at: Sequence[int] = ()) -> dict[str, float]:
+    """The keys ``validation/...``: every component's mean over the samples that have it and its pass@k for the k of
+    ``pass_at``, their length, and what failed."""
     trajectories = [t for group in groups for t in group.trajectories]
     row = {}
     for name in dict.fromkeys(name for t in trajectories for name in t.rewards):
         values = [value for t in trajectories if (value := t.rewards.get(name)) is not None]
         if values:
             row[f"validation/{name}"] = float(np.mean(values))
+        rows = [[t.rewards.get(name) for t in group.trajectories] for group in groups]
+        best = {f"validation/{name}/pass_at/{k}": mean_pass_at_k(rows, k) for k in pass_at}
+        row.update({key: value for key, value in best.items() if value is not None})
     row["validation/mean_length"] = float(np.mean([t.num_policy_tokens for t in trajectories]))
     row["validation/env_failed"] = float(np.mean([not t.trains for t in trajectories]))
     return row | {f"validation/{name}": value for name, value in logged_metrics(trajectories).items()}

@@ -12,6 +12,7 @@ from hypothesis import given, settings, strategies as st
 
 from gdpo_nemo import cli
 from gdpo_nemo.config.load import load_config, save_config
+from gdpo_nemo.config.objects import load_object
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.config.validate import validate
 from gdpo_nemo.data.records import Group, Outcome, Prompt, Trajectory, Verdict
@@ -26,7 +27,9 @@ from gdpo_nemo.rollouts.learning import advantages_of, has_signal, updates_of
 from gdpo_nemo.rollouts.recorded_stream import recorded_groups
 from gdpo_nemo.rollouts.turn_credit import turn_rows
 
-TURNS = Path(__file__).resolve().parents[2] / "configs" / "gdpo_turns_cpu.yaml"
+REPOSITORY = Path(__file__).resolve().parents[2]
+TURNS = REPOSITORY / "configs" / "gdpo_turns_cpu.yaml"
+ROUNDS = REPOSITORY / "configs" / "gdpo_rounds_cpu.yaml"
 
 
 def config(*overrides: str) -> Config:
@@ -301,6 +304,29 @@ def test_sample_files_of_older_runs_which_lack_the_columns_of_turns_are_read(tmp
         assert found.column("turn_tokens").null_count == len(found) == (rows or 8)
     groups, _ = read_step(path)
     assert all(t.turn_tokens == () and t.turn_rewards == () for g in groups for t in g.trajectories)
+
+
+# -- the task that is made for it -----------------------------------------------------------------------------------
+
+
+def test_each_round_of_the_example_is_judged_by_itself_and_alike_for_a_row():
+    config = load_config(ROUNDS)
+    assert (config.gdpo.credit, config.gdpo.discount) == ("turn", 0.0) and validate(config) is not None
+    environment = load_object(str(REPOSITORY / "examples" / "digit_rounds.py") + ":DigitRounds")({"rounds": 3})
+    games = [environment.episode() for _ in range(2)]
+    for game in games:
+        game.reset({"digits": "39172"})
+
+    def answer(text: str, reason: str = "stop"):
+        return {"role": "assistant", "content": text, "finish_reason": reason}
+
+    second, rewards, done = games[0].step(answer("<t></t><a>12379</a>"))
+    assert rewards == {"correctness": 1.0, "format": 1.0} and not done
+    assert games[1].step(answer("12379")) == (second, {"correctness": 0.0, "format": 0.0}, False)
+    right = "".join(sorted(second.rstrip("=")))
+    third, rewards, _ = games[0].step(answer(f"<t></t><a>{right[::-1]}</a>"))
+    assert rewards["format"] == 1.0 and third != second
+    assert games[0].step(answer("<t></t><a>", "length")) == (None, {"correctness": 0.0, "format": 0.0}, True)
 
 
 # -- what is refused ------------------------------------------------------------------------------------------------
