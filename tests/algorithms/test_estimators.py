@@ -232,7 +232,8 @@ def test_scale_rewards_batch_is_the_advantage_of_trls_own_lines():
     summed = torch.from_numpy((rewards * WEIGHTS).sum(axis=1))
     theirs = (summed - summed.view(-1, 4).mean(1).repeat_interleave(4)) / (nanstd(summed).expand_as(summed) + 1e-4)
     got = values(rewards, ids, "grpo", scale_rewards="batch", epsilon=1e-4)
-    np.testing.assert_allclose(got, theirs.numpy(), rtol=1e-12, atol=1e-12)
+    # TRL's correction n / (n - 1) is of float32.
+    np.testing.assert_allclose(got, theirs.numpy(), rtol=1e-7)
 
 
 def test_missing_rewards_are_no_part_of_the_batchs_deviation():
