@@ -34,6 +34,7 @@ from gdpo_nemo.rollouts.learning import (
     updates_of,
     validation_metrics,
 )
+from gdpo_nemo.rollouts.turn_credit import TurnAdvantages
 
 if TYPE_CHECKING:
     from gdpo_nemo.algorithms import Advantages
@@ -108,7 +109,7 @@ class Algorithm(ABC):
     def validate(self, evaluated: Sequence[Any]) -> dict[str, float]:
         """The keys ``validation/...`` of the held-out prompts: groups with verdicts where the algorithm samples, else
         ``Prompt``."""
-        return validation_metrics(evaluated)
+        return validation_metrics(evaluated, self.config.gdpo.val_pass_at_k)
 
 
 def with_absolute_places(loss: LossSettings) -> LossSettings:
@@ -169,7 +170,7 @@ class PreparedRollout:
     """A rollout, its advantages, and the sequences of its updates."""
 
     rollout: Rollout
-    advantages: Advantages
+    advantages: Advantages | TurnAdvantages
     updates: list[list[TrainSequence]]
     measured: dict[str, float]
 
@@ -202,7 +203,12 @@ class GDPO(Algorithm):
         measured = {"time/advantages": time.time() - start}
         if divergence is not None and not np.isnan(divergence).all():
             measured["rollout/reference_kl"] = float(np.nanmean(divergence))
-        updates = updates_of(batch.trajectories, advantages.values.numpy(), self.config, batch.version)
+        of_sequences = (
+            advantages.of_sequences(batch.trajectories)
+            if isinstance(advantages, TurnAdvantages)
+            else advantages.values.numpy()
+        )
+        updates = updates_of(batch.trajectories, of_sequences, self.config, batch.version)
         several = len(updates) > 1 and old_logprobs_source(self.config) == "trainer"
         # TargetPO's coefficients, which are yet to come, need the whole group.
         skips = self.config.policy.skip_zero_advantage and not loss_entry(self.loss.type).by_group
@@ -246,7 +252,8 @@ class GDPO(Algorithm):
         rollout = prepared.rollout
         found = prepared.advantages
         terms = dict(zip(found.names, found.components.numpy().T))
-        self.log.step(row, rollout.groups, found.values.numpy(), terms=terms)
+        by_turn = found.by_turn if isinstance(found, TurnAdvantages) else None
+        self.log.step(row, rollout.groups, found.values.numpy(), terms=terms, turn_advantages=by_turn)
         self.component_alerts.update(prepared.advantages.diagnostics.alerts, [t.rewards for t in rollout.trajectories])
 
     def _kl(self, rollout: Rollout) -> np.ndarray | None:

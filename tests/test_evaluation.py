@@ -8,9 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from hypothesis import given, strategies as st
+from rich.console import Console
 
 from gdpo_nemo.checkpoints import Checkpoints, RunState
-from gdpo_nemo.commands.evaluate import evaluate, find_subject, scored, without_policy
+from gdpo_nemo.commands.evaluate import evaluate, find_subject, scored, table, without_policy
 from gdpo_nemo.config.layout import resolve_layout
 from gdpo_nemo.config.load import load_config
 from gdpo_nemo.config.schema import Config
@@ -145,3 +146,15 @@ def test_truncated_and_failed_samples_are_counted():
     samples[2].outcome = Outcome.ENV_FAILED
     found = scored(groups, Config(), "m", None)
     assert (found.truncated, found.env_failed, found.mean_length, found.prompts) == (0.25, 0.25, 2.0, 2)
+
+
+def test_an_evaluation_reports_pass_at_every_k_that_is_asked_for(capsys):
+    config = Config()
+    config.gdpo.val_generations_per_prompt = 4
+    config.gdpo.val_pass_at_k = [1, 2, 4]
+    found = scored(judged([[1.0, 0.0, 0.0, 0.0], [0.0, None, 0.0, 1.0]]), config, "m", None)
+    score = found.scores["it"]
+    assert score.pass_at == pytest.approx({1: (1 / 4 + 1 / 3) / 2, 2: (1 / 2 + 2 / 3) / 2, 4: 1.0})
+    Console(width=120).print(table(found))
+    printed = capsys.readouterr().out
+    assert "pass@2" in printed and "0.583" in printed

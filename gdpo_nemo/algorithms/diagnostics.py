@@ -218,7 +218,7 @@ def diagnose(
     having = np.stack([table.groups.sum(row) > 0 for row in present], axis=1)
     inhabited = table.groups.sum(table.valid) > 0
     alive = ~dead[:, table.weights != 0].all(axis=1)
-    mean, std, saturation = _column_statistics(table)
+    mean, std, saturation = column_statistics(table)
     correlation, conflicts = _pairs(terms)
     summed = grpo(table, Settings(batch_norm=False)).values
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -241,7 +241,7 @@ def diagnose(
         )
 
 
-def _column_statistics(table: RewardTable) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def column_statistics(table: RewardTable) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Mean, sample standard deviation and saturation of every component's present rewards; NaN where undefined."""
     result = np.full((3, len(table.names)), np.nan)
     for k, (column, present) in enumerate(zip(table.columns, table.present, strict=True)):

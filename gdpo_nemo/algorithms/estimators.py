@@ -60,7 +60,7 @@ def _z_score(table: RewardTable, k: int, settings: Settings) -> tuple[np.ndarray
         z = _leave_one_out(table, k, settings)
     else:
         z = stats.deviation
-        z *= groups.rows(np.where(stats.constant, 0.0, 1.0 / np.maximum(stats.std + settings.epsilon, 1e-300)))
+        z *= groups.rows(np.where(stats.constant, 0.0, _scale(table.columns[k][present], stats, settings)))
     # A value at the mean of its group has rounding noise for a z, with a sign that depends on the order of the rows.
     z[np.abs(z) < ROUNDING] = 0.0
     if settings.singleton == "raw":
@@ -68,6 +68,16 @@ def _z_score(table: RewardTable, k: int, settings: Settings) -> tuple[np.ndarray
         z[alone] = table.columns[k, alone] / (1.0 + settings.epsilon)
         return z, present & (groups.rows(~stats.constant) | alone)
     return z, present & groups.rows(~stats.constant)
+
+
+def _scale(values: np.ndarray, stats: Moments, settings: Settings) -> np.ndarray:
+    """What ``scale_rewards`` multiplies the deviations by, float64 [groups]; ``values`` are all that are present."""
+    if settings.scale_rewards == "none":
+        return np.ones(len(stats.std))
+    std = stats.std
+    if settings.scale_rewards == "batch":
+        std = np.full(len(stats.std), values.std(ddof=settings.ddof) if len(values) > settings.ddof else 0.0)
+    return np.asarray(1.0 / np.maximum(std + settings.epsilon, 1e-300))
 
 
 def _leave_one_out(table: RewardTable, k: int, settings: Settings) -> np.ndarray:
@@ -111,10 +121,11 @@ def gdpo(table: RewardTable, settings: Settings) -> Terms:
     return weighted_terms(*z_scores(table, settings), table.weights)
 
 
-def _summed(table: RewardTable, settings: Settings, scale: Callable[..., np.ndarray]) -> Terms:
+def _summed(table: RewardTable, settings: Settings, scale: Callable[..., np.ndarray] | None = None) -> Terms:
     """Centre the weighted sum of a row's rewards in its group, then multiply by a factor.
 
-    ``scale(stats, settings)`` gives it per group; with ``leave_one_out`` it is each row's own instead.
+    ``scale(stats, settings)`` gives it per group, or else ``scale_rewards`` does; with ``leave_one_out`` it is each
+    row's own instead.
 
     The terms are the components' centred shares of that sum, so they show what each reward contributed. KL in the
     reward is part of the sum, as it was published, and of no term.
@@ -127,7 +138,8 @@ def _summed(table: RewardTable, settings: Settings, scale: Callable[..., np.ndar
     if settings.leave_one_out:
         factor = np.where(groups.rows(stats.constant), 0.0, _leave_one_out_scale(groups, stats, settings))
     else:
-        factor = groups.rows(np.where(stats.constant, 0.0, scale(stats, settings)))
+        factors = _scale(total[scored], stats, settings) if scale is None else scale(stats, settings)
+        factor = groups.rows(np.where(stats.constant, 0.0, factors))
     shares = table.columns * table.weights[:, None]
     for share in shares:
         share -= groups.rows(groups.sum(share) / np.maximum(stats.count, 1))
@@ -141,7 +153,7 @@ def grpo(table: RewardTable, settings: Settings) -> Terms:
 
     With the option ``leave_one_out`` mean and std are those of the group's other members, as NeMo-RL's default has it.
     """
-    return _summed(table, settings, lambda stats, s: 1.0 / np.maximum(stats.std + s.epsilon, 1e-300))
+    return _summed(table, settings)
 
 
 def dr_grpo(table: RewardTable, settings: Settings) -> Terms:
@@ -152,6 +164,39 @@ def dr_grpo(table: RewardTable, settings: Settings) -> Terms:
 def rloo(table: RewardTable, settings: Settings) -> Terms:
     """A = r - mean of the other members' weighted reward sums (RLOO, arXiv 2402.14740) = n / (n - 1) (r - mean)."""
     return _summed(table, settings, lambda stats, s: stats.count / np.maximum(stats.count - 1, 1))
+
+
+def gpg(table: RewardTable, settings: Settings, f_norm: float = 1.0) -> Terms:
+    """A = alpha (r - mean) / f_norm, where alpha is the number of samples over that of samples in groups that vary
+    (GPG, arXiv 2504.02546): what groups without a gradient take from the mean over the batch is given back. Its loss is
+    ``reinforce``.
+
+    Raises:
+        ValueError: f_norm not positive.
+    """
+    if not f_norm > 0:
+        raise ValueError(f"f_norm must be positive, got {f_norm}")
+
+    def scale(stats: Moments, settings: Settings) -> np.ndarray:
+        live = stats.count[~stats.constant].sum()
+        return np.full(len(stats.count), stats.count.sum() / max(live, 1) / f_norm)
+
+    return _summed(table, settings, scale)
+
+
+def reinforce_plus_plus(table: RewardTable, settings: Settings, minus_baseline: bool = True) -> Terms:
+    """A = r - mean of the group (REINFORCE++-baseline), or r itself, standardised over the batch (arXiv 2501.03262).
+
+    NeMo-RL and OpenRLHF take the batch's statistics over tokens and all scored samples: ``batch_unit: token`` and
+    ``batch_rows: scored``. Without the baseline every scored sample carries signal.
+    """
+    if minus_baseline:
+        return dr_grpo(table, settings)
+    total, scored = table.total()
+    if table.kl_penalty is not None:
+        total = total - table.kl_penalty
+    shares = table.columns * table.weights[:, None]
+    return Terms(shares, scored, np.where(scored, total, 0.0), holds_kl=True)
 
 
 def mo_grpo(table: RewardTable, settings: Settings) -> Terms:
@@ -285,6 +330,8 @@ ESTIMATORS: dict[str, Estimator] = {
     "grpo": Estimator(grpo, batch_norm=False),
     "dr_grpo": Estimator(dr_grpo, batch_norm=False),
     "rloo": Estimator(rloo, batch_norm=False),
+    "gpg": Estimator(gpg, batch_norm=False, options=("f_norm",)),
+    "reinforce_plus_plus": Estimator(reinforce_plus_plus, batch_norm=True, options=("minus_baseline",)),
     "mo_grpo": Estimator(mo_grpo, batch_norm=False),
     "gd2po": Estimator(gd2po, batch_norm=True, options=("mode", "tau")),
     "dvao": Estimator(dvao, batch_norm=False),

@@ -83,7 +83,8 @@ class LossSettings:
     ratio_clip_c: Optional[float] = None
     """Dual clip for negative advantages (> 1); null: off."""
     aggregation: str = "token_mean"
-    """token_mean, sequence_mean (mean of the sequences' token means) or constant (Dr. GRPO)."""
+    """token_mean, sequence_mean (mean of the sequences' token means), sequence_sum (mean of their sums; with type gspo:
+    LUSPO) or constant (Dr. GRPO)."""
     constant_length: Optional[int] = None
     """Length by which `aggregation: constant` divides; null: all that the policy may write in one trajectory,
     rollout.turns.max_tokens, or without it policy.generation.max_new_tokens times rollout.turns.max_turns."""

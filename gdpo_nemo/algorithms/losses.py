@@ -50,9 +50,14 @@ def _constant(tokens: np.ndarray, count: int, constant_length: int | None) -> np
     return np.full(len(tokens), 1.0 / (count * constant_length))
 
 
+def _sequence_sum(tokens: np.ndarray, count: int, constant_length: int | None) -> np.ndarray:
+    return np.full(len(tokens), 1.0 / count)
+
+
 AGGREGATIONS: dict[str, Callable[[np.ndarray, int, int | None], np.ndarray]] = {
     "token_mean": _token_mean,
     "sequence_mean": _sequence_mean,
+    "sequence_sum": _sequence_sum,
     "constant": _constant,
 }
 """(tokens [sequences], sequences that are trained, constant_length) -> weight of a token of each sequence."""
@@ -63,6 +68,8 @@ def token_weights(lengths: object, aggregation: str, *, constant_length: int | N
 
     * token_mean: 1 / (trained tokens of the batch), as DAPO does;
     * sequence_mean: 1 / (sequences x length), the mean of the sequences' token means (GRPO eq. 3);
+    * sequence_sum: 1 / sequences, the mean of the sequences' token sums; with the loss gspo this is LUSPO (arXiv
+      2602.05261), whose sequences count by their length;
     * constant: 1 / (sequences x constant_length), the length-free normaliser of Dr. GRPO.
 
     Args:

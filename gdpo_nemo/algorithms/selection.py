@@ -19,7 +19,7 @@ from gdpo_nemo.algorithms.table import RewardTable, build_table, nearest
 DEFAULT_EPSILON = 1e-6
 
 _BATCH_SETTINGS = ("batch_epsilon", "batch_epsilon_inside", "batch_unit", "batch_rows", "residue")
-_SUMMING = ("grpo", "dr_grpo", "rloo", "corr_grpo")
+_SUMMING = ("grpo", "dr_grpo", "rloo", "gpg", "reinforce_plus_plus", "corr_grpo")
 """Estimators that normalise the sum of the rewards, not each of them."""
 
 
@@ -199,6 +199,9 @@ def _idle(name: str, estimator: str | Callable[..., Terms], entry: Estimator, se
         return "without the batch norm"
     if among(("singleton",)) and estimator in _SUMMING or among(("leave_one_out",)) and estimator in _SUMMING[1:]:
         return f"with {estimator}, which normalises the sum of the rewards"
+    if among(("scale_rewards",)) and (estimator in _SUMMING[1:] or settings.leave_one_out):
+        because = _name(estimator) if estimator in _SUMMING[1:] else "leave_one_out"
+        return f"with {because}, which has a scale of its own"
     if among(("single_reward",)) and estimator not in ("gdpo", "gd2po"):
         return f"with {_name(estimator)}"
     return None

@@ -44,12 +44,15 @@ class Settings:
     """What one component alone means: GDPO (GRPO up to one scalar per batch), plain GRPO, or a refusal."""
     leave_one_out: bool = False
     """Baseline and standard deviation of the other members of the group."""
+    scale_rewards: Literal["group", "batch", "none"] = "group"
+    """Deviation by which rewards (of each component, or summed) are divided once their group's mean is subtracted: that
+    of their group, of the batch (TRL's name for it; arXiv 2508.08221), or none (NeMo-RL: normalize_rewards false)."""
     exact_zero: bool = True
     """Groups of zero range give exactly 0; False leaves that to the epsilon."""
 
     def __post_init__(self) -> None:
         hints = get_type_hints(Settings)
-        for name in ("batch_unit", "batch_rows", "missing", "singleton", "single_reward"):
+        for name in ("batch_unit", "batch_rows", "missing", "singleton", "single_reward", "scale_rewards"):
             if getattr(self, name) not in get_args(hints[name]):
                 raise ValueError(
                     f"{name}={getattr(self, name)!r}; {nearest(getattr(self, name), get_args(hints[name]))}"

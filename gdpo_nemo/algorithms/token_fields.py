@@ -33,7 +33,7 @@ class TokenFields:
     """
 
     advantages: Tensor
-    """float32; the advantage of the token's sequence."""
+    """float32; the advantage of the token's sequence, or with credit by turn its own."""
     weights: Tensor
     """float32; `losses.token_weights` of the token's sequence, 0 for tokens that are not trained."""
     sequence_ids: Tensor

@@ -13,12 +13,13 @@ import json
 import os
 import sys
 import tempfile
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Sequence
 
 import numpy as np
 
+from gdpo_nemo.algorithms.pass_at_k import mean_pass_at_k
 from gdpo_nemo.checkpoints import Checkpoints, check_whole, read_state
 from gdpo_nemo.commands.arguments import add_overrides, add_verbosity, terminal, verbosity
 from gdpo_nemo.config.files import check_folder_can_be
@@ -75,6 +76,8 @@ class Score:
     """Mean over the prompts of the best of their samples; for a reward of 0 or 1 this is pass@samples."""
     judged: int
     """Samples that have this component."""
+    pass_at: dict[int, float] = field(default_factory=dict)
+    """Unbiased pass@k by k, of ``gdpo.val_pass_at_k``: mean over the prompts that have k such samples."""
 
 
 @dataclass
@@ -273,14 +276,14 @@ def scored(groups: Sequence[Group], config: Config, model: str, step: int | None
         prompts=len(groups),
         samples=config.gdpo.val_generations_per_prompt,
         temperature=config.gdpo.val_temperature,
-        scores={name: score for name, rows in columns.items() if (score := _score(rows))},
+        scores={name: score for name, rows in columns.items() if (score := _score(rows, config.gdpo.val_pass_at_k))},
         mean_length=float(np.mean([t.num_policy_tokens for t in trajectories])),
         truncated=outcomes.count(Outcome.TRUNCATED) / len(outcomes),
         env_failed=float(np.mean([not t.trains for t in trajectories])),
     )
 
 
-def _score(rows: Sequence[Sequence[float | None]]) -> Score | None:
+def _score(rows: Sequence[Sequence[float | None]], pass_at: Sequence[int] = ()) -> Score | None:
     """The score of a component from its values [prompts][samples]; None where no sample has it."""
     present = [values for row in rows if (values := [v for v in row if v is not None])]
     if not present:
@@ -291,6 +294,7 @@ def _score(rows: Sequence[Sequence[float | None]]) -> Score | None:
         error=float(means.std(ddof=1) / np.sqrt(len(means))) if len(means) > 1 else None,
         best=float(np.mean([max(values) for values in present])),
         judged=sum(map(len, present)),
+        pass_at={k: found for k in pass_at if (found := mean_pass_at_k(rows, k)) is not None},
     )
 
 
@@ -310,13 +314,15 @@ def table(found: Evaluation):
 
     of_step = "" if found.step is None else f", step {found.step}"
     several = found.samples > 1
+    passes = {f"pass@{k}": k for score in found.scores.values() for k in sorted(score.pass_at)}
     grid = Table(box=box.SIMPLE_HEAD)
-    for name in ("component", "mean", "± error", *([f"best of {found.samples}"] if several else []), "judged"):
+    for name in ("component", "mean", "± error", *([f"best of {found.samples}"] if several else []), *passes, "judged"):
         grid.add_column(name, justify="left" if name == "component" else "right")
     for name, score in found.scores.items():
         error = "-" if score.error is None else f"{score.error:.3f}"
         best = [f"{score.best:.3f}"] if several else []
-        grid.add_row(name, f"{score.mean:.3f}", error, *best, str(score.judged))
+        at_k = [f"{score.pass_at[k]:.3f}" if k in score.pass_at else "-" for k in passes.values()]
+        grid.add_row(name, f"{score.mean:.3f}", error, *best, *at_k, str(score.judged))
     return Lines(
         f"{found.model}{of_step}: {found.prompts} prompts x {found.samples}, temperature {found.temperature:g}",
         grid,

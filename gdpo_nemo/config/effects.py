@@ -11,6 +11,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any, Callable, Iterator, Mapping, NamedTuple
 
+from gdpo_nemo.algorithms.estimators import ESTIMATORS
 from gdpo_nemo.algorithms.losses import LOSSES
 from gdpo_nemo.algorithms.offpolicy import CORRECTIONS
 from gdpo_nemo.algorithms.own_functions import correction_entry, loss_entry
@@ -34,6 +35,11 @@ def _gpu(config: Config) -> bool:
 
 def _validates(config: Config) -> bool:
     return config.gdpo.val_period > 0 or config.gdpo.val_at_start
+
+
+def _standardises(config: Config) -> bool:
+    batch_norm = config.gdpo.batch_norm
+    return ESTIMATORS[config.gdpo.estimator].batch_norm if batch_norm is None else batch_norm
 
 
 def _reads_file(split: str, config: Config) -> bool:
@@ -94,6 +100,7 @@ EFFECTS = (
             "gdpo.shaping",
             "gdpo.batch_norm",
             "gdpo.kl_in_reward",
+            "gdpo.credit",
             "gdpo.dynamic_sampling.enabled",
             "rollout.max_staleness",
             "rollout.group_timeout_s",
@@ -107,8 +114,14 @@ EFFECTS = (
     *_read_by_some("loss_fn", LOSSES, _loss_reads),
     Effect(
         ("gdpo.epsilon",),
-        lambda c: c.gdpo.estimator not in ("dr_grpo", "rloo") or bool(c.gdpo.batch_norm),
+        lambda c: c.gdpo.estimator not in ("dr_grpo", "rloo", "gpg", "reinforce_plus_plus") or _standardises(c),
         "with an estimator that divides by no standard deviation",
+    ),
+    Effect(("gdpo.discount", "gdpo.turn_baseline"), lambda c: c.gdpo.credit == "turn", "unless gdpo.credit is turn"),
+    Effect(
+        ("gdpo.credit",),
+        lambda c: c.rollout.turns.max_turns > 1 or c.rollout.function is not None,
+        "while rollout.turns.max_turns is 1",
     ),
     Effect(
         ("loss_fn.constant_length",),
@@ -217,7 +230,13 @@ EFFECTS = (
 
 SWITCHED_OFF = (
     Effect(
-        ("data.validation", "gdpo.val_prompts", "gdpo.val_generations_per_prompt", "gdpo.val_temperature"),
+        (
+            "data.validation",
+            "gdpo.val_prompts",
+            "gdpo.val_generations_per_prompt",
+            "gdpo.val_pass_at_k",
+            "gdpo.val_temperature",
+        ),
         _validates,
         "while gdpo.val_period is 0 and gdpo.val_at_start is false",
     ),

@@ -31,6 +31,7 @@ def check_learning(config: Config) -> None:
     _check_shaping_alone(config)
     check_reward_weights(config)
     check_estimator(config)
+    _check_credit(config)
     _check_dynamic_sampling(config)
 
 
@@ -132,6 +133,24 @@ def check_skipping(config: Config, functions: Functions | None = None) -> None:
     """``policy.skip_zero_advantage`` is set only where it leaves the gradient as it is. Raises ConfigError."""
     if config.policy.skip_zero_advantage and (why := config.loss_fn.why_all_sequences(functions)):
         raise ConfigError(f"policy.skip_zero_advantage: would change the gradient: {why}")
+
+
+def _check_credit(config: Config) -> None:
+    """Credit by turn, with nothing that only whole trajectories have. Raises ConfigError."""
+    gdpo = config.gdpo
+    if gdpo.credit != "turn":
+        return
+    if not gdpo.discount <= 1:
+        raise ConfigError(f"gdpo.discount: must be at most 1, got {gdpo.discount}")
+    whole = {
+        "gdpo.shaping": bool(gdpo.shaping),
+        "gdpo.kl_in_reward": kl_in_reward(config),
+        f"loss_fn.type {config.loss_fn.type}": loss_entry(config.loss_fn.type).by_group,
+        "loss_fn.off_policy.sequence_mask_threshold": config.loss_fn.off_policy.sequence_mask_threshold is not None,
+    }
+    for what, given in whole.items():
+        if given:
+            raise ConfigError(f"gdpo.credit: turn has no rewards of whole trajectories, which {what} works on")
 
 
 def _check_dynamic_sampling(config: Config) -> None:

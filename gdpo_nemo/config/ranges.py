@@ -30,7 +30,8 @@ _AT_LEAST_ONE = (
     "checkpointing.save_period", "checkpointing.keep_last",
 )  # fmt: skip
 _NOT_NEGATIVE = (
-    "run.seed", "policy.lora.rank", "gdpo.val_period", "gdpo.val_temperature", "loss_fn.ratio_clip_min",
+    "run.seed", "policy.lora.rank", "gdpo.discount", "gdpo.val_period", "gdpo.val_temperature",
+    "loss_fn.ratio_clip_min",
     "loss_fn.ratio_clip_max",
     "loss_fn.reference_policy_kl_penalty", "loss_fn.off_policy.ratio_min", "policy.megatron_cfg.optimizer.lr",
     "policy.megatron_cfg.optimizer.min_lr", "policy.megatron_cfg.optimizer.weight_decay",
@@ -95,7 +96,7 @@ def number_keys(section: type, prefix: str = "") -> list[str]:
         inner = next((kind for kind in kinds if isinstance(kind, type) and dataclasses.is_dataclass(kind)), None)
         if inner is not None:
             keys += number_keys(inner, f"{prefix}{name}.")
-        elif any(kind in (int, float) for kind in kinds) and getattr(hint, "__origin__", None) is not dict:
+        elif any(kind in (int, float) for kind in kinds) and getattr(hint, "__origin__", None) not in (dict, list):
             keys.append(prefix + name)
     return keys
 

@@ -97,6 +97,13 @@ class GdpoConfig:
     batch_norm: Optional[bool] = None
     """Standardise the advantages over the sequences of the batch that carry signal (the GDPO paper: over all of them,
     which `preset: paper` does). Null: as published, on for gdpo, gd2po, sa_mrpo and dara, off for the others."""
+    credit: str = "sequence"
+    """What an advantage is of: sequence, or turn: of each turn by what it and those after it earned (MT-GRPO)."""
+    discount: float = 1.0
+    """Factor of the next turn's return in a turn's, with credit: turn; from 0, each turn by its own rewards, to 1."""
+    turn_baseline: str = "turn"
+    """What a turn's return is compared with, with credit: turn: turn, the group's returns of the same turn; group,
+    those of all turns (as GRPO's process supervision)."""
     kl_in_reward: Optional[float] = None
     """Coefficient beta of the KL to the starting model in the reward: A - beta (KL - mean of its group), KL being the
     summed log-ratio of a trajectory, before the batch norm and never normalised itself; estimators of the summed reward
@@ -125,6 +132,9 @@ class GdpoConfig:
     """Held-out prompts per validation; null takes them all."""
     val_generations_per_prompt: int = 1
     """Samples per held-out prompt; the reported value is the mean."""
+    val_pass_at_k: List[int] = field(default_factory=list)
+    """Values of k, each at most val_generations_per_prompt, whose unbiased pass@k is reported of every component: the
+    expected best of k samples. `[1, 4, 8]`."""
     val_temperature: float = 1.0
     """Sampling temperature of validation; 0 is greedy."""
     max_skipped_steps: int = 3

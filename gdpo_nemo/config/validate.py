@@ -112,6 +112,12 @@ def _check_rewards(config: Config) -> None:
         raise ConfigError(
             f"gdpo.num_generations_per_prompt: must be at least 2, got {group}; samples are compared within their group"
         )
+    for k in config.gdpo.val_pass_at_k:
+        if not 1 <= k <= config.gdpo.val_generations_per_prompt:
+            raise ConfigError(
+                f"gdpo.val_pass_at_k: {k} must be between 1 and gdpo.val_generations_per_prompt "
+                f"({config.gdpo.val_generations_per_prompt})"
+            )
     if not rewards:
         raise ConfigError("gdpo.rewards: names no component; write {component: weight}")
     for name, weight in rewards.items():

@@ -30,7 +30,8 @@ class TrainSequence:
     """int32 [completion tokens], at least one"""
     sampler_logprobs: np.ndarray
     """float32 [completion tokens]; never read where the mask is false"""
-    advantage: float = 0.0
+    advantage: float | np.ndarray = 0.0
+    """One of all tokens, or float32 [completion tokens]; never read where the mask is false."""
     weight: float = 0.0
     old_logprobs: np.ndarray | None = None
     """float32 [completion tokens]; None: the log-probs of the update itself (ratio 1)."""
@@ -54,6 +55,15 @@ class TrainSequence:
         """Completion tokens that the policy wrote."""
         return len(self.completion_ids) if self.loss_mask is None else int(np.count_nonzero(self.loss_mask))
 
+    @property
+    def has_advantage(self) -> bool:
+        """Whether some token has an advantage that is not 0, NaN among them."""
+        return bool(self.advantage.any() if isinstance(self.advantage, np.ndarray) else self.advantage)
+
+    def token_advantages(self) -> np.ndarray:
+        """float32 [completion tokens]"""
+        return np.broadcast_to(np.asarray(self.advantage, np.float32), self.completion_ids.shape)
+
     def where_written(self, values: np.ndarray) -> np.ndarray:
         """Of the values [completion tokens] those of tokens that the policy wrote."""
         return values if self.loss_mask is None else values[self.loss_mask]
@@ -61,7 +71,7 @@ class TrainSequence:
 
 def with_gradient(sequences: Sequence[TrainSequence]) -> list[TrainSequence]:
     """Those whose advantage and weight are not 0; if there is none, the shortest one: a schedule needs a sequence."""
-    return [s for s in sequences if s.advantage and s.weight] or [min(sequences, key=len)]
+    return [s for s in sequences if s.has_advantage and s.weight] or [min(sequences, key=len)]
 
 
 Assignment = list[list[list[int]]]

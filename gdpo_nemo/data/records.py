@@ -87,6 +87,10 @@ class Trajectory:
     """What the verifier wants written beside the sample, by column."""
     metrics: dict[str, float] = field(default_factory=dict)
     """Metrics that the verifier logged for the call in which it judged the sample, by name."""
+    turn_tokens: tuple[int, ...] = ()
+    """Tokens that the policy wrote in each turn; empty: one turn, or nobody noted them."""
+    turn_rewards: tuple[Mapping[str, float | None], ...] = ()
+    """What of ``rewards`` each turn earned; components that none has, and all where it is empty, the last one did."""
     spans: tuple[tuple[int, int], ...] = ()
     """((version, tokens), ...): which weights wrote the policy's tokens, in order; empty: ``policy_version`` all."""
 
@@ -122,3 +126,5 @@ class Verdict:
     """Plain values to be written beside the sample, by column."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Metrics of the call, the same for all samples that it judged."""
+    turn_rewards: Sequence[Mapping[str, float | None]] = ()
+    """What of ``rewards`` each turn of the policy earned, for ``gdpo.credit: turn``; empty: the last one did."""

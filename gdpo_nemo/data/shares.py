@@ -39,7 +39,9 @@ class Share:
     completion_ids: np.ndarray
     """int32 [completion tokens of all sequences]"""
     advantages: np.ndarray
-    """float64 [sequences]"""
+    """float64 [sequences], or float32 [completion tokens of all sequences] where one of them has its own by token."""
+    by_token: bool
+    """Whether ``advantages`` are of tokens."""
     weights: np.ndarray
     """float64 [sequences]"""
     columns: dict[str, np.ndarray]
@@ -59,6 +61,7 @@ class Share:
         tokens to the one before it. Raises RunError: see ``_column``."""
         places = list(chain.from_iterable(micro_batches))
         mine = [sequences[i] for i in places]
+        by_token = any(isinstance(s.advantage, np.ndarray) for s in mine)
         columns: dict[str, np.ndarray] = {}
         for name in fields:
             # Sampled and old log-probs are often the same arrays: pickled once, if they still are.
@@ -72,7 +75,12 @@ class Share:
             completion_lengths=np.array([len(s.completion_ids) for s in mine], np.int64),
             prompt_ids=_joined([s.prompt_ids for s in mine]),
             completion_ids=_joined([s.completion_ids for s in mine]),
-            advantages=np.array([s.advantage for s in mine], np.float64),
+            advantages=(
+                _joined([s.token_advantages() for s in mine])
+                if by_token
+                else np.array([s.advantage for s in mine], np.float64)
+            ),
+            by_token=by_token,
             weights=np.array([s.weight for s in mine], np.float64),
             columns=columns,
             shared=None if shared is None else np.array([shared[i] for i in places], np.int64),
@@ -89,12 +97,13 @@ class Share:
         unknown = np.broadcast_to(np.float32(np.nan), self.completion_ids.shape)
         columns = {"sampler_logprobs": unknown, **self.columns}
         parts = {name: cut(values, self.completion_lengths) for name, values in columns.items()}
+        advantages = cut(self.advantages, self.completion_lengths) if self.by_token else self.advantages.tolist()
         tokens = zip(cut(self.prompt_ids, self.prompt_lengths), cut(self.completion_ids, self.completion_lengths))
         return [
             TrainSequence(
                 prompt_ids=prompt,
                 completion_ids=completion,
-                advantage=float(self.advantages[i]),
+                advantage=advantages[i],
                 weight=float(self.weights[i]),
                 shared=0 if self.shared is None else int(self.shared[i]),
                 **{name: part[i] for name, part in parts.items()},

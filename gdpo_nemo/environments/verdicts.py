@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any, Sequence
+from typing import Any, Mapping, Sequence
 
 from gdpo_nemo.data.records import Trajectory, Verdict
 from gdpo_nemo.errors import RunError
@@ -40,10 +40,27 @@ def reward_value(value: Any, what: str) -> float | None:
 
 
 def _checked(reward_names: Sequence[str], trajectory: Trajectory, verdict: Verdict) -> Verdict:
-    rewards = {}
-    for component, value in verdict.rewards.items():
+    where = f"sample {trajectory.sample_index} of prompt {trajectory.prompt.id}"
+    rewards = _checked_rewards(reward_names, verdict.rewards, where)
+    if len(verdict.turn_rewards) not in (0, trajectory.turns):
+        raise RunError(
+            f"verify returned turn_rewards of {len(verdict.turn_rewards)} turns for {where}, which has "
+            f"{trajectory.turns}"
+        )
+    of_turns = [
+        _checked_rewards(reward_names, earned, f"turn {turn} of {where}")
+        for turn, earned in enumerate(verdict.turn_rewards, 1)
+    ]
+    for component in dict.fromkeys(name for earned in of_turns for name in earned):
+        if component not in rewards:
+            raise RunError(f"verify returned turn_rewards of {component!r} for {where}, whose rewards do not have it")
+    return replace(verdict, rewards=rewards, turn_rewards=of_turns)
+
+
+def _checked_rewards(
+    reward_names: Sequence[str], rewards: Mapping[str, float | None], where: str
+) -> dict[str, float | None]:
+    for component in rewards:
         if component not in reward_names:
             raise RunError(f"verify returned the reward {component!r}, which is not in its reward_names")
-        what = f"reward {component!r} of sample {trajectory.sample_index} of prompt {trajectory.prompt.id}"
-        rewards[component] = reward_value(value, what)
-    return replace(verdict, rewards=rewards)
+    return {name: reward_value(value, f"reward {name!r} of {where}") for name, value in rewards.items()}

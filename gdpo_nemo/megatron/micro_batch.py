@@ -104,7 +104,7 @@ def _field_arrays(sequences: Sequence[TrainSequence], rows: PackedRows) -> tuple
     weights = np.repeat(each, counts)
     # Here, where the weights are known: a mask on the device would have to be read back to know how many remain.
     trained = np.flatnonzero(weights > 0)
-    advantages = np.repeat(np.array([member.advantage for member in members], np.float32), counts)
+    advantages = _advantages(members, counts, offsets)
 
     def column(name: str, kind: type) -> np.ndarray:
         parts = [getattr(member, name)[places] for member, places in zip(members, offsets)]
@@ -118,6 +118,13 @@ def _field_arrays(sequences: Sequence[TrainSequence], rows: PackedRows) -> tuple
     if len(trained) < len(weights):
         found = {name: array[trained] for name, array in found.items()}
     return found, trained
+
+
+def _advantages(members: Sequence[TrainSequence], counts: np.ndarray, offsets: Sequence[np.ndarray]) -> np.ndarray:
+    """Advantage of every row, float32: that of its sequence, or of its own token."""
+    if not any(isinstance(member.advantage, np.ndarray) for member in members):
+        return np.repeat(np.array([member.advantage for member in members], np.float32), counts)
+    return np.concatenate([member.token_advantages()[places] for member, places in zip(members, offsets)])
 
 
 class MicroBatches:

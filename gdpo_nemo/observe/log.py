@@ -105,16 +105,19 @@ class RunLog:
         advantages: np.ndarray | None = None,
         trainer_logprobs: Sequence[np.ndarray] | None = None,
         terms: Mapping[str, np.ndarray] | None = None,
+        turn_advantages: Sequence[np.ndarray] | None = None,
     ) -> None:
-        """Record a finished step; ``row["step"]`` counts from 1. ``advantages`` [trajectories], in group order, and
-        ``terms`` alike by component. The groups are written meanwhile: nobody may change them from here on.
+        """Record a finished step; ``row["step"]`` counts from 1. ``advantages`` [trajectories], in group order,
+        ``terms`` alike by component, and ``turn_advantages`` [turns] of each. The groups are written meanwhile: nobody
+        may change them from here on.
 
         Raises:
             RunError: besides, a metric of ``health.stop_on`` has left its range.
         """
         self._record(row)
         if groups is not None and self._samples:
-            self._try("rollouts", self._samples.write, row["step"], groups, advantages, trainer_logprobs, terms)
+            columns = (advantages, trainer_logprobs, terms, turn_advantages)
+            self._try("rollouts", self._samples.write, row["step"], groups, *columns)
         if self._console:
             self._try("the console", self._console.step, clean(row))
         self._health.update(clean(row))

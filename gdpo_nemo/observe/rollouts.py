@@ -65,6 +65,7 @@ def write_rollouts(
     advantages: np.ndarray | None = None,
     trainer_logprobs: Sequence[np.ndarray] | None = None,
     terms: Mapping[str, np.ndarray] | None = None,
+    turn_advantages: Sequence[np.ndarray] | None = None,
 ) -> Path:
     """Write the trajectories of ``groups`` as the samples of a step.
 
@@ -72,19 +73,20 @@ def write_rollouts(
         advantages: [trajectories], in the order of the groups.
         trainer_logprobs: per trajectory, [completion tokens], in the same order.
         terms: [trajectories] by component: its weighted share in the advantage.
+        turn_advantages: per trajectory, [turns], with ``gdpo.credit: turn``.
 
     Raises:
         ValueError: an argument has another length than there are trajectories.
     """
     count = sum(len(group.trajectories) for group in groups)
-    given = {"advantages": advantages, "trainer_logprobs": trainer_logprobs}
+    given = {"advantages": advantages, "trainer_logprobs": trainer_logprobs, "turn_advantages": turn_advantages}
     for name, column in {**given, **(terms or {})}.items():
         if column is not None and len(column) != count:
             raise ValueError(f"{name}: {len(column)} entries for {count} trajectories")
     path = Path(run_dir) / FOLDER / f"step_{step:04d}.parquet"
     path.parent.mkdir(parents=True, exist_ok=True)
     with whole(path) as partial:
-        _write_table(partial, _tables(groups, advantages, trainer_logprobs, terms))
+        _write_table(partial, _tables(groups, advantages, trainer_logprobs, terms, turn_advantages))
     return path
 
 
@@ -93,6 +95,7 @@ def _tables(
     advantages: np.ndarray | None,
     trainer_logprobs: Sequence[np.ndarray] | None,
     terms: Mapping[str, np.ndarray] | None,
+    turn_advantages: Sequence[np.ndarray] | None,
 ) -> Iterator[pa.Table]:
     """Tables of whole groups, as many in each as make ``_TOKENS_AT_ONCE`` tokens."""
     from gdpo_nemo.observe.sample_columns import table_of
@@ -112,6 +115,7 @@ def _tables(
             None if advantages is None else advantages[rows],
             None if terms is None else {name: values[rows] for name, values in terms.items()},
             None if trainer_logprobs is None else trainer_logprobs[rows],
+            None if turn_advantages is None else turn_advantages[rows],
         )
         start = end
         row = last
@@ -199,18 +203,19 @@ def read_columns(path: str | Path, names: Sequence[str], rows: int | None = None
     """
     import pyarrow as pa
 
-    from gdpo_nemo.observe.sample_columns import SCHEMA, table_of_records
+    from gdpo_nemo.observe.sample_columns import SCHEMA, completed, table_of_records
 
     path = Path(path)
     if path.suffix != ".parquet":
         table = table_of_records(read_rollouts(path), names)
         return table if rows is None else table.slice(0, rows)
     with _parquet(path, names) as file:
+        there = [name for name in names if name in file.schema_arrow.names]
         if rows is None:
-            return file.read(columns=list(names)).select(list(names))
-        first = next(file.iter_batches(max(1, rows), columns=list(names)), None)
-        wanted = pa.schema([SCHEMA.field(name) for name in names])
-        return pa.Table.from_batches([] if first is None else [first], wanted).slice(0, rows)
+            return completed(file.read(columns=there), names)
+        first = next(file.iter_batches(max(1, rows), columns=there), None)
+        wanted = pa.schema([SCHEMA.field(name) for name in there])
+        return completed(pa.Table.from_batches([] if first is None else [first], wanted).slice(0, rows), names)
 
 
 @contextlib.contextmanager
@@ -218,10 +223,12 @@ def _parquet(path: Path, names: Sequence[str]) -> Iterator[pq.ParquetFile]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
+    from gdpo_nemo.observe.sample_columns import LATER
+
     with open_file(path) as source:
         try:
             with pq.ParquetFile(source) as file:
-                if missing := [name for name in names if name not in file.schema_arrow.names]:
+                if missing := [name for name in names if name not in (*file.schema_arrow.names, *LATER)]:
                     raise ValueError(f"no column {missing[0]}")
                 yield file
         except (pa.ArrowException, OSError) as error:  # a torn page is an OSError without an errno

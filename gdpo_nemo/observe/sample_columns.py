@@ -14,7 +14,7 @@ from typing import Any, Callable, Iterable, Mapping, Sequence
 import numpy as np
 import pyarrow as pa
 
-from gdpo_nemo.data.records import Group
+from gdpo_nemo.data.records import Group, Trajectory
 
 _NUMBERS = pa.map_(pa.string(), pa.float64())
 SCHEMA = pa.schema(
@@ -34,6 +34,9 @@ SCHEMA = pa.schema(
         "logprobs": pa.list_(pa.float32()),
         "turns": pa.int32(),
         "loss_mask": pa.list_(pa.bool_()),
+        "turn_tokens": pa.list_(pa.int32()),
+        "turn_rewards": pa.string(),
+        "turn_advantages": pa.list_(pa.float64()),
         "position": pa.int64(),
         "spans": pa.list_(pa.struct({"version": pa.int64(), "tokens": pa.int64()})),
         "extra": pa.string(),
@@ -45,14 +48,19 @@ SCHEMA = pa.schema(
 )
 """Columns of a file. ``position`` is the group's place in the prompts of the run, -1 where that is unknown;
 ``spans`` (version, tokens) sum to the tokens of the policy; ``extra`` is JSON; ``terms`` are the components' shares in
-the advantage; ``not_utf8`` is JSON of the texts of a sample that hold half a surrogate pair, which UTF-8 has no bytes
-for: their columns have a question mark there."""
+the advantage; ``turn_tokens``, ``turn_rewards`` (JSON, a mapping a turn) and ``turn_advantages`` are of trajectories of
+several turns, the last with ``gdpo.credit: turn``, where ``advantage`` is its mean over the tokens; ``not_utf8`` is
+JSON of the texts of a sample that hold half a surrogate pair, which UTF-8 has no bytes for: their columns have a
+question mark there."""
 
 _TEXTS = ("prompt_id", "prompt", "completion", "detail")
 _WITHOUT = {"detail": "", "turns": 1, "loss_mask": None, "position": -1, "spans": (), "extra": None, "advantage": None}
 _WITHOUT |= {"terms": None, "trainer_logprobs": None, "not_utf8": None}
+LATER = ("turn_tokens", "turn_rewards", "turn_advantages")
+"""Columns that Parquet files of older runs lack; null there."""
+_WITHOUT |= dict.fromkeys(LATER)
 """What older files, which lack these keys, mean by that."""
-_DROPPED = ("extra", "advantage", "terms", "trainer_logprobs", "not_utf8")
+_DROPPED = ("extra", "advantage", "terms", "trainer_logprobs", "not_utf8", *LATER)
 """Keys that a record has only where there is something to say."""
 
 
@@ -61,6 +69,7 @@ def table_of(
     advantages: np.ndarray | None = None,
     terms: Mapping[str, np.ndarray] | None = None,
     trainer_logprobs: Sequence[np.ndarray] | None = None,
+    turn_advantages: Sequence[np.ndarray] | None = None,
 ) -> pa.Table:
     """The trajectories of ``groups`` as a table of ``SCHEMA``, one row each.
 
@@ -68,6 +77,7 @@ def table_of(
         advantages: [trajectories], in the order of the groups.
         terms: by component, [trajectories].
         trainer_logprobs: per trajectory, [completion tokens].
+        turn_advantages: per trajectory, [turns].
     """
     samples = [trajectory for group in groups for trajectory in group.trajectories]
     prompts = [trajectory.prompt for trajectory in samples]
@@ -93,6 +103,9 @@ def table_of(
         "logprobs": _lists([t.logprobs for t in samples], np.float32),
         "turns": pa.array([t.turns for t in samples], pa.int32()),
         "loss_mask": _lists([t.loss_mask for t in samples], np.bool_),
+        "turn_tokens": _lists([t.turn_tokens if t.turns > 1 else None for t in samples], np.int32),
+        "turn_rewards": pa.array([_turn_rewards(t) for t in samples], pa.string()),
+        "turn_advantages": _lists([None] * count if turn_advantages is None else turn_advantages, np.float64),
         "position": pa.array(places, pa.int64()),
         "spans": _span_lists(spans),
         "extra": pa.array([json.dumps(t.extra) if t.extra else None for t in samples], pa.string()),
@@ -102,6 +115,14 @@ def table_of(
         "not_utf8": _not_utf8(texts, count),
     }
     return pa.table([columns[name] for name in SCHEMA.names], schema=SCHEMA)
+
+
+def completed(table: pa.Table, names: Sequence[str]) -> pa.Table:
+    """The columns ``names`` of a table that may lack those of ``LATER``."""
+    for name in names:
+        if name not in table.column_names:
+            table = table.append_column(SCHEMA.field(name), pa.nulls(len(table), SCHEMA.field(name).type))
+    return table.select(list(names))
 
 
 def records_of(table: pa.Table | pa.RecordBatch) -> list[dict[str, Any]]:
@@ -225,8 +246,15 @@ _FROM_JSON: dict[str, Callable[[Sequence[Any]], pa.Array]] = {
     **dict.fromkeys(("rewards", "terms"), _maps),
     "loss_mask": lambda rows: _lists(rows, np.bool_),
     "spans": _span_lists,
+    "turn_tokens": lambda rows: _lists(rows, np.int32),
+    "turn_advantages": lambda rows: _lists(rows, np.float64),
+    "turn_rewards": lambda rows: pa.array([json.dumps(row) if row else None for row in rows], pa.string()),
     "extra": lambda rows: pa.array([json.dumps(row) if row else None for row in rows], pa.string()),
 }
+
+
+def _turn_rewards(trajectory: Trajectory) -> str | None:
+    return json.dumps(trajectory.turn_rewards) if trajectory.turns > 1 and trajectory.turn_rewards else None
 
 
 # -- out of columns -------------------------------------------------------------------------------------------------
@@ -239,9 +267,11 @@ def _plain(record: dict[str, Any]) -> dict[str, Any]:
     mask = record["loss_mask"]
     record["loss_mask"] = None if mask is None else mask.astype(int).tolist()
     record["spans"] = [[span["version"], span["tokens"]] for span in record["spans"]]
-    unset = [name for name in _DROPPED if record[name] is None]
-    for name in ("prompt_ids", "completion_ids", "logprobs", "trainer_logprobs"):
-        record[name] = _finite_list(record[name])
+    if record.get("turn_rewards"):
+        record["turn_rewards"] = json.loads(record["turn_rewards"])
+    unset = [name for name in _DROPPED if record.get(name) is None]
+    for name in ("prompt_ids", "completion_ids", "logprobs", "trainer_logprobs", "turn_tokens", "turn_advantages"):
+        record[name] = _finite_list(record.get(name))
     for name in ("rewards", "terms"):
         record[name] = {key: _number(value) for key, value in (record[name] or {}).items()}
     record["advantage"] = _number(record["advantage"])

@@ -50,6 +50,7 @@ class SampleWriter:
         advantages: np.ndarray | None = None,
         trainer_logprobs: Sequence[np.ndarray] | None = None,
         terms: Mapping[str, np.ndarray] | None = None,
+        turn_advantages: Sequence[np.ndarray] | None = None,
     ) -> None:
         """Have the samples of ``step`` written, as ``write_rollouts`` does; wait where two steps are not yet.
 
@@ -59,7 +60,7 @@ class SampleWriter:
         start = time.monotonic()
         with self._changed:
             self._wait(lambda: len(self._steps) < _IN_HAND, f"the disk, for samples of step {step}")
-            self._steps.append((step, (groups, advantages, trainer_logprobs, terms)))
+            self._steps.append((step, (groups, advantages, trainer_logprobs, terms, turn_advantages)))
             if self._thread is None:
                 # A daemon: a driver that dies in another way than by ``close`` must not hang on its samples.
                 self._thread = threading.Thread(target=self._work, name="samples", daemon=True)

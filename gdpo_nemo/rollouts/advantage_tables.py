@@ -7,6 +7,7 @@ if".
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
@@ -27,13 +28,15 @@ from gdpo_nemo.errors import ConfigError
 from gdpo_nemo.observe.rollouts import read_columns
 from gdpo_nemo.observe.sample_columns import values_of
 from gdpo_nemo.rollouts.learning import advantages_of, reward_columns
+from gdpo_nemo.rollouts.turn_credit import TurnAdvantages
 
 _EQUAL = 1e-5
 """Advantages closer than this, relative to the largest, count as equal: epsilon sets them apart by less."""
 _PAIRS_SHOWN = 3
 _COLUMNS = (
     "prompt_id", "sample_index", "environment", "prompt", "completion", "rewards", "outcome", "finish_reason",
-    "policy_version", "prompt_ids", "completion_ids", "logprobs", "turns", "loss_mask", "advantage",
+    "policy_version", "prompt_ids", "completion_ids", "logprobs", "turns", "loss_mask", "advantage", "turn_tokens",
+    "turn_rewards",
 )  # fmt: skip
 """What advantages are computed from, and what is shown of it."""
 
@@ -119,6 +122,8 @@ def _trajectory(record: dict[str, Any]) -> Trajectory:
         outcome=Outcome(record["outcome"]),
         loss_mask=record["loss_mask"],
         turns=record["turns"],
+        turn_tokens=tuple(map(int, record["turn_tokens"] if record["turn_tokens"] is not None else ())),
+        turn_rewards=tuple(json.loads(record["turn_rewards"] or "[]")),
     )
 
 
@@ -136,7 +141,7 @@ class _Step:
         self.config = config
         self.groups = groups
         self.trajectories = [t for group in groups for t in group.trajectories]
-        self.ours: Advantages = advantages_of(groups, config)
+        self.ours: Advantages | TurnAdvantages = advantages_of(groups, config)
         summing = replace(config.gdpo, estimator="grpo", preset=None, options={}, batch_norm=None, epsilon=1e-6)
         self.summed = advantages_of(groups, replace(config, gdpo=summing)).values.numpy()
         self.values, self.terms = self.ours.values.numpy(), self.ours.components.numpy()

@@ -84,6 +84,9 @@ class Transcript:
         self._written: list[bool] = []
         """Of each piece of ``_ids`` and ``_logprobs``, whether the policy wrote it."""
         self._spans: list[tuple[int, int]] = []
+        self._turn_tokens: list[int] = []
+        self._turn_rewards: dict[int, dict[str, float | None]] = {}
+        """By turn, from 0. What is given before the policy's first turn counts as that one's."""
         self._length = 0
         self._policy_tokens = 0
 
@@ -140,6 +143,7 @@ class Transcript:
             self._spans.append((by, tokens))
         self._append(completion.token_ids, completion.logprobs, written=True)
         self.turns += 1
+        self._turn_tokens.append(len(completion.token_ids))
         self.finish_reason = completion.finish_reason
 
     def append_env_tokens(self, token_ids: Sequence[int] | np.ndarray) -> None:
@@ -154,10 +158,16 @@ class Transcript:
         self._policy_tokens += len(ids) * written
 
     def add_rewards(self, rewards: Mapping[str, float | None]) -> None:
-        """Add rewards up; None leaves a component as it is."""
+        """Add rewards up, over all turns and for the last one so far; None leaves a component as it is."""
+        earned = self._turn_rewards.setdefault(max(0, self.turns - 1), {})
         for name, value in rewards.items():
-            before = self.rewards.get(name)
-            self.rewards[name] = before if value is None else value + (before or 0.0)
+            for totals in (self.rewards, earned):
+                before = totals.get(name)
+                totals[name] = before if value is None else value + (before or 0.0)
+
+    def _rewards_by_turn(self) -> tuple[dict[str, float | None], ...]:
+        """What each turn earned; empty where nobody gave rewards step by step."""
+        return tuple(self._turn_rewards.get(turn, {}) for turn in range(self.turns)) if self._turn_rewards else ()
 
     def trajectory(self, conversation: Conversation, version: int = 0) -> Trajectory:
         """The finished trajectory; ``version`` is that of one in which the policy wrote nothing."""
@@ -178,6 +188,8 @@ class Transcript:
             detail=self.detail,
             loss_mask=self.mask,
             turns=self.turns,
+            turn_tokens=tuple(self._turn_tokens),
+            turn_rewards=self._rewards_by_turn(),
             spans=self.spans,
         )
 
@@ -221,6 +233,10 @@ def _fault(t: Trajectory, prompt: Prompt, max_sequence: int) -> str | None:
         return None
     if not t.num_policy_tokens:
         return f"the policy wrote nothing, but the outcome is {t.outcome}"
+    if t.turn_tokens and sum(t.turn_tokens) != t.num_policy_tokens:
+        return "the tokens of its turns do not add up to those that the policy wrote"
+    if t.turn_rewards and len(t.turn_rewards) != len(t.turn_tokens):
+        return f"has rewards of {len(t.turn_rewards)} turns and tokens of {len(t.turn_tokens)}"
     if t.spans and sum(tokens for _, tokens in t.spans) != t.num_policy_tokens:
         return "the spans of versions do not add up to the tokens that the policy wrote"
     if len(t.prompt.token_ids) + count > max_sequence:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import chain
-from typing import TYPE_CHECKING, Sequence
+from typing import TYPE_CHECKING, Callable, Mapping, Sequence
 
 import numpy as np
 
 from gdpo_nemo.algorithms import LossSettings, apply_shaping, groups_with_signal, token_weights
+from gdpo_nemo.algorithms.pass_at_k import mean_pass_at_k
 from gdpo_nemo.algorithms.rewards import creates
 from gdpo_nemo.config.messages import first_line
 from gdpo_nemo.config.schema import Config
@@ -17,6 +18,7 @@ from gdpo_nemo.data.records import NOT_CONTIGUOUS, Group, Outcome, Trajectory
 from gdpo_nemo.data.results import UpdateResult
 from gdpo_nemo.errors import RunError
 from gdpo_nemo.rollouts.own_objective import own_estimator, own_rules
+from gdpo_nemo.rollouts.turn_credit import TurnAdvantages, turn_rows
 
 if TYPE_CHECKING:  # it imports torch, which a run's start does without until its processes are under way
     from gdpo_nemo.algorithms import Advantages
@@ -28,13 +30,9 @@ def reward_columns(trajectories: Sequence[Trajectory], config: Config) -> dict[s
     A weighted component that none of these trajectories has is there too, missing throughout.
     """
     rules = config.gdpo.shaping
-    given = dict.fromkeys(name for t in trajectories for name in t.rewards)
-    # What a rule will create must not be there before it, all missing: whatever is added to missing stays missing.
-    created = {rule["component"] for rule in rules if creates(rule)}
-    names = [*(name for name in config.gdpo.rewards if name in given or name not in created), *given]
     columns = {
         name: np.array([_number(t.rewards.get(name)) for t in trajectories], np.float64)
-        for name in dict.fromkeys(names)
+        for name in _component_names(trajectories, config)
     }
     if not rules:
         return columns
@@ -49,8 +47,17 @@ def reward_columns(trajectories: Sequence[Trajectory], config: Config) -> dict[s
     return shaped
 
 
-def advantages_of(groups: Sequence[Group], config: Config, kl: np.ndarray | None = None) -> Advantages:
-    """Advantages of all trajectories of a step, in group order, over the whole batch at once.
+def _component_names(trajectories: Sequence[Trajectory], config: Config) -> list[str]:
+    given = dict.fromkeys(name for t in trajectories for name in t.rewards)
+    # What a rule will create must not be there before it, all missing: whatever is added to missing stays missing.
+    created = {rule["component"] for rule in config.gdpo.shaping if creates(rule)}
+    names = [*(name for name in config.gdpo.rewards if name in given or name not in created), *given]
+    return list(dict.fromkeys(names))
+
+
+def advantages_of(groups: Sequence[Group], config: Config, kl: np.ndarray | None = None) -> Advantages | TurnAdvantages:
+    """Advantages of all trajectories of a step, in group order, over the whole batch at once; with ``gdpo.credit:
+    turn`` those of their turns.
 
     Components without a weight take part with weight 0, for the metrics.
 
@@ -61,20 +68,39 @@ def advantages_of(groups: Sequence[Group], config: Config, kl: np.ndarray | None
         RunError: no trajectory carries any weighted reward, the user's own estimator failed, or gave what is not
         finite.
     """
+    trajectories = [t for group in groups for t in group.trajectories]
+    ids = np.repeat(_group_ids(groups, config.gdpo.group_by), [len(group.trajectories) for group in groups])
+    valid = np.array([t.trains for t in trajectories])
+    if config.gdpo.credit == "turn":
+        rows = turn_rows(trajectories, _component_names(trajectories, config), config.gdpo.discount)
+        of_rows = rows.ids(ids, config.gdpo.turn_baseline), valid[rows.trajectory], rows.tokens
+        of_turns = _estimated(lambda: rows.columns, *of_rows, config)
+        return TurnAdvantages(rows, of_turns, reward_columns(trajectories, config), valid)
+    lengths = np.array([t.num_policy_tokens for t in trajectories])
+    return _estimated(lambda: reward_columns(trajectories, config), ids, valid, lengths, config, kl)
+
+
+def _estimated(
+    rewards: Callable[[], Mapping[str, np.ndarray]],
+    ids: np.ndarray,
+    valid: np.ndarray,
+    lengths: np.ndarray,
+    config: Config,
+    kl: np.ndarray | None = None,
+) -> Advantages:
+    """``compute_advantages`` as the config has it, of trajectories or of turns. Raises RunError."""
     from gdpo_nemo.algorithms import compute_advantages
 
     gdpo = config.gdpo
     own = own_estimator(config)
-    trajectories = [t for group in groups for t in group.trajectories]
-    ids = np.repeat(_group_ids(groups, gdpo.group_by), [len(group.trajectories) for group in groups])
     try:
-        columns = reward_columns(trajectories, config)
+        columns = rewards()
         return compute_advantages(
             columns,
             ids,
             weights={name: gdpo.rewards.get(name, 0.0) for name in columns},
-            valid=np.array([t.trains for t in trajectories]),
-            lengths=np.array([t.num_policy_tokens for t in trajectories]),
+            valid=valid,
+            lengths=lengths,
             kl=kl,
             kl_coefficient=gdpo.kl_in_reward,
             estimator=own or gdpo.estimator,
@@ -118,10 +144,14 @@ def has_signal(group: Group, config: Config) -> bool:
     members = [t for t in group.trajectories if t.trains]
     if len(members) < 2:
         return False
+    ids = np.zeros(len(members), np.int64)
     columns = _weighted_columns(members, config)
+    if config.gdpo.credit == "turn":
+        rows = turn_rows(members, columns, config.gdpo.discount)
+        ids, columns = rows.ids(ids, config.gdpo.turn_baseline), rows.columns
     if all(np.isnan(column).all() for column in columns.values()):
         return False
-    return bool(groups_with_signal(columns, np.zeros(len(members), np.int64)).alive.any())
+    return bool(groups_with_signal(columns, ids).alive.any())
 
 
 def part_with_signal(group: Group, config: Config) -> Group | None:
@@ -144,11 +174,15 @@ def _number(value: float | None) -> float:
 
 
 def updates_of(
-    trajectories: Sequence[Trajectory], advantages: np.ndarray, config: Config, version: int | None = None
+    trajectories: Sequence[Trajectory],
+    advantages: np.ndarray | Sequence[float | np.ndarray],
+    config: Config,
+    version: int | None = None,
 ) -> list[list[TrainSequence]]:
     """The training sequences of each optimizer update of a step; token weights add up per update.
 
     Args:
+        advantages: [trajectories]; see ``TrainSequence.advantage``.
         version: of the weights that the step starts from; every token gets its staleness to it, where loss or
             correction read that.
     """
@@ -178,7 +212,10 @@ def token_staleness(trajectory: Trajectory, version: int) -> np.ndarray:
 
 
 def _weighted(
-    trajectories: Sequence[Trajectory], advantages: np.ndarray, loss: LossSettings, config: Config
+    trajectories: Sequence[Trajectory],
+    advantages: np.ndarray | Sequence[float | np.ndarray],
+    loss: LossSettings,
+    config: Config,
 ) -> list[TrainSequence]:
     trained = [t.trains and not (loss.mask_truncated and t.outcome is Outcome.TRUNCATED) for t in trajectories]
     weights = token_weights(
@@ -192,7 +229,7 @@ def _weighted(
             prompt_ids=t.prompt.token_ids,
             completion_ids=t.completion_ids,
             sampler_logprobs=t.logprobs,
-            advantage=float(a) if keep else 0.0,
+            advantage=0.0 if not keep else a if isinstance(a, np.ndarray) else float(a),
             weight=float(w),
             old_logprobs=t.logprobs if from_sampler else None,
             loss_mask=t.loss_mask,
@@ -265,6 +302,10 @@ METRICS = {
         {"label": "staleness"},
     ),
     "validation/NAME": ("reward", "Component NAME on the held-out prompts, mean over the samples that have it"),
+    "validation/NAME/pass_at/NAME": (
+        "reward",
+        "Component NAME, unbiased pass@k (gdpo.val_pass_at_k): the expected best of k samples of a held-out prompt",
+    ),
     "validation/mean_length": ("tokens", "Tokens that the policy wrote to a held-out prompt, mean"),
     "validation/env_failed": ("share", "Held-out samples without a verdict"),
     "loss": ("", "Loss of the step's optimizer updates, mean", {"label": "loss"}),
@@ -396,15 +437,18 @@ def check_failures(trajectories: Sequence[Trajectory], limit: float) -> None:
         )
 
 
-def validation_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """The keys ``validation/...``: every component's mean over the samples that have it, their length, and what
-    failed."""
+def validation_metrics(groups: Sequence[Group], pass_at: Sequence[int] = ()) -> dict[str, float]:
+    """The keys ``validation/...``: every component's mean over the samples that have it and its pass@k for the k of
+    ``pass_at``, their length, and what failed."""
     trajectories = [t for group in groups for t in group.trajectories]
     row = {}
     for name in dict.fromkeys(name for t in trajectories for name in t.rewards):
         values = [value for t in trajectories if (value := t.rewards.get(name)) is not None]
         if values:
             row[f"validation/{name}"] = float(np.mean(values))
+        rows = [[t.rewards.get(name) for t in group.trajectories] for group in groups]
+        best = {f"validation/{name}/pass_at/{k}": mean_pass_at_k(rows, k) for k in pass_at}
+        row.update({key: value for key, value in best.items() if value is not None})
     row["validation/mean_length"] = float(np.mean([t.num_policy_tokens for t in trajectories]))
     row["validation/env_failed"] = float(np.mean([not t.trains for t in trajectories]))
     return row | {f"validation/{name}": value for name, value in logged_metrics(trajectories).items()}

@@ -138,6 +138,8 @@ def _trajectory(prompt: Prompt, record: Mapping[str, Any], spans: Sequence[tuple
         detail=record.get("detail", ""),
         loss_mask=mask,
         turns=record.get("turns", 1),
+        turn_tokens=tuple(record.get("turn_tokens", ())),
+        turn_rewards=tuple(dict(rewards) for rewards in record.get("turn_rewards", ())),
         spans=tuple(spans),
     )
     if not len(ids) == len(logprobs) == len(ids if mask is None else mask):

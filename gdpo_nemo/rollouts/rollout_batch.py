@@ -92,6 +92,7 @@ def apply_verdicts(
         trajectory.trainer_state = state
     for trajectory, verdict in zip(trajectories, pool.verify(trajectories)):
         trajectory.rewards = dict(verdict.rewards)
+        trajectory.turn_rewards = tuple(dict(rewards) for rewards in verdict.turn_rewards)
         trajectory.detail = verdict.detail
         trajectory.extra = dict(verdict.extra)
         trajectory.metrics = dict(verdict.metrics)

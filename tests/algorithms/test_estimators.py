@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from gdpo_nemo.algorithms import ESTIMATORS, compute_advantages
+from gdpo_nemo.algorithms.selection import check_selection
 
 WEIGHTS = np.array([1.0, 0.5, 2.0])
 EPS = 1e-6
@@ -206,3 +207,78 @@ def test_reinforce_plus_plus_is_mean_centred_dr_grpo_over_the_tokens_of_the_batc
     ).values.numpy()
     tokens = np.repeat(rewards - 0.5, lengths)
     np.testing.assert_allclose(got, (rewards - 0.5 - tokens.mean()) / tokens.std())
+
+
+@pytest.mark.parametrize("scale", ["batch", "none"])
+@pytest.mark.parametrize("estimator", ["gdpo", "grpo"])
+def test_scale_rewards_divides_by_the_deviation_of_the_batch_or_by_none(estimator, scale):
+    """As TRL's ``scale_rewards`` has it for the sum, and NeMo-RL's ``normalize_rewards: false`` for each component."""
+    rewards, ids = table()
+    columns = rewards if estimator == "gdpo" else (rewards @ WEIGHTS)[:, None]
+    deviation = columns.std(axis=0, ddof=1) + EPS if scale == "batch" else 1.0
+    centred = columns - np.stack([columns[ids == g].mean(axis=0) for g in ids])
+    expected = (centred / deviation) @ (WEIGHTS if estimator == "gdpo" else np.ones(1))
+    got = values(rewards, ids, estimator, scale_rewards=scale, batch_norm=False)
+    np.testing.assert_allclose(got, expected, rtol=0, atol=1e-9)
+    if estimator == "gdpo":
+        np.testing.assert_allclose(values(rewards, ids, estimator, scale_rewards=scale), normed(expected), atol=1e-8)
+
+
+def test_scale_rewards_batch_is_the_advantage_of_trls_own_lines():
+    import torch
+    from trl.trainer.utils import nanstd
+
+    rewards, ids = table(sizes=(4, 4, 4))
+    summed = torch.from_numpy((rewards * WEIGHTS).sum(axis=1))
+    theirs = (summed - summed.view(-1, 4).mean(1).repeat_interleave(4)) / (nanstd(summed).expand_as(summed) + 1e-4)
+    got = values(rewards, ids, "grpo", scale_rewards="batch", epsilon=1e-4)
+    # TRL's correction n / (n - 1) is of float32.
+    np.testing.assert_allclose(got, theirs.numpy(), rtol=1e-7)
+
+
+def test_missing_rewards_are_no_part_of_the_batchs_deviation():
+    got = compute_advantages(
+        {"a": [1.0, 0.0, None, 4.0, 2.0]}, [0, 0, 0, 1, 1], scale_rewards="batch", batch_norm=False
+    )
+    deviation = np.std([1.0, 0.0, 4.0, 2.0], ddof=1) + EPS
+    np.testing.assert_allclose(got.values, np.array([0.5, -0.5, 0.0, 1.0, -1.0]) / deviation, atol=1e-12)
+
+
+def test_gpg_gives_back_what_groups_without_a_gradient_take():
+    rewards = np.array([1.0, 0.0, 1.0, 1.0, 0.0, 0.0, 2.0])
+    ids = np.array([0, 0, 1, 1, 2, 2, 2])
+    centred = per_group(rewards, ids, lambda r: r - r.mean())
+    for f_norm in (1.0, 4.0):
+        got = compute_advantages({"r": rewards}, ids, estimator="gpg", f_norm=f_norm).values
+        np.testing.assert_allclose(got, centred * 7 / 5 / f_norm, atol=1e-12)
+    with pytest.raises(ValueError, match="f_norm must be positive"):
+        compute_advantages({"r": rewards}, ids, estimator="gpg", f_norm=0.0)
+
+
+@pytest.mark.parametrize("minus_baseline", [True, False])
+def test_reinforce_plus_plus_standardises_rewards_over_the_batchs_tokens(minus_baseline):
+    """The formula of NeMo-RL's estimator: less the group's mean or not, then every token of the batch counts once."""
+    rewards = np.array([1.0, 0.0, 3.0, 3.0, 0.5])
+    ids = [0, 0, 1, 1, 2]
+    lengths = np.array([3, 1, 2, 6, 4])
+    raw = rewards - [0.5, 0.5, 3.0, 3.0, 0.5] if minus_baseline else rewards
+    tokens = np.repeat(raw, lengths)
+    options = {"batch_unit": "token", "batch_rows": "scored", "ddof": 0, "batch_epsilon": 0.0, "residue": 0.0}
+    got = compute_advantages(
+        {"r": rewards}, ids, estimator="reinforce_plus_plus", lengths=lengths, minus_baseline=minus_baseline, **options
+    )
+    np.testing.assert_allclose(got.values, (raw - tokens.mean()) / tokens.std(), atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("estimator", "options", "said"),
+    [
+        ("rloo", {"scale_rewards": "batch"}, "'scale_rewards' has no effect with rloo"),
+        ("gpg", {"scale_rewards": "none"}, "'scale_rewards' has no effect with gpg"),
+        ("gdpo", {"scale_rewards": "none", "leave_one_out": True}, "'scale_rewards' has no effect with leave_one_out"),
+        ("gdpo", {"scale_rewards": "goup"}, "scale_rewards='goup'; did you mean 'group'"),
+    ],
+)
+def test_a_scale_that_an_estimator_does_not_take_is_refused(estimator, options, said):
+    with pytest.raises(ValueError, match=said):
+        check_selection(estimator, None, None, 1e-6, options, {"a": 1.0})

@@ -141,16 +141,17 @@ def test_tokens_left_out_by_the_caller_give_the_loss_that_a_mask_gives(kind):
     assert metrics == measured
 
 
-def test_token_weights_make_the_three_means():
+def test_token_weights_make_the_means_that_aggregations_name():
     losses = [np.arange(length) + 1.0 for length in LENGTHS]
     total = lambda weights: sum(w * loss.sum() for w, loss in zip(weights, losses, strict=True))  # noqa: E731
     trained = [loss for loss in losses if len(loss)]
     assert np.isclose(total(token_weights(LENGTHS, "token_mean")), np.concatenate(losses).mean())
     assert np.isclose(total(token_weights(LENGTHS, "sequence_mean")), np.mean([loss.mean() for loss in trained]))
+    assert np.isclose(total(token_weights(LENGTHS, "sequence_sum")), np.mean([loss.sum() for loss in trained]))
     assert np.isclose(
         total(token_weights(LENGTHS, "constant", constant_length=8)), sum(x.sum() for x in losses) / (5 * 8)
     )
-    for aggregation in ("token_mean", "sequence_mean", "constant"):
+    for aggregation in ("token_mean", "sequence_mean", "sequence_sum", "constant"):
         assert token_weights(LENGTHS, aggregation, constant_length=8)[1] == 0
         assert (token_weights([0, 0], aggregation, constant_length=8) == 0).all()
 
@@ -401,7 +402,24 @@ def test_bad_weights_are_refused(arguments, message):
 SEQUENCE_CORRECTIONS = [(mode, level) for mode in ("truncate", "mask") for level in ("sequence", "geometric")]
 
 
-@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "constant"])
+def test_gspo_with_the_mean_of_sums_is_luspo_as_trl_has_it():
+    """TRL's lines of loss_type luspo, at the level of sequences: each one's clipped loss times its length, then their
+    mean."""
+    batch = Batch("sequence_sum")
+    fields = batch.fields
+    got, _ = batch.loss(LossSettings(type="gspo", aggregation="sequence_sum"))
+    lengths = [length for length in LENGTHS if length]
+    logprobs = batch.features @ batch.parameter - 1
+    ratios = (logprobs - fields.old_logprobs).split(lengths)
+    coef = torch.stack([part.mean().exp() for part in ratios])
+    advantages = torch.stack([part[0] for part in fields.advantages.split(lengths)])
+    per_token = -torch.min(coef * advantages, coef.clamp(1 - 0.2, 1 + 0.28) * advantages)
+    theirs = (per_token * torch.tensor(lengths)).mean()
+    torch.testing.assert_close(got, theirs)
+    torch.testing.assert_close(batch.gradient([got]), batch.gradient([theirs]))
+
+
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "sequence_sum", "constant"])
 @pytest.mark.parametrize("mode, level", [("none", "token"), *SEQUENCE_CORRECTIONS])
 def test_gspo_has_the_gradient_of_its_sequence_form_under_every_correction_it_takes(mode, level, aggregation):
     """The oracle clips one ratio per sequence, s = exp(mean log r), as the paper's eq. 5 and 7 have it, and

@@ -67,6 +67,11 @@ def refused(path: Path, *overrides: str) -> str:
             [*GPUS, "policy.precision=bfloat16", "policy.lora.rank=4", f"{MEGATRON}.fp8=hybrid"],
             f"{MEGATRON}.fp8: cannot go with policy.lora",
         ),
+        (
+            ["gdpo.val_pass_at_k=[1, 2]"],
+            "gdpo.val_pass_at_k: 2 must be between 1 and gdpo.val_generations_per_prompt (1)",
+        ),
+        (["gdpo.val_pass_at_k=[0]"], "gdpo.val_pass_at_k: 0 must be between 1 and"),
         (["gdpo.val_period=5"], "gdpo.val_period: asks for validation, but data.validation is null"),
         (["data.train.environment=toi"], "data.train.environment: 'toi' is not under env, did you mean toy?"),
         (["env.other={}", "data.train.environment=null"], "data.train.environment: must be set"),

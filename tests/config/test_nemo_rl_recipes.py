@@ -37,6 +37,8 @@ STATUS = {
     "uneven_pipeline": SAME,
     "lora": SAME,
     "reinforce_plus_plus": SAME,
+    "reinforce_without_baseline": SAME,
+    "gdpo_without_deviation": SAME,
     "gym": CANNOT_RUN,
     "images_sglang": CANNOT_RUN,
 }
@@ -179,6 +181,18 @@ VALUES = {
         # REINFORCE has no ratio and so nothing to clip: what stands here is our default.
         "loss_fn.ratio_clip_max": 0.28,
     },
+    "reinforce_without_baseline": {
+        "gdpo.estimator": "reinforce_plus_plus",
+        "gdpo.options": {
+            "batch_unit": "token",
+            "batch_rows": "scored",
+            "ddof": 0,
+            "batch_epsilon": 0.0,
+            "residue": 0.0,
+            "minus_baseline": False,
+        },
+    },
+    "gdpo_without_deviation": {"gdpo.preset": "nemo_rl", "gdpo.options": {"scale_rewards": "none"}},
 }
 
 

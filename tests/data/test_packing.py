@@ -195,6 +195,16 @@ def test_only_sequences_with_advantage_and_weight_are_computed_and_at_least_one(
     assert [id(s) for s in packing.with_gradient([c, b])] == [id(b)]
 
 
+def test_a_sequence_is_computed_if_any_of_its_tokens_has_an_advantage():
+    a, b, c = make_sequences([(3, 4), (3, 4), (3, 2)])
+    for sequence in (a, b, c):
+        sequence.weight = 0.1
+    a.advantage = np.array([0, 0, -1, 0], np.float32)
+    b.advantage = np.zeros(4, np.float32)
+    c.advantage = np.array([0, np.nan], np.float32)
+    assert [id(s) for s in packing.with_gradient([a, b, c])] == [id(a), id(c)]
+
+
 @given(lengths=lengths_of_a_batch)
 def test_no_fit_is_tried_with_fewer_micro_batches_than_any_could_have(lengths):
     """Proved by the greedy fit itself: it never finds room below the bound, and the result starts at the first that

@@ -18,8 +18,11 @@ from gdpo_nemo.errors import RunError
 shapes = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 20), st.booleans()), min_size=1, max_size=12)
 
 
-def make_batch(shapes, old="own") -> list[TrainSequence]:
-    """Sequences of random tokens; (prompt tokens, completion tokens, whether there is a mask) of each."""
+def make_batch(shapes, old="own", by_token=lambda place: False) -> list[TrainSequence]:
+    """Sequences of random tokens; (prompt tokens, completion tokens, whether there is a mask) of each.
+
+    Those at places for which ``by_token`` says so have an advantage for each token.
+    """
     draw = np.random.default_rng(0)
     batch = []
     for prompt, completion, masked in shapes:
@@ -35,6 +38,8 @@ def make_batch(shapes, old="own") -> list[TrainSequence]:
                 loss_mask=draw.random(completion) < 0.5 if masked else None,
             )
         )
+        if by_token(len(batch) - 1):
+            batch[-1].advantage = draw.normal(size=completion).astype(np.float32)
     return batch
 
 
@@ -57,6 +62,18 @@ def test_every_rank_gets_its_sequences_unchanged_and_in_order(shapes, ranks, old
                     assert mine.all() and len(mine) == len(sent.completion_ids)
                 else:
                     np.testing.assert_array_equal(mine, theirs)
+
+
+@given(shapes=shapes, ranks=st.integers(1, 4), every=st.integers(1, 3))
+def test_advantages_by_token_arrive_at_their_tokens_beside_those_of_sequences(shapes, ranks, every):
+    batch = make_batch(shapes, by_token=lambda place: place % every == 0)
+    assignment = assign([len(s) for s in batch], ranks, 60)
+    for share, micro_batches in zip(travelled(batch, assignment), assignment):
+        sent = [batch[i] for i in chain.from_iterable(micro_batches)]
+        for got, theirs in zip(share.sequences(), sent, strict=True):
+            np.testing.assert_array_equal(got.token_advantages(), theirs.token_advantages())
+            assert got.token_advantages().dtype == np.float32
+            assert got.has_advantage == theirs.has_advantage
 
 
 @given(shapes=shapes, ranks=st.integers(1, 3), context=st.integers(1, 3), alone=st.booleans())

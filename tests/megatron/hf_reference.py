@@ -66,7 +66,8 @@ def _loss(model, batch, temperature):
         n = len(s)
         chosen = row[p - 1 : n - 1]
         logprobs = chosen.gather(-1, targets[p:n, None])[:, 0]
-        loss = loss - s.weight * s.advantage * (logprobs - logprobs.detach()).exp().sum()
+        advantages = torch.from_numpy(s.token_advantages().copy())
+        loss = loss - s.weight * (advantages * (logprobs - logprobs.detach()).exp()).sum()
         entropy -= float((chosen.detach().exp() * chosen.detach()).sum())
         values.append(logprobs.detach().numpy())
     return loss, entropy / sum(len(s.completion_ids) for s in batch), values

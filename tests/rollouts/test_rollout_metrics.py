@@ -11,6 +11,7 @@ from gdpo_nemo.data.records import NOT_CONTIGUOUS, Group, Outcome, Prompt, Traje
 from gdpo_nemo.data.results import UpdateResult
 from gdpo_nemo.errors import RunError
 from gdpo_nemo.generation.requests import Completion
+from gdpo_nemo.observe.metric_registry import about_of, unknown_metrics
 from gdpo_nemo.rollouts.learning import check_failures, rollout_metrics, update_metrics, validation_metrics
 from gdpo_nemo.rollouts.rollout_batch import apply_verdicts, decode, sample_seed, sampled
 
@@ -82,6 +83,20 @@ def test_validation_is_the_mean_over_the_samples_that_have_a_component():
         "validation/mean_length": pytest.approx(11 / 3),
         "validation/env_failed": pytest.approx(1 / 3),
     }
+
+
+def test_validation_has_the_unbiased_pass_at_k_of_every_component_where_it_is_asked_for():
+    groups = [
+        Group(sample().prompt, [sample(rewards={"a": value, "b": value}) for value in values])
+        for values in ([1.0, 0.0, 0.0], [0.0, 0.0, 0.0])
+    ]
+    row = validation_metrics(groups, [1, 2, 3])
+    for name in ("a", "b"):
+        assert row[f"validation/{name}/pass_at/1"] == pytest.approx(row[f"validation/{name}"])
+        assert row[f"validation/{name}/pass_at/2"] == pytest.approx(2 / 3 / 2)
+        assert row[f"validation/{name}/pass_at/3"] == pytest.approx(1 / 2)
+    assert unknown_metrics([row]) == []
+    assert "unbiased" in about_of("validation/a/pass_at/2")
 
 
 def test_a_verdict_gives_rewards_and_outcome_and_a_cut_completion_is_truncated():

@@ -73,6 +73,9 @@ def test_each_turn_goes_on_from_the_exact_tokens_of_those_before(pool):
         assert np.array_equal(request.prompt_ids, whole[: len(request.prompt_ids)])
     said = parts(t)
     assert len(said) == 7 and t.num_policy_tokens == sum(map(len, said[::2]))
+    assert t.turn_tokens == tuple(map(len, said[::2]))
+    lengths = [float(len(TOKENIZER.decode(wrote, skip_special_tokens=True))) for wrote in said[::2]]
+    assert t.turn_rewards == tuple({"length": length, "turns": 1.0} for length in lengths)
     for turn, (wrote, heard) in enumerate(zip(said[::2], said[1::2])):
         length = len(TOKENIZER.decode(wrote, skip_special_tokens=True))
         rest = f"\n<|start|>tool\n{turn + 1}:{length}<|end|>\n<|start|>user\non<|end|>\n<|start|>assistant\n"

@@ -35,12 +35,16 @@ def _estimator(recipe: Recipe, account: Account) -> None:
     name = recipe.get("grpo.adv_estimator.name", "grpo")
     normalize = setting("normalize_rewards")
     leave_one_out = setting("use_leave_one_out_baseline")
-    options = {"leave_one_out": True} if leave_one_out else {}
+    options: dict[str, Any] = {"leave_one_out": True} if leave_one_out else {}
     if name == "gdpo":
         account.set("gdpo.estimator", "gdpo", "adv_estimator.name")
         account.set("gdpo.preset", "nemo_rl", "its numerics, dead groups in the batch's standard deviation included")
         if not normalize:
-            account.differs("grpo.adv_estimator.normalize_rewards", "gdpo always divides each reward by its deviation")
+            if leave_one_out:
+                what = "leave_one_out divides by the others' deviation"
+                account.differs("grpo.adv_estimator.normalize_rewards", what)
+            else:
+                options = {"scale_rewards": "none"}
     elif name == "reinforce_plus_plus":
         _reinforce_plus_plus(recipe, account)
         return
@@ -54,22 +58,32 @@ def _estimator(recipe: Recipe, account: Account) -> None:
     else:
         account.set("gdpo.estimator", "grpo", f"in place of {name!r}")
         account.blocks("grpo.adv_estimator.name", f"there is no estimator {name!r}")
-    if options:
+    if leave_one_out:
         account.set("gdpo.options", options, "use_leave_one_out_baseline: mean and deviation of the other members")
+    elif options:
+        account.set("gdpo.options", options, "normalize_rewards false: not divided by their group's deviation")
 
 
 def _reinforce_plus_plus(recipe: Recipe, account: Account) -> None:
     """(r - group mean, or r), standardised over the tokens of the batch with the population's deviation."""
-    account.set("gdpo.estimator", "dr_grpo", "reinforce_plus_plus: rewards less their group's mean")
-    account.set("gdpo.batch_norm", True, "reinforce_plus_plus standardises over the batch")
-    options = {"batch_unit": "token", "batch_rows": "scored", "ddof": 0, "batch_epsilon": 0.0, "residue": 0.0}
+    options: dict[str, Any] = {
+        "batch_unit": "token",
+        "batch_rows": "scored",
+        "ddof": 0,
+        "batch_epsilon": 0.0,
+        "residue": 0.0,
+    }
+    if recipe.get("grpo.adv_estimator.minus_baseline", True):
+        account.set("gdpo.estimator", "dr_grpo", "reinforce_plus_plus: rewards less their group's mean")
+        account.set("gdpo.batch_norm", True, "reinforce_plus_plus standardises over the batch")
+    else:
+        account.set("gdpo.estimator", "reinforce_plus_plus", "adv_estimator.name")
+        options["minus_baseline"] = False
     account.set("gdpo.options", options, "reinforce_plus_plus weighs the batch by tokens")
     if recipe.get("grpo.overlong_filtering"):
         account.differs(
             "grpo.overlong_filtering", "truncated samples count in the batch's mean and deviation; there they do not"
         )
-    if not recipe.get("grpo.adv_estimator.minus_baseline", True):
-        account.differs("grpo.adv_estimator.minus_baseline", "the group's mean is always subtracted")
     if recipe.get("loss_fn.use_kl_in_reward") and recipe.get("loss_fn.reference_policy_kl_penalty"):
         account.differs(
             "loss_fn.use_kl_in_reward", "no KL of single tokens in the advantages, and there none in the loss"

@@ -19,6 +19,7 @@ _AGGREGATION = {
     "dr_grpo": "constant",
     "cispo": "token_mean",
     "sapo": "sequence_mean",
+    "luspo": "sequence_sum",
 }
 _SAPO = "examples/sapo.py:sapo"
 _SCHEDULER = "policy.megatron_cfg.scheduler"
@@ -78,11 +79,9 @@ def _estimator(run: TrlRun, account: Account) -> None:
     elif scale == "none":
         account.set("gdpo.estimator", "dr_grpo", "scale_rewards none: rewards less their group's mean")
     else:
-        account.set("gdpo.estimator", "dr_grpo", "scale_rewards batch: rewards less their group's mean")
-        account.set("gdpo.batch_norm", True, "scale_rewards batch: divided by a deviation of the batch")
+        account.set("gdpo.estimator", "grpo", "multi_objective_aggregation sum_then_normalize")
+        account.set("gdpo.options", {"scale_rewards": "batch"}, "scale_rewards batch: divided by the batch's deviation")
         account.set("gdpo.epsilon", 1e-4, "added to the deviation")
-        what = "divided by the deviation of what is left after the group's mean; there by that of the rewards"
-        account.differs("scale_rewards", what)
 
 
 # -- loss -------------------------------------------------------------------------------------------------------

@@ -1,0 +1,38 @@
+"""pass@k against all draws, and against the formula of its paper."""
+
+from __future__ import annotations
+
+from itertools import combinations
+from math import comb
+
+import numpy as np
+import pytest
+from hypothesis import given, strategies as st
+
+from gdpo_nemo.algorithms.pass_at_k import mean_pass_at_k, pass_at_k
+
+
+@given(st.lists(st.floats(-3, 3), min_size=1, max_size=7), st.data())
+def test_the_expected_best_of_k_is_the_mean_over_all_draws(values, data):
+    k = data.draw(st.integers(1, len(values)))
+    assert pass_at_k(values, k) == pytest.approx(np.mean([max(draw) for draw in combinations(values, k)]), abs=1e-9)
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=200), st.data())
+def test_of_rewards_of_0_and_1_it_is_the_published_estimator(passed, data):
+    n, c = len(passed), sum(passed)
+    k = data.draw(st.integers(1, n))
+    assert pass_at_k(list(map(float, passed)), k) == pytest.approx(1.0 - comb(n - c, k) / comb(n, k), abs=1e-9)
+
+
+def test_prompts_with_fewer_than_k_verdicts_are_left_out_of_the_mean():
+    rows = [[1.0, 0.0, None], [0.0, 0.0, 1.0], [None, 1.0, None]]
+    assert mean_pass_at_k(rows, 1) == pytest.approx((1 / 2 + 1 / 3 + 1) / 3)
+    assert mean_pass_at_k(rows, 2) == pytest.approx((1 + 2 / 3) / 2)
+    assert mean_pass_at_k(rows, 3) == 1.0 and mean_pass_at_k([[None]], 1) is None
+
+
+@pytest.mark.parametrize("k", [0, 4, -1])
+def test_a_k_that_there_are_no_samples_for_is_refused(k):
+    with pytest.raises(ValueError, match="k must be between 1 and the number of values"):
+        pass_at_k([0.0, 1.0, 1.0], k)

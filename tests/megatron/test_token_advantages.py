@@ -1,0 +1,79 @@
+"""An advantage of each token: equal ones have the gradient of a sequence's, unlike ones the same in every layout."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import hf_reference
+import layouts
+import numpy as np
+import pytest
+import rank_cases
+import tiny_models
+import torch
+from hf_reference import relative_error
+
+from gdpo_nemo.algorithms.policy_loss import LossSettings
+from gdpo_nemo.data.packing import TrainSequence, pack_rows
+from gdpo_nemo.megatron.micro_batch import make_micro_batch
+
+LAYOUTS = ["DP2", "TP2+SP", "PP2", "CP2", "TP2xCP2"]
+
+
+def by_token(batch: list[TrainSequence], seed: int = 4) -> list[TrainSequence]:
+    """The batch with three stretches of unlike advantages in every sequence but each third, which keeps its own."""
+    draw = np.random.default_rng(seed)
+    return [
+        s if place % 3 == 2 else replace(s, advantage=np.sort(draw.normal(0.3, 1, len(s.completion_ids))).astype("f4"))
+        for place, s in enumerate(batch)
+    ]
+
+
+def advantages_of_rows(batch: list[TrainSequence], context: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
+    """The advantage of every trained row of a micro-batch, and (sequence, offset) of all of its rows."""
+    places = (lambda length, rank, size: np.arange(length)[rank::size]) if context[1] > 1 else None
+    rows = pack_rows(batch, range(len(batch)), context_rank=context[0], context_size=context[1], positions=places)
+    made = make_micro_batch(rows, batch, context, torch.device("cpu"), rectangles=False, with_fields=True)
+    kept = slice(None) if made.trained is None else made.trained.numpy()
+    return made.fields.advantages.numpy(), np.stack([rows.sequence, rows.offset], 1)[kept]
+
+
+@pytest.mark.parametrize("context", [(0, 1), (0, 2), (1, 2)])
+def test_every_row_of_a_micro_batch_has_the_advantage_of_its_own_token(context):
+    batch = by_token(tiny_models.make_batch())
+    batch[1].loss_mask = np.arange(len(batch[1].completion_ids)) % 2 == 0
+    batch[3].weight = 0.0
+    found, places = advantages_of_rows(batch, context)
+    assert found.dtype == np.float32 and len(found) == len(places) > 0
+    expected = [np.float32(np.broadcast_to(batch[i].advantage, len(batch[i].completion_ids))[k]) for i, k in places]
+    np.testing.assert_array_equal(found, expected)
+
+
+def test_equal_advantages_of_all_tokens_are_that_of_the_sequence_bit_for_bit():
+    batch = tiny_models.make_batch()
+    spread = [replace(s, advantage=np.full(len(s.completion_ids), s.advantage, np.float32)) for s in batch]
+    np.testing.assert_array_equal(advantages_of_rows(spread, (0, 1))[0], advantages_of_rows(batch, (0, 1))[0])
+
+
+def test_updates_with_advantages_by_token_are_those_of_transformers(on_ranks, model_folder):
+    batch = by_token(tiny_models.make_batch())
+    theirs = hf_reference.run(model_folder("qwen3"), batch, 3, layouts.optimizer())
+    ours = on_ranks("TP1", rank_cases.updates, model_folder("qwen3"), batch)[0]
+    assert relative_error(ours.steps[:, :2], theirs.steps[:, :2]) < 1e-4
+    flat = on_ranks("TP1", rank_cases.updates, model_folder("qwen3"), tiny_models.make_batch())[0]
+    assert relative_error(ours.steps[:, 1], flat.steps[:, 1]) > 1e-2, "the advantages of tokens must matter"
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("loss", ["clipped_pg", "gspo"])
+def test_advantages_by_token_have_the_same_gradient_in_every_layout(on_ranks, model_folder, layout, loss):
+    batch = by_token(tiny_models.make_batch())
+    draw = np.random.default_rng(3)
+    for s in batch:
+        s.old_logprobs = (s.sampler_logprobs + draw.normal(0, 0.1, len(s.completion_ids))).astype(np.float32)
+    settings = LossSettings(type=loss)
+    expected, found = (
+        on_ranks(name, rank_cases.updates, model_folder("qwen3"), batch, 2, 80, settings)[0].steps
+        for name in ("TP1", layout)
+    )
+    assert relative_error(found, expected) < 1e-5

@@ -1,0 +1,355 @@
+"""Credit by turn: returns, their baselines and the tokens that get them, each against a few lines of NumPy."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from gdpo_nemo import cli
+from gdpo_nemo.config.load import load_config, save_config
+from gdpo_nemo.config.objects import load_object
+from gdpo_nemo.config.schema import Config
+from gdpo_nemo.config.validate import validate
+from gdpo_nemo.data.records import Group, Outcome, Prompt, Trajectory, Verdict
+from gdpo_nemo.environments.verdicts import checked_verdicts
+from gdpo_nemo.errors import ConfigError, RunError
+from gdpo_nemo.generation.requests import Completion
+from gdpo_nemo.observe.journal import Journal, read_journal
+from gdpo_nemo.observe.rollouts import read_columns, read_rollouts, write_rollouts
+from gdpo_nemo.rollouts.advantage_tables import read_step
+from gdpo_nemo.rollouts.context import Transcript
+from gdpo_nemo.rollouts.learning import advantages_of, has_signal, updates_of
+from gdpo_nemo.rollouts.recorded_stream import recorded_groups
+from gdpo_nemo.rollouts.turn_credit import turn_rows
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+TURNS = REPOSITORY / "configs" / "gdpo_turns_cpu.yaml"
+ROUNDS = REPOSITORY / "configs" / "gdpo_rounds_cpu.yaml"
+
+
+def config(*overrides: str) -> Config:
+    base = ["gdpo.rewards={a: 1, b: 2}", "gdpo.num_generations_per_prompt=4", "gdpo.credit=turn"]
+    return load_config(TURNS, [*base, *overrides])
+
+
+def by_sequence(settings: Config) -> Config:
+    defaults = {"credit": "sequence", "discount": 1.0, "turn_baseline": "turn"}
+    return replace(settings, gdpo=replace(settings.gdpo, **defaults))
+
+
+def played(prompt: Prompt, sample: int, turns: list[dict], start: int = 2) -> Trajectory:
+    """A trajectory whose turn t has ``start + t + sample`` tokens and earned ``turns[t]``; two tokens between turns."""
+    tokens = [start + place + sample for place in range(len(turns))]
+    mask = np.concatenate([np.r_[np.ones(n, bool), np.zeros(2, bool)] for n in tokens])[:-2]
+    names = dict.fromkeys(name for earned in turns for name in earned)
+    totals = {}
+    for name in names:
+        given = [earned[name] for earned in turns if earned.get(name) is not None]
+        totals[name] = float(sum(given)) if given else None
+    return Trajectory(
+        prompt=prompt,
+        sample_index=sample,
+        completion_ids=np.arange(len(mask), dtype=np.int32),
+        logprobs=np.where(mask, -0.5, np.nan).astype(np.float32),
+        policy_version=0,
+        text="",
+        finish_reason="stop",
+        rewards=totals,
+        loss_mask=mask,
+        turns=len(turns),
+        turn_tokens=tuple(tokens),
+        turn_rewards=tuple(turns),
+        spans=((0, sum(tokens)),),
+    )
+
+
+def group(name: str, *samples: list[dict]) -> Group:
+    prompt = Prompt(name, np.arange(3, dtype=np.int32), name, "digit_turns")
+    return Group(prompt, [played(prompt, place, turns) for place, turns in enumerate(samples)], position=0)
+
+
+def uneven() -> list[Group]:
+    """Two groups; samples of two turns and of three, one component that ends early, one that a sample lacks."""
+    one = [{"a": 1.0, "b": 0.0}, {"a": 0.5}]
+    two = [{"a": 0.0}, {"a": 2.0}, {"a": 1.0, "b": 3.0}]
+    three = [{"a": 3.0, "b": 1.0}, {"a": None}, {"a": 1.0}]
+    return [
+        group("p", one, two, three, [{"a": 0.0, "b": None}, {"b": None}]),
+        group("q", two, one, one, three),
+    ]
+
+
+def discounted(turns: list[dict], name: str, discount: float) -> list[float]:
+    if all(earned.get(name) is None for earned in turns):
+        return [np.nan] * len(turns)
+    rewards = [earned.get(name) or 0.0 for earned in turns]
+    return [sum(discount ** (later - t) * rewards[later] for later in range(t, len(turns))) for t in range(len(turns))]
+
+
+def oracle(groups: list[Group], settings: Config, batch_norm: bool) -> list[list[float]]:
+    """GDPO over returns, written out: z by component within the baseline's group, weights, then the batch."""
+    gdpo = settings.gdpo
+    sums = {}
+    live = {}
+    for g, members in enumerate(groups):
+        for name, weight in gdpo.rewards.items():
+            pools: dict = {}
+            for i, t in enumerate(members.trajectories):
+                for turn, value in enumerate(discounted(list(t.turn_rewards), name, gdpo.discount)):
+                    sums.setdefault((g, i, turn), 0.0)
+                    if not np.isnan(value):
+                        pools.setdefault(turn if gdpo.turn_baseline == "turn" else 0, []).append(((g, i, turn), value))
+            for pool in pools.values():
+                values = np.array([value for _, value in pool])
+                if len(values) < 2 or np.ptp(values) == 0:
+                    continue
+                for place, z in zip(pool, (values - values.mean()) / (values.std(ddof=1) + gdpo.epsilon)):
+                    sums[place[0]] += weight * z
+                    live[place[0]] = True
+    if batch_norm:
+        signal = np.array([value for key, value in sums.items() if key in live])
+        mean, std = signal.mean(), signal.std(ddof=1)
+        sums = {key: (value - mean) / (std + gdpo.epsilon) if key in live else 0.0 for key, value in sums.items()}
+    return [
+        [sums[g, i, turn] for turn in range(t.turns)]
+        for g, members in enumerate(groups)
+        for i, t in enumerate(members.trajectories)
+    ]
+
+
+@pytest.mark.parametrize("batch_norm", [False, True])
+@pytest.mark.parametrize("discount", [0.0, 0.9, 1.0])
+@pytest.mark.parametrize("baseline", ["turn", "group"])
+def test_advantages_of_turns_are_gdpo_over_the_groups_discounted_returns(baseline, discount, batch_norm):
+    settings = config(
+        f"gdpo.turn_baseline={baseline}", f"gdpo.discount={discount}", f"gdpo.batch_norm={str(batch_norm).lower()}"
+    )
+    found = advantages_of(uneven(), settings)
+    for ours, theirs in zip(found.by_turn, oracle(uneven(), settings, batch_norm), strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-9)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.data())
+def test_trajectories_of_one_turn_get_what_credit_by_sequence_gives_them_bit_for_bit(data):
+    value = st.one_of(st.none(), st.floats(-5, 5, width=32))
+    rows = data.draw(st.lists(st.lists(st.tuples(value, value), min_size=2, max_size=5), min_size=1, max_size=4))
+    groups = [group(str(g), *([{"a": a, "b": b}] for a, b in members)) for g, members in enumerate(rows)]
+    groups[0].trajectories[0].rewards = {"a": 1.0, "b": 2.0}
+    groups[0].trajectories[0].turn_rewards = ({"a": 1.0, "b": 2.0},)
+    of_turns = config(f"gdpo.discount={data.draw(st.sampled_from([0.0, 0.5, 1.0]))}")
+    ours = advantages_of(groups, of_turns)
+    theirs = advantages_of(groups, by_sequence(of_turns))
+    np.testing.assert_array_equal(ours.values, theirs.values)
+    np.testing.assert_array_equal(ours.components, theirs.components)
+    assert ours.diagnostics.metrics() == theirs.diagnostics.metrics()
+    trajectories = [t for g in groups for t in g.trajectories]
+    assert ours.of_sequences(trajectories) == theirs.values.tolist()
+    for g in groups:
+        assert has_signal(g, of_turns) == has_signal(g, by_sequence(of_turns))
+
+
+def test_every_token_of_a_turn_gets_its_turns_advantage_and_the_environments_get_0():
+    groups = uneven()
+    trajectories = [t for g in groups for t in g.trajectories]
+    found = advantages_of(groups, config())
+    (update,) = updates_of(trajectories, found.of_sequences(trajectories), config())
+    for sequence, t, values in zip(update, trajectories, found.by_turn, strict=True):
+        expected = np.zeros(len(t.completion_ids), np.float32)
+        edges = np.flatnonzero(np.diff(np.r_[False, t.loss_mask, False])).reshape(-1, 2)
+        for (start, end), value in zip(edges, values, strict=True):
+            expected[start:end] = value
+        np.testing.assert_array_equal(sequence.advantage, expected)
+        assert sequence.advantage.dtype == np.float32
+    assert found.values.numpy()[1] == pytest.approx(update[1].advantage[trajectories[1].loss_mask].mean(), rel=1e-6)
+
+
+def test_a_masked_trajectory_counts_in_no_baseline_and_trains_no_turn():
+    groups = uneven()
+    broken = groups[0].trajectories[1]
+    broken.outcome = Outcome.ENV_FAILED
+    broken.turn_rewards = tuple({"a": 1e9, "b": -1e9} for _ in range(3))
+    without = uneven()
+    del without[0].trajectories[1]
+    found = advantages_of(groups, config()).by_turn
+    assert not found[1].any()
+    expected = advantages_of(without, config()).by_turn
+    for ours, theirs in zip([*found[:1], *found[2:]], expected, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    trajectories = [t for g in groups for t in g.trajectories]
+    (update,) = updates_of(trajectories, advantages_of(groups, config()).of_sequences(trajectories), config())
+    assert isinstance(update[1].advantage, float) and update[1].advantage == 0.0
+
+
+def test_rewards_that_no_turn_has_were_earned_by_the_last_one():
+    whole = group("p", [{}, {}, {"a": 4.0}]).trajectories[0]
+    known = turn_rows([whole], ["a"], 0.5).columns["a"]
+    whole.turn_rewards = ()
+    np.testing.assert_array_equal(turn_rows([whole], ["a"], 0.5).columns["a"], known)
+    np.testing.assert_array_equal(known, [1.0, 2.0, 4.0])
+    whole.turn_tokens = ()
+    np.testing.assert_array_equal(turn_rows([whole], ["a"], 0.5).columns["a"], [4.0])
+
+
+def test_a_group_whose_totals_are_equal_has_signal_if_its_turns_are_not():
+    level = group("p", [{"a": 1.0}, {"a": 0.0}], [{"a": 0.0}, {"a": 1.0}])
+    assert not has_signal(level, by_sequence(config())) and has_signal(level, config())
+    assert not has_signal(group("p", [{"a": 1.0}, {"a": 0.0}], [{"a": 1.0}, {"a": 0.0}]), config())
+
+
+def test_metrics_of_rewards_are_of_trajectories_whatever_the_credit():
+    ours = advantages_of(uneven(), config()).diagnostics.metrics()
+    theirs = advantages_of(uneven(), by_sequence(config())).diagnostics.metrics()
+    for name in ("a", "b"):
+        for key in ("mean", "std", "missing", "saturation"):
+            assert ours[f"reward/{name}/{key}"] == pytest.approx(theirs[f"reward/{name}/{key}"], rel=1e-12), key
+    assert ours["advantage/std"] != theirs["advantage/std"]
+
+
+# -- where the rewards of turns come from ---------------------------------------------------------------------------
+
+
+def completion(*ids: int) -> Completion:
+    return Completion(np.array(ids, np.int32), np.full(len(ids), -0.5, np.float32), "stop", ())
+
+
+def test_a_transcript_keeps_the_tokens_and_rewards_of_each_turn():
+    class Talk:
+        def text(self, ids):
+            return ""
+
+    t = Transcript(Prompt("p", np.array([1], np.int32), "", "e"), 0)
+    t.add_rewards({"a": 0.5})  # of the reset: the first turn's
+    t.append_policy_tokens(completion(1, 2))
+    t.add_rewards({"a": 1.0, "b": None})
+    t.append_env_tokens([9])
+    t.append_policy_tokens(completion(3))
+    t.append_env_tokens([9])
+    t.append_policy_tokens(completion())
+    t.add_rewards({"b": 2.0})
+    t.add_rewards({"b": 1.0})  # of the cut: the last one's
+    made = t.trajectory(Talk())
+    assert made.turn_tokens == (2, 1, 0)
+    assert made.turn_rewards == ({"a": 1.5, "b": None}, {}, {"b": 3.0})
+    assert made.rewards == {"a": 1.5, "b": 3.0}
+
+
+def test_a_verdict_may_say_what_each_turn_earned_and_is_held_to_it():
+    t = group("p", [{}, {}]).trajectories[0]
+    good = Verdict({"a": 1.0, "b": 0.0}, turn_rewards=[{"a": 1}, {"a": float("nan"), "b": 0.0}])
+    (checked,) = checked_verdicts(("a", "b"), [t], [good])
+    assert checked.turn_rewards == [{"a": 1.0}, {"a": None, "b": 0.0}]
+    for wrong, said in (
+        ([{"a": 1.0}], "turn_rewards of 1 turns for sample 0 of prompt p, which has 2"),
+        ([{"a": 1.0}, {"c": 1.0}], "'c', which is not in its reward_names"),
+        ([{"a": float("inf")}, {}], "reward 'a' of turn 1 of sample 0 of prompt p is infinite"),
+        ([{"b": 1.0}, {}], "turn_rewards of 'b' for sample 0 of prompt p, whose rewards do not have it"),
+    ):
+        with pytest.raises(RunError, match=said):
+            checked_verdicts(("a", "b"), [t], [Verdict({"a": 1.0}, turn_rewards=wrong)])
+
+
+# -- what is recorded -----------------------------------------------------------------------------------------------
+
+
+def written(folder: Path, groups: list[Group]) -> Path:
+    settings = config()
+    save_config(settings, folder / "config.yaml")
+    found = advantages_of(groups, settings)
+    return write_rollouts(folder, 1, groups, found.values.numpy(), turn_advantages=found.by_turn)
+
+
+def test_recorded_turns_give_the_same_advantages_in_a_replay_and_in_explain(tmp_path, capsys):
+    groups = uneven()
+    path = written(tmp_path, groups)
+    journal = Journal(tmp_path)
+    journal.append(1, groups, position=2, published=0, total_updates=1)
+    (entry,) = read_journal(tmp_path)
+    replayed = recorded_groups(entry, read_rollouts(path), path.name)
+    expected = advantages_of(groups, config())
+    read, recorded = read_step(path)
+    for again in (read, replayed):
+        for ours, theirs in zip(advantages_of(again, config()).by_turn, expected.by_turn, strict=True):
+            np.testing.assert_array_equal(ours, theirs)
+    np.testing.assert_array_equal(recorded, expected.values)
+    assert cli.main(["explain-advantages", str(path)]) == 0
+    assert "The advantages recorded by the run are these." in capsys.readouterr().out
+
+
+def test_samples_hold_the_turns_and_their_advantages_and_those_of_one_turn_nothing(tmp_path):
+    groups = [*uneven(), group("r", [{"a": 1.0}], [{"a": 0.0}])]
+    records = read_rollouts(written(tmp_path, groups))
+    assert records[1]["turn_tokens"] == [3, 4, 5]
+    assert records[1]["turn_rewards"] == [{"a": 0.0}, {"a": 2.0}, {"a": 1.0, "b": 3.0}]
+    assert records[1]["turn_advantages"] == advantages_of(groups, config()).by_turn[1].tolist()
+    assert "turn_tokens" not in records[-1] and "turn_rewards" not in records[-1]
+    json.dumps(records)
+
+
+def test_sample_files_of_older_runs_which_lack_the_columns_of_turns_are_read(tmp_path):
+    import pyarrow.parquet as pq
+
+    path = written(tmp_path, uneven())
+    table = pq.read_table(path)
+    pq.write_table(table.drop_columns(["turn_tokens", "turn_rewards", "turn_advantages"]), path)
+    assert all("turn_tokens" not in record for record in read_rollouts(path))
+    for rows in (None, 3):
+        found = read_columns(path, ["turn_rewards", "prompt_id", "turn_tokens"], rows)
+        assert found.column_names == ["turn_rewards", "prompt_id", "turn_tokens"]
+        assert found.column("turn_tokens").null_count == len(found) == (rows or 8)
+    groups, _ = read_step(path)
+    assert all(t.turn_tokens == () and t.turn_rewards == () for g in groups for t in g.trajectories)
+
+
+# -- the task that is made for it -----------------------------------------------------------------------------------
+
+
+def test_each_round_of_the_example_is_judged_by_itself_and_alike_for_a_row():
+    config = load_config(ROUNDS)
+    assert (config.gdpo.credit, config.gdpo.discount) == ("turn", 0.0) and validate(config) is not None
+    environment = load_object(str(REPOSITORY / "examples" / "digit_rounds.py") + ":DigitRounds")({"rounds": 3})
+    games = [environment.episode() for _ in range(2)]
+    for game in games:
+        game.reset({"digits": "39172"})
+
+    def answer(text: str, reason: str = "stop"):
+        return {"role": "assistant", "content": text, "finish_reason": reason}
+
+    second, rewards, done = games[0].step(answer("<t></t><a>12379</a>"))
+    assert rewards == {"correctness": 1.0, "format": 1.0} and not done
+    assert games[1].step(answer("12379")) == (second, {"correctness": 0.0, "format": 0.0}, False)
+    right = "".join(sorted(second.rstrip("=")))
+    third, rewards, _ = games[0].step(answer(f"<t></t><a>{right[::-1]}</a>"))
+    assert rewards["format"] == 1.0 and third != second
+    assert games[0].step(answer("<t></t><a>", "length")) == (None, {"correctness": 0.0, "format": 0.0}, True)
+
+
+# -- what is refused ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["rollout.turns.max_turns=1"], "gdpo.credit: has no effect while rollout.turns.max_turns is 1"),
+        (["gdpo.credit=sequence", "gdpo.discount=0.9"], "gdpo.discount: has no effect unless gdpo.credit is turn"),
+        (["gdpo.credit=sequence", "gdpo.turn_baseline=group"], "gdpo.turn_baseline: has no effect"),
+        (["gdpo.discount=1.5"], "gdpo.discount: must be at most 1, got 1.5"),
+        (["gdpo.discount=-1"], "gdpo.discount: must be 0 or more, got -1"),
+        (["gdpo.shaping=[{component: first, clip: [0, 1]}]"], "which gdpo.shaping works on"),
+        (["gdpo.kl_in_reward=0.1"], "which gdpo.kl_in_reward works on"),
+        (["loss_fn.type=target_po"], "which loss_fn.type target_po works on"),
+        (
+            ["loss_fn.off_policy.sequence_mask_threshold=0.5"],
+            "which loss_fn.off_policy.sequence_mask_threshold works on",
+        ),
+    ],
+)
+def test_what_contradicts_credit_by_turn_costs_one_line(overrides, said):
+    with pytest.raises(ConfigError) as refused:
+        validate(load_config(TURNS, ["gdpo.credit=turn", *overrides]))
+    assert said in str(refused.value) and "\n" not in str(refused.value)
