@@ -27,6 +27,8 @@ _START_LIMIT_S = 900.0
 """Limit of one attempt: several times what Ray itself waits for its processes."""
 _UNUSED = -1
 """What Ray's agent for the dashboard writes for a service that it does not offer."""
+LOOPBACK = "127.0.0.1"
+"""Address of a session that is for this machine alone: whatever Ray starts with it listens there and nowhere else."""
 _AGENT = "--dashboard_agent_command="
 """The raylet's argument with what to start for the dashboard; it refuses an empty one."""
 
@@ -60,11 +62,22 @@ def start(initialize: Callable[[], None]) -> None:
 def _attempt(initialize: Callable[[], None], before: set[psutil.Process]) -> str | None:
     """Why ``initialize`` failed, in a line; None: it did not."""
     try:
-        with _end_after(_START_LIMIT_S, before), _agents_awaited_by_nobody(), _without_unused_servers():
+        with _end_after(_START_LIMIT_S, before), _on_loopback(), _agents_awaited_by_nobody(), _without_unused_servers():
             initialize()
     except Exception as error:  # of many kinds; Ray raises a bare Exception when its node is late
         return message_line(error)
     return None
+
+
+@contextlib.contextmanager
+def _on_loopback() -> Iterator[None]:
+    """Let a session that starts in this block have ``LOOPBACK`` for its address.
+
+    Ray puts an address that other machines reach in place of one that they do not, and its servers then listen on every
+    interface.
+    """
+    with _replaced(services, "resolve_ip_for_localhost", lambda host: host):
+        yield
 
 
 @contextlib.contextmanager
@@ -131,7 +144,7 @@ def _replaced(owner: Any, name: str, value: Callable[..., Any]) -> Iterator[None
 
 def _free_port() -> int:
     with socket.socket() as probe:
-        probe.bind(("", 0))
+        probe.bind((LOOPBACK, 0))
         return int(probe.getsockname()[1])
 
 

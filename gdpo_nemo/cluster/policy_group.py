@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Iterable, Sequence
 
 import numpy as np
 
-from gdpo_nemo.cluster.network import interface_of
+from gdpo_nemo.cluster.network import stay_on
 from gdpo_nemo.cluster.reservation import Placement, here
 from gdpo_nemo.cluster.session import answered, cores, gather, ray, thread_environment
 from gdpo_nemo.config.objective_checks import kl_in_reward
@@ -71,13 +71,9 @@ class PolicyRank:
         init_method: str,
         total_updates: int,
         reference: bool,
-        several_nodes: bool,
     ) -> int:
         """Join the process group and build the model; returns the number of parameters on this rank."""
-        # By default gloo binds the address that the host name resolves to, often the loopback.
-        interface = interface_of(ray.util.get_node_ip_address())
-        if several_nodes and interface:
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        stay_on(ray.util.get_node_ip_address())
         # Not at the top: the driver imports this module, and Megatron may only be imported after ``prepare``.
         from gdpo_nemo.megatron import runtime
 
@@ -236,7 +232,7 @@ class PolicyGroup:
         self._devices = [rank.device.remote() for rank in self.ranks]
         if reference is None:
             reference = config.loss_fn.reference_policy_kl_penalty > 0 or kl_in_reward(config)
-        self._model = (config.policy, config.run.seed, folder), (total_updates, reference, len(set(nodes)) > 1)
+        self._model = (config.policy, config.run.seed, folder), (total_updates, reference)
         self._building: list[Any] = []
         self._data_ranks: list[int] = []
         """Of every rank its data-parallel rank, once it has been asked."""

@@ -87,7 +87,13 @@ def session(config: ClusterConfig) -> Iterator[None]:
         dict(address=address)
         if address
         # "local": without it Ray would join any cluster that happens to run on this machine.
-        else dict(address="local", num_cpus=cores(config), num_gpus=config.gpus_per_node, include_dashboard=False)
+        else dict(
+            address="local",
+            num_cpus=cores(config),
+            num_gpus=config.gpus_per_node,
+            include_dashboard=False,
+            _node_ip_address=local_ray.LOOPBACK,
+        )
     )
     with _scratch() as scratch:
         reaper = Reaper(scratch)
