@@ -34,6 +34,7 @@ from gdpo_nemo.observe.status import StatusFile
 from gdpo_nemo.phases import phase
 from gdpo_nemo.resume import find_start, record_config, total_updates
 from gdpo_nemo.rollouts.prompt_stream import BatchStream, PromptStream
+from gdpo_nemo.supervisor import current_attempt
 from gdpo_nemo.waits import WaitExpired
 
 if TYPE_CHECKING:  # their imports take seconds, which a config that is refused does not wait for
@@ -113,6 +114,7 @@ class RunComponents:
             "queues": self.stream.queues() if "stream" in there else {},
             "roles": roles,
             "logs": str(logs) if logs else None,
+            "restarts": current_attempt().restarts,
         }
 
     def finish(self) -> None:

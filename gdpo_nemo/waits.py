@@ -9,7 +9,7 @@ import time
 from dataclasses import dataclass
 from typing import Iterator
 
-from gdpo_nemo.errors import RunError
+from gdpo_nemo.errors import InfrastructureFailed
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def current() -> list[Wait]:
         return sorted(_waits.values(), key=lambda wait: wait.since)
 
 
-class WaitExpired(RunError):
+class WaitExpired(InfrastructureFailed):
     """A deadline passed; ``waits`` are the waits under way at that moment."""
 
     def __init__(self, message: str):

@@ -19,7 +19,7 @@ from ray._raylet import persist_port
 
 from gdpo_nemo.cluster import idle_agent
 from gdpo_nemo.config.messages import message_line
-from gdpo_nemo.errors import RunError
+from gdpo_nemo.errors import InfrastructureFailed
 
 _STARTS = 3
 """Attempts before the run gives up."""
@@ -37,7 +37,7 @@ def start(initialize: Callable[[], None]) -> None:
     """Call ``initialize``, which starts a session, until it succeeds; what a failed attempt leaves is killed.
 
     Raises:
-        RunError: no attempt succeeded.
+        InfrastructureFailed: no attempt succeeded.
     """
     failure: str | None = None
     for _ in range(_STARTS):
@@ -53,7 +53,7 @@ def start(initialize: Callable[[], None]) -> None:
         for child in left:
             child.kill()
         psutil.wait_procs(left)
-    raise RunError(
+    raise InfrastructureFailed(
         f"Ray did not start on this machine in {_STARTS} attempts ({failure}); its logs are in "
         f"{os.environ['RAY_TMPDIR']}/ray"
     )

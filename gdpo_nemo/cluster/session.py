@@ -45,7 +45,7 @@ from gdpo_nemo.config.messages import message_line  # noqa: E402
 from gdpo_nemo.config.placement import joined  # noqa: E402
 from gdpo_nemo.config.schema import ClusterConfig  # noqa: E402
 from gdpo_nemo.endings import hangups_held  # noqa: E402
-from gdpo_nemo.errors import ConfigError, EngineFailed, GdpoError, RunError  # noqa: E402
+from gdpo_nemo.errors import ConfigError, EngineFailed, GdpoError, InfrastructureFailed, RunError  # noqa: E402
 from gdpo_nemo.phases import phase  # noqa: E402
 from gdpo_nemo.waits import WaitExpired, waiting  # noqa: E402
 
@@ -133,7 +133,7 @@ def _connect(where: dict[str, Any]) -> None:
     try:
         _initialize(where)
     except (ConnectionError, RuntimeError, ValueError) as error:
-        raise RunError(
+        raise InfrastructureFailed(
             f"cluster.address: no Ray cluster to join at {where['address']} ({message_line(error)})"
         ) from error
 
@@ -177,7 +177,7 @@ def _check_nodes(what: str, patience_s: float = 0.0) -> None:
         lost = _watched.keys() - {node["NodeID"] for node in ray.nodes() if node["Alive"]}
         if lost:
             names = ", ".join(sorted(_watched[node] for node in lost))
-            raise RunError(
+            raise InfrastructureFailed(
                 f"{what}: node {names} is no longer in the cluster; start the run again to resume from its last "
                 "checkpoint"
             )
@@ -279,15 +279,21 @@ def _failure(error: RayError, what: str) -> GdpoError:
         cause = error.cause if isinstance(error.cause, BaseException) else error
         if isinstance(cause, EngineFailed):
             return WorkerDied(f"{what}: {cause}")
-        return (
-            cause
-            if isinstance(cause, GdpoError)
-            else RunError(f"{what}: {type(cause).__name__}: {message_line(cause)}")
-        )
-    return RunError(f"{what}: {message_line(error)}")
+        if isinstance(cause, GdpoError):
+            return cause
+        sentence = f"{what}: {type(cause).__name__}: {message_line(cause)}"
+        return InfrastructureFailed(sentence) if _of_the_network(cause) else RunError(sentence)
+    return InfrastructureFailed(f"{what}: {message_line(error)}")
 
 
-class WorkerDied(RunError):
+def _of_the_network(cause: BaseException) -> bool:
+    """Whether a process tells of its peers and not of itself: where a rank dies, the others may be heard first."""
+    kind = type(cause)
+    text = str(cause)
+    return kind.__module__.startswith("torch") and kind.__name__.startswith("Dist") or "gloo" in text or "NCCL" in text
+
+
+class WorkerDied(InfrastructureFailed):
     """A worker process died, or is of no use any more; the caller replaces it where it can."""
 
 

@@ -36,6 +36,10 @@ class RunConfig:
     """Folder that receives everything the run writes. Starting again on the same folder resumes."""
     seed: int = 42
     """Seed of data order, sampling and initialisation. Two runs with one seed and one layout are equal bit for bit."""
+    max_restarts: int = 10
+    """Times that `gdpo-nemo train` starts the run again, from its last checkpoint, when processes, devices or nodes
+    fail; 0: it ends then. Never again what config, data, user code or numerics made fail, nor what gained no step in
+    two attempts."""
 
 
 @dataclass
