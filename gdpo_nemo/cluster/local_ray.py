@@ -13,7 +13,7 @@ from typing import Any, Callable, Iterator, Sequence
 
 import psutil
 import ray
-from ray._private import services
+from ray._private import ray_constants, services
 from ray._private.node import Node
 from ray._raylet import persist_port
 
@@ -25,6 +25,8 @@ _STARTS = 3
 """Attempts before the run gives up."""
 _START_LIMIT_S = 900.0
 """Limit of one attempt: several times what Ray itself waits for its processes."""
+_LOOK_S = 0.2
+"""How often the servers of a session are looked after; Ray may abort this process soon after it lost one."""
 _UNUSED = -1
 """What Ray's agent for the dashboard writes for a service that it does not offer."""
 LOOPBACK = "127.0.0.1"
@@ -67,6 +69,39 @@ def _attempt(initialize: Callable[[], None], before: set[psutil.Process]) -> str
     except Exception as error:  # of many kinds; Ray raises a bare Exception when its node is late
         return message_line(error)
     return None
+
+
+@contextlib.contextmanager
+def watched(lost: Callable[[str], None]) -> Iterator[None]:
+    """Call ``lost``, from a thread, with a sentence when a server of the session, which this process started, ends
+    while the block runs.
+
+    Ray would be silent for a minute and then end this process with a dump of its state.
+    """
+    done = threading.Event()
+    node: Node = ray._private.worker._global_node
+    servers = {name: each.process for name, each in _servers(node)}
+
+    def watch() -> None:
+        while not done.wait(_LOOK_S):
+            for name, process in servers.items():
+                if process.poll() is not None and not done.is_set():
+                    how = f"status {process.returncode}" if process.returncode >= 0 else f"signal {-process.returncode}"
+                    lost(f"Ray's {name} (process {process.pid}) on this machine ended with {how}")
+                    return
+
+    thread = threading.Thread(target=watch, name="watch of Ray", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+def _servers(node: Node) -> Iterator[tuple[str, Any]]:
+    for name in (ray_constants.PROCESS_TYPE_GCS_SERVER, ray_constants.PROCESS_TYPE_RAYLET):
+        yield from ((name, each) for each in node.all_processes.get(name, ()))
 
 
 @contextlib.contextmanager

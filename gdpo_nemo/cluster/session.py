@@ -11,7 +11,7 @@ import tempfile
 import threading
 import time
 from pathlib import Path
-from typing import Any, Iterator, Sequence
+from typing import Any, Callable, Iterator, Sequence
 
 # Before ray is imported: it would otherwise build a second environment for its workers when it finds itself under `uv
 # run`.
@@ -61,8 +61,12 @@ def cores(config: ClusterConfig) -> int:
 
 
 @contextlib.contextmanager
-def session(config: ClusterConfig) -> Iterator[None]:
+def session(config: ClusterConfig, lost: Callable[[str], None] | None = None) -> Iterator[None]:
     """Join the Ray cluster that the config or RAY_ADDRESS names, or else start one that ends with this process.
+
+    Args:
+        lost: called from a thread when a server of the session that was started here ends, with a sentence; Ray cannot
+            be asked anything any more.
 
     Raises:
         ConfigError: several nodes are wanted and no cluster is named. RunError: there is no cluster at that address, or
@@ -100,7 +104,8 @@ def session(config: ClusterConfig) -> Iterator[None]:
         try:
             with phase("Ray"):
                 _connect(where)
-            yield
+            with local_ray.watched(lost) if lost and not address else contextlib.nullcontext():
+                yield
         finally:
             _watched.clear()
             with _signals_kept():

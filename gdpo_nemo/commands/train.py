@@ -12,7 +12,7 @@ from gdpo_nemo.commands.arguments import add_config, add_verbosity, verbosity
 from gdpo_nemo.config.description import describe
 from gdpo_nemo.config.load import load_config, to_yaml
 from gdpo_nemo.config.schema import Config
-from gdpo_nemo.observe.display import shown
+from gdpo_nemo.observe.display import process_start, shown
 from gdpo_nemo.phases import phase
 from gdpo_nemo.supervisor import supervised
 from gdpo_nemo.validation import validate
@@ -40,9 +40,11 @@ def run(arguments: argparse.Namespace) -> int:
             config = load_config(arguments.config, arguments.overrides)
             validate(config)
 
+    started = process_start()
+
     def attempt(begin: float | None) -> int:
         with shown(sys.stdout, level, begin, None if begin else display):
-            return train(config, begin).status
+            return train(config, begin or started).status
 
     return supervised(config, attempt) if arguments.alone and config.run.max_restarts else attempt(None)
 

@@ -204,9 +204,11 @@ class RolloutConfig:
     env_workers: int = 1
     """Worker processes that verify."""
     generation_timeout_s: float = 3600.0
-    """Seconds that an engine with work may go without a finished sample."""
+    """Seconds that an engine with work may go without a finished sample. One that does not answer at all is replaced
+    sooner: after ten times its longest answer so far, and two minutes."""
     train_timeout_s: float = 3600.0
-    """Seconds one step's training may take."""
+    """Seconds one step's training may take, at most: once there were three, ten times the longest so far, and five
+    minutes."""
     save_samples: bool = True
     """Write rollouts/step_*.parquet."""
     function: Optional[str] = None

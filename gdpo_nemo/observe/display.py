@@ -149,7 +149,7 @@ def shown(
     if _display is not None:
         yield _display
         return
-    age = time.time() - (_process_start() if began is None else began)
+    age = time.time() - (process_start() if began is None else began)
     display = Display(stream, phases.clock() - age, level, can_redraw(stream))
     if before is not None:
         display.go_on_from(before)
@@ -212,7 +212,8 @@ def _columns(stream: TextIO) -> int:
         return 80
 
 
-def _process_start() -> float:
+def process_start() -> float:
+    """When this process started, in seconds since the epoch."""
     import psutil
 
     return float(psutil.Process().create_time())

@@ -103,7 +103,7 @@ def test_killed_and_terminated_run_resumes_bit_for_bit(undisturbed, tmp_path, di
     The first of these runs is colocated: its engines sleep while the policy trains, and nothing else is different.
     """
     options = ("gdpo.val_at_start=true", "checkpointing.async_save=true", *QUICK)
-    torn = Launch(tmp_path / "run", digit_model, "cluster.placement=colocated", *options)
+    torn = Launch(tmp_path / "run", digit_model, "cluster.placement=colocated", "run.max_restarts=0", *options)
     torn.wait_for_step(3)
     writing = tmp_path / "run" / "checkpoints" / ".writing_step_4"
     while not writing.exists():
@@ -333,6 +333,7 @@ def test_tensor_ranks_make_the_same_first_update_and_a_blocking_rank_is_named(un
         tmp_path / "run",
         digit_model,
         f"env.digit_sort={{plugin: '{tmp_path / 'mine.py'}:Patient'}}",
+        "run.max_restarts=0",
         "gdpo.max_num_steps=100000",
         "gdpo.val_period=100000",
         "checkpointing.save_period=100000",
