@@ -13,4 +13,4 @@ import sys
 from gdpo_nemo.cli import main
 
 if __name__ == "__main__":
-    sys.exit(main(["train", *sys.argv[1:]]))
+    sys.exit(main(["train", *sys.argv[1:]], alone=True))

@@ -22,7 +22,7 @@ from gdpo_nemo.config.objects import absolute_place, load_object
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.data.packing import TrainSequence, with_gradient
 from gdpo_nemo.data.results import UpdateResult
-from gdpo_nemo.errors import ConfigError, GdpoError, RunError
+from gdpo_nemo.errors import ConfigError, GdpoError, UserCodeFailed
 from gdpo_nemo.observe.component_alerts import ComponentAlerts
 from gdpo_nemo.rollouts.learning import (
     advantages_of,
@@ -144,13 +144,13 @@ def load_algorithm(config: Config) -> type[Algorithm]:
 
 
 def ask(algorithm: Algorithm, method: str, *arguments: Any) -> Any:
-    """Call a method of an algorithm; what the user's own raises ends the run in a sentence. Raises RunError."""
-    return _call(type(algorithm), method, lambda: getattr(algorithm, method)(*arguments), RunError)
+    """Call a method of an algorithm; what the user's own raises ends the run in a sentence. Raises UserCodeFailed."""
+    return _call(type(algorithm), method, lambda: getattr(algorithm, method)(*arguments), UserCodeFailed)
 
 
 def ask_next(algorithm: Algorithm, updates: Iterator[list[TrainSequence]]) -> list[TrainSequence] | None:
     """The next update, None after the last; errors as of ``ask``."""
-    update: list[TrainSequence] | None = _call(type(algorithm), "updates", lambda: next(updates, None), RunError)
+    update: list[TrainSequence] | None = _call(type(algorithm), "updates", lambda: next(updates, None), UserCodeFailed)
     return update
 
 

@@ -67,9 +67,14 @@ COMMANDS = (
 """In the order of ``--help``."""
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return the exit status."""
+def main(argv: Sequence[str] | None = None, alone: bool | None = None) -> int:
+    """Run one command and return the exit status.
+
+    ``alone``: whether this process has no other purpose, so that a run may be supervised, which forks; None: if it is
+    the program itself, which takes its arguments from the command line.
+    """
     arguments = _parse(argv)
+    arguments.alone = argv is None if alone is None else alone
     _quiet_torch()
     terminated = _Terminated()
     try:

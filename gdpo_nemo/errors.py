@@ -6,7 +6,8 @@ escapes is a defect of the program and keeps its traceback.
 
 from __future__ import annotations
 
-from typing import TypeVar
+from enum import StrEnum
+from typing import ClassVar, TypeVar
 
 T = TypeVar("T")
 
@@ -18,8 +19,24 @@ def printable(text: str) -> str:
     return "".join(letter if letter.isprintable() else letter.encode("unicode_escape").decode() for letter in text)
 
 
+class FailureKind(StrEnum):
+    """Why a run failed, as far as that decides what helps."""
+
+    INFRASTRUCTURE = "infrastructure"
+    """Processes, devices, nodes or the network between them: the same run, started again, may get through."""
+    CONFIG = "config"
+    """Config or data: they have to be changed."""
+    USER_CODE = "user code"
+    """Environments, rewards, functions of the user's: they have to be changed."""
+    NUMERICS = "numerics"
+    """Loss, weights or a watched metric left their range; the same steps would lead there again."""
+
+
 class GdpoError(Exception):
     """Base of the errors that are explained in one line."""
+
+    kind: ClassVar[FailureKind | None] = None
+    """None: that of the error it was raised from (``kind_of``), if any."""
 
     def __str__(self) -> str:
         return printable(" ".join(super().__str__().split()))
@@ -28,13 +45,42 @@ class GdpoError(Exception):
 class ConfigError(GdpoError):
     """The configuration cannot be run as written; the text names the key and what to change."""
 
+    kind = FailureKind.CONFIG
+
 
 class RunError(GdpoError):
     """A run failed after it had started; the text says what failed and where to look."""
 
 
-class EngineFailed(RunError):
+class InfrastructureFailed(RunError):
+    """Processes, devices, nodes or the network failed, and not what they were given to do."""
+
+    kind = FailureKind.INFRASTRUCTURE
+
+
+class UserCodeFailed(RunError):
+    """The user's own code broke its contract."""
+
+    kind = FailureKind.USER_CODE
+
+
+class NumericsFailed(RunError):
+    """Numbers left their range."""
+
+    kind = FailureKind.NUMERICS
+
+
+class EngineFailed(InfrastructureFailed):
     """An engine broke for reasons of its own process or device; another one in its place may do."""
+
+
+def kind_of(error: BaseException | None) -> FailureKind | None:
+    """The kind of an error, or of the first one that has any among those that it was raised from; None: unknown."""
+    while error is not None:
+        if isinstance(error, GdpoError) and error.kind is not None:
+            return error.kind
+        error = error.__cause__
+    return None
 
 
 def present(value: T | None, what: str) -> T:

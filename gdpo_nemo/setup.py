@@ -5,9 +5,12 @@ from __future__ import annotations
 import contextlib
 import importlib
 import json
+import os
 import signal
+import sys
 import threading
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Callable, Iterator
 
@@ -22,7 +25,7 @@ from gdpo_nemo.data.records import Prompt
 from gdpo_nemo.data.splits import wanted_splits
 from gdpo_nemo.endings import answered_by, leave_lost_terminal
 from gdpo_nemo.environments.execution.dispatch import EnvironmentPools
-from gdpo_nemo.errors import GdpoError, present
+from gdpo_nemo.errors import GdpoError, InfrastructureFailed, present
 from gdpo_nemo.inputs import Inputs, read_inputs
 from gdpo_nemo.observe.diagnosis import examine
 from gdpo_nemo.observe.display import active
@@ -34,6 +37,7 @@ from gdpo_nemo.observe.status import StatusFile
 from gdpo_nemo.phases import phase
 from gdpo_nemo.resume import find_start, record_config, total_updates
 from gdpo_nemo.rollouts.prompt_stream import BatchStream, PromptStream
+from gdpo_nemo.supervisor import current_attempt, report
 from gdpo_nemo.waits import WaitExpired
 
 if TYPE_CHECKING:  # their imports take seconds, which a config that is refused does not wait for
@@ -113,6 +117,7 @@ class RunComponents:
             "queues": self.stream.queues() if "stream" in there else {},
             "roles": roles,
             "logs": str(logs) if logs else None,
+            "restarts": current_attempt().restarts,
         }
 
     def finish(self) -> None:
@@ -151,7 +156,7 @@ def run_context(config: Config, begin: float | None = None) -> Iterator[RunCompo
         status = StatusFile(run_dir, parts.describe)
         stack.callback(lambda: status.close(outcome[0]))
         try:
-            _start_processes(parts, stack, inputs, start.path, begin)
+            _start_processes(parts, stack, inputs, start.path, begin, partial(_end_without_ray, parts, status))
             if start.changes:
                 upcoming = present(parts.policy, "the policy").next_learning_rate()
                 log.note(_learning_rates(run_dir, start.state.step, upcoming))
@@ -178,6 +183,7 @@ def _start_processes(
     inputs: Inputs,
     checkpoint: Path | None,
     begin: float | None,
+    lost: Callable[[str], None],
 ) -> None:
     """Ray and the policy's ranks; engines and verifiers beside them, where the algorithm samples."""
     from gdpo_nemo.cluster.session import keep_logs, session
@@ -186,7 +192,7 @@ def _start_processes(
     lap = parts.log.stopwatch("start", psutil.Process().create_time() if begin is None else begin)
     lap("imports, config, data")
     with _imported_meanwhile():
-        stack.enter_context(session(config.cluster))
+        stack.enter_context(session(config.cluster, lost))
     from gdpo_nemo.cluster.policy_group import PolicyGroup
     from gdpo_nemo.cluster.reservation import reserve
 
@@ -217,6 +223,25 @@ def _start_processes(
         sampling.connect(stack, pool)
     else:
         parts.stream = PromptStream(config, inputs.prompts, parts.state.position)
+
+
+def _end_without_ray(parts: RunComponents, status: StatusFile, sentence: str) -> None:
+    """End this process at once, with the sentence everywhere that a failed run leaves one.
+
+    Taking the run down in order asks Ray, which does not answer or aborts the process; the reaper ends what is left.
+    """
+    from gdpo_nemo.cluster.session import keep_logs
+
+    error = InfrastructureFailed(f"{sentence}; start the run again to resume from its last checkpoint")
+    report(error)
+    status.write([], outcome="failed", reason=str(error))
+    with contextlib.suppress(OSError):
+        point_to_logs(error, keep_logs, parts.run_dir)
+    parts.log.alert(str(error))
+    parts.log.abandon("failed")
+    with contextlib.suppress(OSError):
+        print(f"error: {error}", file=sys.stderr, flush=True)
+    os._exit(1)
 
 
 _WANTED_SOON = (

@@ -18,10 +18,11 @@ from gdpo_nemo.config.layout import prompts_per_round, updates_per_step
 from gdpo_nemo.config.load import save_config
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.data.results import UpdateResult
-from gdpo_nemo.errors import RunError, present
+from gdpo_nemo.errors import NumericsFailed, present
 from gdpo_nemo.observe.journal import TrainedBatch
 from gdpo_nemo.phases import phase
 from gdpo_nemo.resume import CONFIG
+from gdpo_nemo.supervisor import current_attempt
 from gdpo_nemo.waits import waiting
 
 if TYPE_CHECKING:
@@ -38,6 +39,8 @@ METRICS = {
     "time/idle": ("s", "From the start of the step until its batch was complete: trainer ranks have nothing to do"),
     "idle/trainer": ("share", "time/idle over time/step"),
     "time/train": ("s", "Log-probs, advantages and optimizer updates"),
+    "driver/restarts": ("restarts", "Times that the supervisor had started the run again (`run.max_restarts`)"),
+    "driver/recovery": ("s", "From the failure before a restart to the end of the first step after it; in its row"),
     "throughput/tokens_per_second": (
         "tokens/s",
         "Trained tokens over time/step",
@@ -63,6 +66,8 @@ class Trainer:
         self.prompt_limit = parts.prompt_limit
         self.total_updates = parts.total_updates
         self.skipped_in_a_row = 0
+        self.recovered = False
+        """Whether a step was trained in this attempt."""
         self.validation: tuple[int, Future[Any]] | None = None
         """Of which step, and what it will give."""
         self.saving = 0
@@ -136,6 +141,7 @@ class Trainer:
             "skipped_steps": float(any(result.skipped for result in results)),
         }
         row["throughput/tokens_per_second"] = tokens / row["time/step"]
+        row |= self._recovery(end)
         for line in self.stream.take_events():
             self.log.alert(line)
         ask(self.algorithm, "record", row, prepared)
@@ -147,6 +153,16 @@ class Trainer:
         ):
             self.log.span(*span)
         return True
+
+    def _recovery(self, now: float) -> dict[str, float]:
+        """The keys ``driver/...`` of a run that its supervisor watches; nothing before its first restart."""
+        attempt = current_attempt()
+        row = {"driver/restarts": float(attempt.restarts)} if attempt.restarts else {}
+        if attempt.lost_at is not None and not self.recovered:
+            self.recovered = True
+            row["driver/recovery"] = now - attempt.lost_at
+            self.log.note(f"restart {attempt.restarts}: trained again {row['driver/recovery']:.0f} s after the failure")
+        return row
 
     def schedule(self) -> None:
         """Start what the published weights may sample."""
@@ -168,7 +184,7 @@ class Trainer:
         """The optimizer updates of a step, and the tokens that they trained.
 
         Raises:
-            RunError: too many steps in a row were not finite.
+            NumericsFailed: too many steps in a row were not finite.
         """
         results = []
         tokens = 0
@@ -178,7 +194,7 @@ class Trainer:
             tokens += sum(sequence.num_policy_tokens for sequence in update)
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if any(r.skipped for r in results) else 0
         if self.skipped_in_a_row > self.config.gdpo.max_skipped_steps:
-            raise RunError(f"loss or gradient was not finite in {self.skipped_in_a_row} steps in a row")
+            raise NumericsFailed(f"loss or gradient was not finite in {self.skipped_in_a_row} steps in a row")
         return results, tokens
 
     def publish(self) -> dict[str, float]:

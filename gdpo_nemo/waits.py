@@ -9,7 +9,7 @@ import time
 from dataclasses import dataclass
 from typing import Iterator
 
-from gdpo_nemo.errors import RunError
+from gdpo_nemo.errors import InfrastructureFailed
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,37 @@ def current() -> list[Wait]:
         return sorted(_waits.values(), key=lambda wait: wait.since)
 
 
-class WaitExpired(RunError):
+class Patience:
+    """A deadline that is learnt: ``FACTOR`` times the longest that something took, once it was done a few times.
+
+    Args:
+        most_s: the deadline before that, and the longest in any case.
+        least_s: the shortest; how long a machine may stand still for reasons of its own.
+    """
+
+    FACTOR = 10.0
+    ENOUGH = 3
+
+    def __init__(self, most_s: float, least_s: float):
+        self._most_s = most_s
+        self._least_s = least_s
+        self._longest_s = 0.0
+        self._times = 0
+
+    @property
+    def limit_s(self) -> float:
+        """The deadline for the next time."""
+        if self._times < self.ENOUGH:
+            return self._most_s
+        return min(self._most_s, max(self._least_s, self.FACTOR * self._longest_s))
+
+    def took(self, seconds: float) -> None:
+        """It was done, in that time."""
+        self._times += 1
+        self._longest_s = max(self._longest_s, seconds)
+
+
+class WaitExpired(InfrastructureFailed):
     """A deadline passed; ``waits`` are the waits under way at that moment."""
 
     def __init__(self, message: str):

@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1] / "gdpo_nemo"
 ORDER = (
     "errors", "waits", "phases", "endings", "algorithms", "config", "weights", "data", "observe", "environments",
-    "generation", "megatron", "checkpoints", "formats",
+    "supervisor", "generation", "megatron", "checkpoints", "formats",
     "cluster", "endpoint", "rollouts", "planning", "algorithm", "validation", "inputs", "resume", "setup",
     "trainer", "rerun", "inline", "api", "interop", "commands", "cli", "__main__",
 )  # fmt: skip

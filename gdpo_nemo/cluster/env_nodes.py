@@ -25,7 +25,7 @@ from gdpo_nemo.data.records import Trajectory, Verdict
 from gdpo_nemo.environments.episodes import EpisodeReply, EpisodeStep
 from gdpo_nemo.environments.execution.dispatch import EnvironmentPools
 from gdpo_nemo.environments.execution.remote import is_remote
-from gdpo_nemo.errors import ConfigError, RunError
+from gdpo_nemo.errors import ConfigError, InfrastructureFailed, RunError
 from gdpo_nemo.waits import WaitExpired
 
 _CALLS = 64
@@ -162,7 +162,7 @@ class EnvironmentNodes:
                 return self._wait(place, actor, getattr(actor, method).remote(asked))
             except WorkerDied as error:
                 self._replace(place, actor, error)
-        raise RunError(f"environment node {place}: its process died {1 + _REPLACEMENTS} times in a row")
+        raise InfrastructureFailed(f"environment node {place}: its process died {1 + _REPLACEMENTS} times in a row")
 
     def _wait(self, place: int, actor: Any, ref: Any) -> list:
         """Wait for the answer. The pools inside enforce the deadlines; this only watches whether the actor lives."""

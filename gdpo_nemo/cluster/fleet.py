@@ -20,7 +20,7 @@ from gdpo_nemo.cluster.lane import REPLACEMENTS, START_S, Lane, LaneState, Pendi
 from gdpo_nemo.cluster.reservation import Placement, here
 from gdpo_nemo.cluster.session import WorkerDied, answer, answered, cores, gather, ray, thread_environment
 from gdpo_nemo.config.schema import Config
-from gdpo_nemo.errors import GdpoError, RunError
+from gdpo_nemo.errors import GdpoError, InfrastructureFailed, RunError
 from gdpo_nemo.generation.engine import CPU_ENVIRONMENT, ENVIRONMENT
 from gdpo_nemo.generation.requests import Completion, CompletionBatch, SampleRequest, Sampling
 from gdpo_nemo.phases import phase
@@ -340,7 +340,7 @@ class EngineFleet:
         gone = lane.state in _GONE
         if all(other.state in _GONE for other in self.lanes):
             self.fail(
-                RunError(
+                InfrastructureFailed(
                     f"no engine is left: engine {lane.index}: {reason}; start the run again to resume from its last "
                     "checkpoint"
                 )
@@ -400,7 +400,7 @@ class EngineFleet:
             # A round in which an engine died is counted in its lane. Here only those that failed with all alive.
             failures += bool(left) and len(left) == len(held)
             if failures > REPLACEMENTS:
-                raise RunError(f"new weights did not reach the engines in {failures} attempts")
+                raise InfrastructureFailed(f"new weights did not reach the engines in {failures} attempts")
 
     async def _hold(self, lanes: Sequence[Lane], kv: str) -> list[Lane]:
         """Let engines stop between two steps, with the update's names checked; returns those that live.

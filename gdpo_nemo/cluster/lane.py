@@ -9,16 +9,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import os
+import signal
+import socket
 import time
 import uuid
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Callable, Protocol, Sequence
 
-from gdpo_nemo.cluster.session import WorkerDied, answer, ray
+from gdpo_nemo.cluster.session import WorkerDied, answer, answered, ray
 from gdpo_nemo.errors import GdpoError, RunError
 from gdpo_nemo.generation.requests import Completion, EngineReport, SampleRequest, Sampling
-from gdpo_nemo.waits import WaitExpired, waiting
+from gdpo_nemo.waits import Patience, WaitExpired, waiting
 
 START_S = 900.0
 """vLLM loads the model, profiles memory and captures graphs before it answers."""
@@ -26,6 +29,8 @@ REPLACEMENTS = 3
 """Times that an engine may be replaced without a completion in between before it is given up."""
 POLL_S = 0.5
 """Longest that an engine without news keeps a poll."""
+SILENT_S = 120.0
+"""Shortest silence by which an engine, which answers every poll, is taken for dead: it is stopped, or hangs."""
 _LISTEN_S = 0.1
 """Between two looks at a completion that somebody reads as it comes."""
 _NODE_POLL_S = 2.0
@@ -140,6 +145,7 @@ class Lane:
         self._wanted = asyncio.Event()
         """Set by the first request to a replacement."""
         self._progress = time.monotonic()
+        self._answering = Patience(timeout_s, SILENT_S)
         self._wait = contextlib.ExitStack()
         self.actor = start(index)
         self.location = self.actor.process_location.remote()
@@ -291,10 +297,19 @@ class Lane:
     async def _poll(self) -> EngineReport:
         if not self.pending:
             self._progress = time.monotonic()
-        left = max(0.0, self._progress + self._timeout_s - time.monotonic())
-        report: EngineReport = await answer(
-            self.actor.poll.remote(min(POLL_S, left)), f"engine {self.index}", left + POLL_S
-        )
+        start = time.monotonic()
+        left = max(0.0, self._progress + self._timeout_s - start)
+        limit = self._answering.limit_s
+        polled = self.actor.poll.remote(min(POLL_S, left))
+        try:
+            report: EngineReport = await answer(polled, f"engine {self.index}", min(left + POLL_S, limit))
+        except WaitExpired:
+            if limit >= left + POLL_S:
+                raise
+            # Samples may take long, answers do not.
+            self._kill_silent()
+            raise WorkerDied(f"engine {self.index} has not answered for {limit:.0f} s") from None
+        self._answering.took(time.monotonic() - start)
         if self.pending and not report.finished and left <= 0:
             raise WaitExpired(f"engine {self.index} finished no sample within {self._timeout_s:.0f} s")
         return report
@@ -352,6 +367,13 @@ class Lane:
                     pending.answer.set_exception(error)
             self._note_done()
             self._owner.changed()
+
+    def _kill_silent(self) -> None:
+        """Kill the engine's process, if it is on this host: one that is stopped does not hear Ray's request to end."""
+        host, process = answered({self.index: self.location}).get(self.index, ("", 0))
+        if host == socket.gethostname():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
 
     async def _replace(self, error: WorkerDied) -> bool:
         """Start another engine in place of a dead one; False once it is given up."""

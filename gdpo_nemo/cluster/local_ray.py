@@ -13,20 +13,24 @@ from typing import Any, Callable, Iterator, Sequence
 
 import psutil
 import ray
-from ray._private import services
+from ray._private import ray_constants, services
 from ray._private.node import Node
 from ray._raylet import persist_port
 
 from gdpo_nemo.cluster import idle_agent
 from gdpo_nemo.config.messages import message_line
-from gdpo_nemo.errors import RunError
+from gdpo_nemo.errors import InfrastructureFailed
 
 _STARTS = 3
 """Attempts before the run gives up."""
 _START_LIMIT_S = 900.0
 """Limit of one attempt: several times what Ray itself waits for its processes."""
+_LOOK_S = 0.2
+"""How often the servers of a session are looked after; Ray may abort this process soon after it lost one."""
 _UNUSED = -1
 """What Ray's agent for the dashboard writes for a service that it does not offer."""
+LOOPBACK = "127.0.0.1"
+"""Address of a session that is for this machine alone: whatever Ray starts with it listens there and nowhere else."""
 _AGENT = "--dashboard_agent_command="
 """The raylet's argument with what to start for the dashboard; it refuses an empty one."""
 
@@ -35,7 +39,7 @@ def start(initialize: Callable[[], None]) -> None:
     """Call ``initialize``, which starts a session, until it succeeds; what a failed attempt leaves is killed.
 
     Raises:
-        RunError: no attempt succeeded.
+        InfrastructureFailed: no attempt succeeded.
     """
     failure: str | None = None
     for _ in range(_STARTS):
@@ -51,7 +55,7 @@ def start(initialize: Callable[[], None]) -> None:
         for child in left:
             child.kill()
         psutil.wait_procs(left)
-    raise RunError(
+    raise InfrastructureFailed(
         f"Ray did not start on this machine in {_STARTS} attempts ({failure}); its logs are in "
         f"{os.environ['RAY_TMPDIR']}/ray"
     )
@@ -60,11 +64,55 @@ def start(initialize: Callable[[], None]) -> None:
 def _attempt(initialize: Callable[[], None], before: set[psutil.Process]) -> str | None:
     """Why ``initialize`` failed, in a line; None: it did not."""
     try:
-        with _end_after(_START_LIMIT_S, before), _agents_awaited_by_nobody(), _without_unused_servers():
+        with _end_after(_START_LIMIT_S, before), _on_loopback(), _agents_awaited_by_nobody(), _without_unused_servers():
             initialize()
     except Exception as error:  # of many kinds; Ray raises a bare Exception when its node is late
         return message_line(error)
     return None
+
+
+@contextlib.contextmanager
+def watched(lost: Callable[[str], None]) -> Iterator[None]:
+    """Call ``lost``, from a thread, with a sentence when a server of the session, which this process started, ends
+    while the block runs.
+
+    Ray would be silent for a minute and then end this process with a dump of its state.
+    """
+    done = threading.Event()
+    node: Node = ray._private.worker._global_node
+    servers = {name: each.process for name, each in _servers(node)}
+
+    def watch() -> None:
+        while not done.wait(_LOOK_S):
+            for name, process in servers.items():
+                if process.poll() is not None and not done.is_set():
+                    how = f"status {process.returncode}" if process.returncode >= 0 else f"signal {-process.returncode}"
+                    lost(f"Ray's {name} (process {process.pid}) on this machine ended with {how}")
+                    return
+
+    thread = threading.Thread(target=watch, name="watch of Ray", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+def _servers(node: Node) -> Iterator[tuple[str, Any]]:
+    for name in (ray_constants.PROCESS_TYPE_GCS_SERVER, ray_constants.PROCESS_TYPE_RAYLET):
+        yield from ((name, each) for each in node.all_processes.get(name, ()))
+
+
+@contextlib.contextmanager
+def _on_loopback() -> Iterator[None]:
+    """Let a session that starts in this block have ``LOOPBACK`` for its address.
+
+    Ray puts an address that other machines reach in place of one that they do not, and its servers then listen on every
+    interface.
+    """
+    with _replaced(services, "resolve_ip_for_localhost", lambda host: host):
+        yield
 
 
 @contextlib.contextmanager
@@ -131,7 +179,7 @@ def _replaced(owner: Any, name: str, value: Callable[..., Any]) -> Iterator[None
 
 def _free_port() -> int:
     with socket.socket() as probe:
-        probe.bind(("", 0))
+        probe.bind((LOOPBACK, 0))
         return int(probe.getsockname()[1])
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import fcntl
+import ipaddress
+import os
 import socket
 import struct
 
@@ -22,3 +24,19 @@ def interface_of(address: str) -> str | None:
             if socket.inet_ntoa(answer[20:24]) == address:
                 return name
     return None
+
+
+def stay_on(address: str) -> None:
+    """Keep gloo, NCCL and vLLM in this process, and in those that it starts, on the interface of ``address``, unless
+    their own variables say otherwise.
+
+    By default gloo takes the address that the host's name resolves to, and NCCL every interface. Between machines NCCL
+    keeps that choice: several interfaces carry more than one.
+    """
+    os.environ.setdefault("VLLM_HOST_IP", address)
+    interface = interface_of(address)
+    if interface is None:
+        return
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    if ipaddress.ip_address(address).is_loopback:
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # without "=" it is a prefix

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import os
 import socket
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Iterable, Sequence
 
 import numpy as np
 
-from gdpo_nemo.cluster.network import interface_of
+from gdpo_nemo.cluster.network import stay_on
 from gdpo_nemo.cluster.reservation import Placement, here
 from gdpo_nemo.cluster.session import answered, cores, gather, ray, thread_environment
 from gdpo_nemo.config.objective_checks import kl_in_reward
@@ -28,12 +29,17 @@ from gdpo_nemo.data.prefixes import Layout, choose_layout
 from gdpo_nemo.data.results import UpdateResult
 from gdpo_nemo.data.shares import SCORING, TRAINING, FlatValues, Share, by_sequence
 from gdpo_nemo.phases import phase
+from gdpo_nemo.waits import Patience
 
 if TYPE_CHECKING:
     from gdpo_nemo.algorithms import LossSettings
     from gdpo_nemo.weights.transports.transport import Sender
 
 _START_S = 900.0
+_SHORTEST_DEADLINE_S = 300.0
+"""Of what ranks compute, however fast they were: a busy machine or file system may hold them up."""
+_COMPUTES = ("train", "logprobs")
+"""Calls whose deadline is learnt. The others wait for disks, which may be fast for days and then full of other work."""
 
 
 class PolicyRank:
@@ -71,13 +77,9 @@ class PolicyRank:
         init_method: str,
         total_updates: int,
         reference: bool,
-        several_nodes: bool,
     ) -> int:
         """Join the process group and build the model; returns the number of parameters on this rank."""
-        # By default gloo binds the address that the host name resolves to, often the loopback.
-        interface = interface_of(ray.util.get_node_ip_address())
-        if several_nodes and interface:
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        stay_on(ray.util.get_node_ip_address())
         # Not at the top: the driver imports this module, and Megatron may only be imported after ``prepare``.
         from gdpo_nemo.megatron import runtime
 
@@ -217,6 +219,7 @@ class PolicyGroup:
         self.shared = placement.places.shared
         """For every engine the ranks whose devices its processes share (see ``Places``)."""
         self.timeout_s = config.rollout.train_timeout_s
+        self._patience = {method: Patience(self.timeout_s, _SHORTEST_DEADLINE_S) for method in _COMPUTES}
         self._sharing = prompt_sharing(config)
         self._quadratic = attention_cost(json.loads((Path(folder) / "config.json").read_text()))
         world = layout_ranks(self.layout)
@@ -236,7 +239,7 @@ class PolicyGroup:
         self._devices = [rank.device.remote() for rank in self.ranks]
         if reference is None:
             reference = config.loss_fn.reference_policy_kl_penalty > 0 or kl_in_reward(config)
-        self._model = (config.policy, config.run.seed, folder), (total_updates, reference, len(set(nodes)) > 1)
+        self._model = (config.policy, config.run.seed, folder), (total_updates, reference)
         self._building: list[Any] = []
         self._data_ranks: list[int] = []
         """Of every rank its data-parallel rank, once it has been asked."""
@@ -291,7 +294,11 @@ class PolicyGroup:
             getattr(rank, method).remote(shares[place], *arguments)
             for rank, place in zip(self.ranks, self._data_ranks, strict=True)
         ]
-        return gather(refs, what, self.timeout_s, "policy")
+        patience = self._patience[method]
+        start = time.monotonic()
+        found = gather(refs, what, patience.limit_s, "policy")
+        patience.took(time.monotonic() - start)
+        return found
 
     @property
     def _multiple(self) -> int:

@@ -17,7 +17,7 @@ from gdpo_nemo.cluster.fleet import EngineFleet
 from gdpo_nemo.cluster.policy_group import PolicyGroup
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.data.packing import TrainSequence
-from gdpo_nemo.errors import RunError
+from gdpo_nemo.errors import NumericsFailed, RunError
 from gdpo_nemo.generation.requests import SampleRequest, Sampling
 
 PROMPTS = 4
@@ -100,7 +100,7 @@ class Probe:
         self.floor = max(difference(mine, theirs) for theirs in self._loaded.values())
         most = MOST[precision] if given is None else given
         if not self.floor <= most:
-            raise RunError(
+            raise NumericsFailed(
                 "policy and engines disagree on the model as both loaded it: their log-probs differ by "
                 f"{self.floor:.3g} on average, {most:g} is allowed in {precision}; `gdpo-nemo parity --engine` shows "
                 "where (policy.generation.parity_limit)"
@@ -120,7 +120,7 @@ class Probe:
         for index, theirs in self.by_engines(fleet).items():
             found = difference(mine, theirs)
             if not found <= self.limit:  # NaN fails, too
-                raise RunError(
+                raise NumericsFailed(
                     f"engine {index} does not hold the weights of version {version}: {self._sentence(found)}"
                 )
             worst = max(worst, found)

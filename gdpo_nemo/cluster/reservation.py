@@ -10,7 +10,7 @@ from typing import Any, Sequence
 from gdpo_nemo.cluster.session import gather, ray, watch_nodes
 from gdpo_nemo.config.placement import Places, joined, place
 from gdpo_nemo.config.schema import Config
-from gdpo_nemo.errors import RunError
+from gdpo_nemo.errors import InfrastructureFailed, RunError
 
 _JOIN_S = 300.0
 """Limit for all nodes to join the cluster and be free."""
@@ -74,7 +74,7 @@ def reserve(config: Config, shared: Sequence[Path]) -> Placement:
     wanted = [bundle] * nodes + [{"CPU": 1}] * config.cluster.env_nodes
     group = placement_group(wanted, strategy="STRICT_SPREAD")
     if not group.wait(_JOIN_S):
-        raise RunError(_missing(nodes, bundle, config.cluster.env_nodes))
+        raise InfrastructureFailed(_missing(nodes, bundle, config.cluster.env_nodes))
     known = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
     taken = placement_group_table(group)["bundles_to_node_id"]
     driver = ray.get_runtime_context().get_node_id()

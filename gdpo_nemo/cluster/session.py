@@ -11,7 +11,7 @@ import tempfile
 import threading
 import time
 from pathlib import Path
-from typing import Any, Iterator, Sequence
+from typing import Any, Callable, Iterator, Sequence
 
 # Before ray is imported: it would otherwise build a second environment for its workers when it finds itself under `uv
 # run`.
@@ -45,7 +45,7 @@ from gdpo_nemo.config.messages import message_line  # noqa: E402
 from gdpo_nemo.config.placement import joined  # noqa: E402
 from gdpo_nemo.config.schema import ClusterConfig  # noqa: E402
 from gdpo_nemo.endings import hangups_held  # noqa: E402
-from gdpo_nemo.errors import ConfigError, EngineFailed, GdpoError, RunError  # noqa: E402
+from gdpo_nemo.errors import ConfigError, EngineFailed, GdpoError, InfrastructureFailed, RunError  # noqa: E402
 from gdpo_nemo.phases import phase  # noqa: E402
 from gdpo_nemo.waits import WaitExpired, waiting  # noqa: E402
 
@@ -61,8 +61,12 @@ def cores(config: ClusterConfig) -> int:
 
 
 @contextlib.contextmanager
-def session(config: ClusterConfig) -> Iterator[None]:
+def session(config: ClusterConfig, lost: Callable[[str], None] | None = None) -> Iterator[None]:
     """Join the Ray cluster that the config or RAY_ADDRESS names, or else start one that ends with this process.
+
+    Args:
+        lost: called from a thread when a server of the session that was started here ends, with a sentence; Ray cannot
+            be asked anything any more.
 
     Raises:
         ConfigError: several nodes are wanted and no cluster is named. RunError: there is no cluster at that address, or
@@ -87,14 +91,21 @@ def session(config: ClusterConfig) -> Iterator[None]:
         dict(address=address)
         if address
         # "local": without it Ray would join any cluster that happens to run on this machine.
-        else dict(address="local", num_cpus=cores(config), num_gpus=config.gpus_per_node, include_dashboard=False)
+        else dict(
+            address="local",
+            num_cpus=cores(config),
+            num_gpus=config.gpus_per_node,
+            include_dashboard=False,
+            _node_ip_address=local_ray.LOOPBACK,
+        )
     )
     with _scratch() as scratch:
         reaper = Reaper(scratch)
         try:
             with phase("Ray"):
                 _connect(where)
-            yield
+            with local_ray.watched(lost) if lost and not address else contextlib.nullcontext():
+                yield
         finally:
             _watched.clear()
             with _signals_kept():
@@ -127,7 +138,7 @@ def _connect(where: dict[str, Any]) -> None:
     try:
         _initialize(where)
     except (ConnectionError, RuntimeError, ValueError) as error:
-        raise RunError(
+        raise InfrastructureFailed(
             f"cluster.address: no Ray cluster to join at {where['address']} ({message_line(error)})"
         ) from error
 
@@ -171,7 +182,7 @@ def _check_nodes(what: str, patience_s: float = 0.0) -> None:
         lost = _watched.keys() - {node["NodeID"] for node in ray.nodes() if node["Alive"]}
         if lost:
             names = ", ".join(sorted(_watched[node] for node in lost))
-            raise RunError(
+            raise InfrastructureFailed(
                 f"{what}: node {names} is no longer in the cluster; start the run again to resume from its last "
                 "checkpoint"
             )
@@ -273,15 +284,21 @@ def _failure(error: RayError, what: str) -> GdpoError:
         cause = error.cause if isinstance(error.cause, BaseException) else error
         if isinstance(cause, EngineFailed):
             return WorkerDied(f"{what}: {cause}")
-        return (
-            cause
-            if isinstance(cause, GdpoError)
-            else RunError(f"{what}: {type(cause).__name__}: {message_line(cause)}")
-        )
-    return RunError(f"{what}: {message_line(error)}")
+        if isinstance(cause, GdpoError):
+            return cause
+        sentence = f"{what}: {type(cause).__name__}: {message_line(cause)}"
+        return InfrastructureFailed(sentence) if _of_the_network(cause) else RunError(sentence)
+    return InfrastructureFailed(f"{what}: {message_line(error)}")
 
 
-class WorkerDied(RunError):
+def _of_the_network(cause: BaseException) -> bool:
+    """Whether a process tells of its peers and not of itself: where a rank dies, the others may be heard first."""
+    kind = type(cause)
+    text = str(cause)
+    return kind.__module__.startswith("torch") and kind.__name__.startswith("Dist") or "gloo" in text or "NCCL" in text
+
+
+class WorkerDied(InfrastructureFailed):
     """A worker process died, or is of no use any more; the caller replaces it where it can."""
 
 

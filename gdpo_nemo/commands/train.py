@@ -12,8 +12,9 @@ from gdpo_nemo.commands.arguments import add_config, add_verbosity, verbosity
 from gdpo_nemo.config.description import describe
 from gdpo_nemo.config.load import load_config, to_yaml
 from gdpo_nemo.config.schema import Config
-from gdpo_nemo.observe.display import shown
+from gdpo_nemo.observe.display import process_start, shown
 from gdpo_nemo.phases import phase
+from gdpo_nemo.supervisor import supervised
 from gdpo_nemo.validation import validate
 
 
@@ -33,11 +34,19 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.dry_run:
         config = load_config(arguments.config, arguments.overrides)
         return _dry_run(config, validate(config))
-    with shown(sys.stdout, verbosity(arguments)):
+    level = verbosity(arguments)
+    with shown(sys.stdout, level) as display:
         with phase("config"):
             config = load_config(arguments.config, arguments.overrides)
             validate(config)
-        return train(config).status
+
+    started = process_start()
+
+    def attempt(begin: float | None) -> int:
+        with shown(sys.stdout, level, begin, None if begin else display):
+            return train(config, begin or started).status
+
+    return supervised(config, attempt) if arguments.alone and config.run.max_restarts else attempt(None)
 
 
 def _dry_run(config: Config, notes: Sequence[str]) -> int:

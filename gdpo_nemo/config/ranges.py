@@ -30,9 +30,8 @@ _AT_LEAST_ONE = (
     "checkpointing.save_period", "checkpointing.keep_last",
 )  # fmt: skip
 _NOT_NEGATIVE = (
-    "run.seed", "policy.lora.rank", "gdpo.discount", "gdpo.val_period", "gdpo.val_temperature",
-    "loss_fn.ratio_clip_min",
-    "loss_fn.ratio_clip_max",
+    "run.seed", "run.max_restarts", "policy.lora.rank", "gdpo.discount", "gdpo.val_period", "gdpo.val_temperature",
+    "loss_fn.ratio_clip_min", "loss_fn.ratio_clip_max",
     "loss_fn.reference_policy_kl_penalty", "loss_fn.off_policy.ratio_min", "policy.megatron_cfg.optimizer.lr",
     "policy.megatron_cfg.optimizer.min_lr", "policy.megatron_cfg.optimizer.weight_decay",
     "policy.megatron_cfg.optimizer.clip_grad", "policy.megatron_cfg.scheduler.lr_warmup_init",
@@ -54,6 +53,7 @@ _LONGEST_S = 10 * 365 * 24 * 3600
 _MOST_PROCESSES = 4096
 """On one machine."""
 _AT_MOST = {
+    "run.max_restarts": 10**6,
     "run.seed": 2**62,  # torch takes 63 bits, and ranks add to it
     "rollout.env_workers": _MOST_PROCESSES,
     "policy.num_threads": _MOST_PROCESSES,

@@ -36,6 +36,10 @@ class RunConfig:
     """Folder that receives everything the run writes. Starting again on the same folder resumes."""
     seed: int = 42
     """Seed of data order, sampling and initialisation. Two runs with one seed and one layout are equal bit for bit."""
+    max_restarts: int = 10
+    """Times that `gdpo-nemo train` starts the run again, from its last checkpoint, when processes, devices or nodes
+    fail; 0: it ends then. Never again what config, data, user code or numerics made fail, nor what gained no step in
+    two attempts."""
 
 
 @dataclass
@@ -210,9 +214,11 @@ class RolloutConfig:
     env_workers: int = 1
     """Worker processes that verify."""
     generation_timeout_s: float = 3600.0
-    """Seconds that an engine with work may go without a finished sample."""
+    """Seconds that an engine with work may go without a finished sample. One that does not answer at all is replaced
+    sooner: after ten times its longest answer so far, and two minutes."""
     train_timeout_s: float = 3600.0
-    """Seconds one step's training may take."""
+    """Seconds one step's training may take, at most: once there were three, ten times the longest so far, and five
+    minutes."""
     save_samples: bool = True
     """Write rollouts/step_*.parquet."""
     function: Optional[str] = None

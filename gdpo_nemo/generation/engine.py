@@ -38,7 +38,6 @@ CPU_ENVIRONMENT = {
 ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
-    "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # our update manifest travels to the engine's own worker processes
     "TOKENIZERS_PARALLELISM": "false",
 }
 

@@ -74,6 +74,11 @@ class Display:
             detail = str(phase.detail())
             self.write(f"{phase.name}: {seconds:.1f} s" + (f", {detail}" if detail else ""))
 
+    def go_on_from(self, other: Display) -> None:
+        """Take over the beginning of another display, and what its phases took."""
+        self._began = other._began
+        self._ended = other._ended
+
     def ready(self) -> str:
         """What the time so far went into; later phases do not count."""
         found = self._ended or {}
@@ -132,17 +137,22 @@ def active() -> Display | None:
 
 
 @contextlib.contextmanager
-def shown(stream: TextIO, level: int = NORMAL, began: float | None = None) -> Iterator[Display]:
+def shown(
+    stream: TextIO, level: int = NORMAL, began: float | None = None, before: Display | None = None
+) -> Iterator[Display]:
     """Show the phases of the block on ``stream``; where some display shows them already, that one goes on.
 
-    ``began``: seconds since the epoch; None: when this process started.
+    ``began``: seconds since the epoch; None: when this process started. ``before``: a display that has ended, whose
+    times this one goes on with.
     """
     global _display
     if _display is not None:
         yield _display
         return
-    age = time.time() - (_process_start() if began is None else began)
+    age = time.time() - (process_start() if began is None else began)
     display = Display(stream, phases.clock() - age, level, can_redraw(stream))
+    if before is not None:
+        display.go_on_from(before)
     stop = threading.Event()
 
     def draw() -> None:
@@ -202,7 +212,8 @@ def _columns(stream: TextIO) -> int:
         return 80
 
 
-def _process_start() -> float:
+def process_start() -> float:
+    """When this process started, in seconds since the epoch."""
     import psutil
 
     return float(psutil.Process().create_time())

@@ -9,7 +9,7 @@ from typing import Any, Callable, Iterable, Mapping, Sequence
 
 from gdpo_nemo.config.health_checks import Check, read_checks
 from gdpo_nemo.config.schema import Config
-from gdpo_nemo.errors import RunError
+from gdpo_nemo.errors import NumericsFailed
 from gdpo_nemo.observe.health_findings import general_checks
 from gdpo_nemo.observe.metric_registry import find_metric, unit_of
 
@@ -50,7 +50,7 @@ class HealthAlerts:
         """Take in a recorded training step.
 
         Raises:
-            RunError: a metric of ``health.stop_on`` has left its range.
+            NumericsFailed: a metric of ``health.stop_on`` has left its range.
         """
         longest = max((check.window for check in self._windows), default=0)
         for earlier in self._before[-longest:]:
@@ -63,7 +63,7 @@ class HealthAlerts:
             self._say(_sentence(check, found[check]))
         stopping = [check for check in news if check.metric in self._stops]
         if stopping:
-            raise RunError(f"health.stop_on: {_sentence(stopping[0], found[stopping[0]])}")
+            raise NumericsFailed(f"health.stop_on: {_sentence(stopping[0], found[stopping[0]])}")
 
     def _take(self, row: Mapping[str, Any]) -> dict[Check, float]:
         """The checks that the row misses, with the means that do."""

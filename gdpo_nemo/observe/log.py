@@ -197,6 +197,11 @@ class RunLog:
         if self._console:
             self._try("the console", self._console.close, status, self._run_dir)
 
+    def abandon(self, status: str) -> None:
+        """In place of ``close``, where the process is about to be lost: give the terminal back, draw nothing."""
+        if self._console:
+            self._try("the console", self._console.close, status, self._run_dir)
+
     def _record(self, row: Mapping[str, Any]) -> None:
         self._guard()
         self._metrics.append(row)

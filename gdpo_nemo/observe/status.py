@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any, Callable
 
 from gdpo_nemo import waits
+from gdpo_nemo.config.reading import parse_json, read_text
 
 FILE = "status.json"
+
 _PERIOD_S = 1.0
 
 
@@ -54,3 +56,14 @@ class StatusFile:
         self._stop.set()
         self._thread.join()
         self.write([], outcome=outcome)
+
+
+def amend_status(run_dir: Path, **fields: Any) -> None:
+    """Change the last status of a run whose process has ended; without one, or where it cannot be written, nothing."""
+    file = run_dir / FILE
+    with contextlib.suppress(OSError, ValueError):
+        status = parse_json(read_text(file))
+        if isinstance(status, dict):
+            temporary = file.with_suffix(".amended")
+            temporary.write_text(json.dumps({**status, "waits": [], **fields}, indent=1))
+            os.replace(temporary, file)

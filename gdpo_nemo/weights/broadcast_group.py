@@ -138,7 +138,7 @@ class BroadcastGroup:
 
 
 class BroadcastServer:
-    """The sending end, rank 0. Opens a store on all of this machine's addresses; ``meeting`` says where.
+    """The sending end, rank 0. Opens a store at ``host``, an address of this machine; ``meeting`` says where.
 
     Args:
         stands: whether one update after the other passes through it, until ``end`` or the first that fails.
@@ -146,8 +146,11 @@ class BroadcastServer:
 
     def __init__(self, host: str, receivers: int, backend: str, stands: bool = False):
         limit = datetime.timedelta(seconds=JOIN_S)
+        # A socket of ours: torch's own would listen on every interface.
+        listener = socket.create_server((host, 0), backlog=receivers + 1)
+        port = listener.getsockname()[1]
         self._store: dist.TCPStore | None = dist.TCPStore(
-            host, 0, is_master=True, wait_for_workers=False, timeout=limit
+            host, port, is_master=True, wait_for_workers=False, timeout=limit, master_listen_fd=listener.detach()
         )
         self._group: BroadcastGroup | None = None
         self.meeting = Meeting(host, self._store.port, 1 + receivers, backend, stands, secrets.token_hex(8))

@@ -11,14 +11,14 @@ from typing import Iterator
 
 import torch
 
-from gdpo_nemo.errors import RunError
+from gdpo_nemo.errors import InfrastructureFailed, RunError
 from gdpo_nemo.weights.checksum import checksum
 from gdpo_nemo.weights.manifest import Entry, Manifest, form
 
 _SUM_BYTES = 8
 
 
-class PeerLost(RunError):
+class PeerLost(InfrastructureFailed):
     """The other end broke off while weights were on their way. They can be sent again."""
 
 

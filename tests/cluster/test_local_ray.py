@@ -66,6 +66,17 @@ OWN_PROCESSES = """
         print([command for command in commands if not any(name in command for name in wanted)])
 """
 
+SOCKETS = """
+        import ipaddress, psutil
+        listening = [
+            (process.name(), connection.laddr)
+            for process in [psutil.Process(), *psutil.Process().children(recursive=True)]
+            for connection in process.net_connections("inet")
+            if not connection.raddr
+        ]
+        print(len(listening), [found for found in listening if not ipaddress.ip_address(found[1].ip).is_loopback])
+"""
+
 
 def _session(tmp_path: Path, before: str = "", after: str = "", **environment: str) -> list[str]:
     script = tmp_path / "script.py"
@@ -94,6 +105,13 @@ def test_a_call_after_the_session_starts_no_cluster(tmp_path):
 
 def test_a_session_has_no_dashboard_autoscaler_or_copier_of_logs(tmp_path):
     assert _session(tmp_path, after=OWN_PROCESSES)[1:] == ["[]"]
+
+
+def test_a_session_of_this_machine_listens_on_loopback_alone(tmp_path):
+    """Driver, GCS, raylet with its object manager, the agent of runtime environments, an actor."""
+    (shown,) = _session(tmp_path, after=SOCKETS)[1:]
+    count, exposed = shown.split(" ", 1)
+    assert int(count) >= 6 and exposed == "[]", shown
 
 
 def test_what_stands_for_the_dashboards_agent_ends_with_its_raylet():

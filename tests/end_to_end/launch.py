@@ -100,6 +100,16 @@ class Launch:
         except psutil.NoSuchProcess:
             return
 
+    def listening(self) -> dict[str, list[str]]:
+        """Addresses at which processes of the run accept connections or datagrams now, by the process's name."""
+        found: dict[str, list[str]] = {}
+        own = psutil.Process(self.process.pid)
+        for process in (own, *own.children(recursive=True)):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                bound = [c.laddr.ip for c in process.net_connections("inet") if not c.raddr]
+                found.setdefault(process.name(), []).extend(bound)
+        return found
+
     def left_behind(self) -> list[str]:
         """Processes and temporary files that outlive the run."""
         survivors = self.survivors()

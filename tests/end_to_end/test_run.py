@@ -103,7 +103,7 @@ def test_killed_and_terminated_run_resumes_bit_for_bit(undisturbed, tmp_path, di
     The first of these runs is colocated: its engines sleep while the policy trains, and nothing else is different.
     """
     options = ("gdpo.val_at_start=true", "checkpointing.async_save=true", *QUICK)
-    torn = Launch(tmp_path / "run", digit_model, "cluster.placement=colocated", *options)
+    torn = Launch(tmp_path / "run", digit_model, "cluster.placement=colocated", "run.max_restarts=0", *options)
     torn.wait_for_step(3)
     writing = tmp_path / "run" / "checkpoints" / ".writing_step_4"
     while not writing.exists():
@@ -180,12 +180,19 @@ def test_data_parallel_ranks_make_the_same_first_update_and_train_one_step_stale
         "loss_fn.old_logprobs=trainer",
         "gdpo.max_num_steps=3",
         "weights.transport=gloo",
+        "rollout.endpoint.enabled=true",
         *QUICK,
     )
+    launch.wait_for_step(1)
+    bound = launch.listening()
     status, out, err = launch.finish()
     assert status == 0, (out, err)
     _same_first_update(rows(undisturbed[0].run_dir), rows(launch.run_dir))
     assert [row["staleness/max"] for row in rows(launch.run_dir) if "loss" in row] == [0.0, 1.0, 1.0]
+    # The world of the policy's ranks, the group of the weights, Ray, the endpoint: on one node none is for others.
+    listening = {name for name, addresses in bound.items() if addresses}
+    assert {"gcs_server", "raylet"} < listening and any("PolicyRank" in name for name in listening), bound
+    assert {address for addresses in bound.values() for address in addresses} == {"127.0.0.1"}, bound
 
 
 def test_adapters_kl_penalty_dynamic_sampling_and_several_updates_train_together(tmp_path, digit_model):
@@ -326,6 +333,7 @@ def test_tensor_ranks_make_the_same_first_update_and_a_blocking_rank_is_named(un
         tmp_path / "run",
         digit_model,
         f"env.digit_sort={{plugin: '{tmp_path / 'mine.py'}:Patient'}}",
+        "run.max_restarts=0",
         "gdpo.max_num_steps=100000",
         "gdpo.val_period=100000",
         "checkpointing.save_period=100000",

@@ -141,7 +141,7 @@ def network():
 def launch(head: Host, run_dir: Path, model: Path, *nodes: str) -> Launch:
     """The undisturbed run's config, started on the head for these nodes."""
     words = [f"{name}={value}" for name, value in ENVIRONMENT.items()]
-    wanted = ["gdpo.val_at_start=true", f"cluster.address={head.address}:{PORT}", *nodes]
+    wanted = ["gdpo.val_at_start=true", "run.max_restarts=0", f"cluster.address={head.address}:{PORT}", *nodes]
     return Launch(run_dir, model, *wanted, before=["env", *words, *head.prefix])
 
 

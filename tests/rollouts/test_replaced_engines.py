@@ -13,6 +13,7 @@ import pytest
 from engines_in_process import InProcessFleet, Script, without_ray
 from ray.exceptions import ActorDiedError
 
+from gdpo_nemo.cluster import lane as lanes
 from gdpo_nemo.config.load import load_config
 from gdpo_nemo.errors import RunError
 from gdpo_nemo.generation.requests import SampleRequest, Sampling
@@ -180,3 +181,21 @@ def test_a_group_gets_the_room_of_one_that_was_given_up(fleet_of):
     placed = fleet.spawn(fleet.room(0, 1))
     held.cancel()
     assert placed.result(LIMIT_S) == 0
+
+
+def test_an_engine_that_answers_no_more_is_replaced_like_one_that_died(fleet_of, monkeypatch):
+    """It is stopped, or hangs: no connection breaks. Its answers so far say how long one may take."""
+    monkeypatch.setattr(lanes, "SILENT_S", 0.5)
+    fleet = fleet_of("rollout.generation_timeout_s=100000", delay=lambda engine, request: 2.0)
+    fleet.publish(0)
+    engine = fleet.script.now(0)
+    eventually(lambda: fleet.lanes[0]._answering.limit_s < 100000)
+    stopped = threading.Event()
+    poll = engine.poll
+    engine.poll = lambda wait_s: stopped.wait(LIMIT_S) and poll(wait_s)
+    drawn = fleet.spawn(fleet.sample(REQUEST, SAMPLING))
+    assert drawn.result(LIMIT_S)[1] == 0 and len(fleet.script.engines) == 2
+    (line,) = fleet.take_events()
+    assert "engine 0 has not answered for" in line and "it is replaced, and its samples are drawn again" in line
+    assert fleet.measure()["engines/replaced"] == 1
+    stopped.set()

@@ -51,8 +51,8 @@ class Soak:
         self.starts += 1
         command = [
             sys.executable, str(REPOSITORY / "examples" / "run_gdpo.py"), f"run.dir={self.run_dir}",
-            "gdpo.max_num_steps=1000000", "gdpo.num_prompts_per_step=4", "gdpo.val_period=0", "gdpo.val_at_start=false",
-            "rollout.max_staleness=2", "rollout.env_workers=2", "rollout.save_samples=false",
+            "run.max_restarts=0", "gdpo.max_num_steps=1000000", "gdpo.num_prompts_per_step=4", "gdpo.val_period=0",
+            "gdpo.val_at_start=false", "rollout.max_staleness=2", "rollout.env_workers=2", "rollout.save_samples=false",
             "checkpointing.save_period=2", "checkpointing.metric_name=null", "logger.console=plain",
             "logger.tensorboard.enabled=false", "logger.plot=false", *self._overrides,
         ]  # fmt: skip

@@ -33,7 +33,7 @@ from gdpo_nemo.environments.episodes import EpisodeReply, EpisodeStep
 from gdpo_nemo.environments.execution import worker
 from gdpo_nemo.environments.execution.remote import RemoteEnvironments, is_remote
 from gdpo_nemo.environments.execution.spawning import Spawning
-from gdpo_nemo.errors import RunError
+from gdpo_nemo.errors import RunError, UserCodeFailed
 from gdpo_nemo.waits import WaitExpired, waiting
 
 SHARD_SIZE = 32
@@ -226,7 +226,7 @@ class EnvironmentPool:
             raise RunError(f"environment worker failed: {first_line(error)}")
         reply = future.result()
         if isinstance(reply, worker.Fault):
-            raise RunError(reply.message)
+            raise UserCodeFailed(reply.message)
         return reply
 
     def _new_pool(self) -> ProcessPool:
