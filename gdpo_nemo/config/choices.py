@@ -13,6 +13,8 @@ from gdpo_nemo.config.families import FAMILIES, linear_layers
 from gdpo_nemo.config.transports import TRANSPORTS
 
 LORA_TARGETS = tuple(dict.fromkeys(name for family in FAMILIES.values() for name in linear_layers(family)))
+ALIASED = ("nemo_rl", "trl")
+"""What `logger.aliases` takes: programs whose names of metrics are known."""
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "algorithm.type": tuple(ALGORITHMS),
