@@ -38,7 +38,7 @@ _NOT_NEGATIVE = (
     "policy.megatron_cfg.scheduler.lr_warmup_steps",
     "rollout.replay_buffer.groups", "gdpo.dynamic_sampling.reroll_after",
     "rollout.max_staleness", "rollout.max_env_failure_share", "cluster.gpus_per_node", "cluster.env_nodes",
-    "checkpointing.keep_best", "logger.num_completions",
+    "checkpointing.keep_best", "logger.num_completions", "logger.report_period",
 )  # fmt: skip
 _POSITIVE = (
     "gdpo.epsilon", "gdpo.kl_in_reward", "policy.lora.alpha", "loss_fn.kl_input_clamp_value",

@@ -366,7 +366,10 @@ class LoggerConfig:
     console: str = "auto"
     """live, plain, quiet (alerts and the end), or auto: live on a terminal."""
     plot: bool = True
-    """Draw rewards.png when the run ends."""
+    """Draw rewards.png."""
+    report_period: int = 50
+    """Steps between drawings of rewards.png and report.html while the run goes on, by a process beside it; 0: when it
+    ends only."""
     num_completions: int = 0
     """Completions of a step, with prompt, rewards and advantage, that TensorBoard, Weights & Biases and MLflow get as a
     table; 0: none, no text leaves the run folder."""
@@ -391,7 +394,11 @@ class HealthConfig:
     """Steps in a trailing mean, where a check does not say otherwise."""
     checks: List[Dict[str, Any]] = field(default_factory=list)
     """Thresholds: `metric`, `at` (a step, start, end or every), `min` and/or `max`, and if wanted `window`, `optional`
-    (the metric may be absent), `advisory` (a miss is a warning). None: what holds for every run."""
+    (the metric may be absent), `advisory` (a miss is a warning), and `of`, which says what is judged at every step:
+    value; start, how many times its start; before, how many times the 20 steps before; rise, by how many standard
+    errors it is above its start. None: what holds for every run."""
+    preset: Optional[str] = None
+    """Thresholds of others besides: axolotl (those that its documentation gives for GRPO)."""
     alerts: bool = True
     """Say during the run where a metric that is judged at every step leaves its range, with what it means and what to
     try."""

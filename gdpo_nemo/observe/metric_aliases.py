@@ -42,6 +42,8 @@ ALIASES: dict[str, dict[str, str]] = {
         "policy/reference_kl": "train/kl",
         "policy/entropy": "train/entropy",
         "policy/clip_fraction": "train/clip_ratio/region_mean",
+        "policy/clip_low": "train/clip_ratio/low_mean",
+        "policy/clip_high": "train/clip_ratio/high_mean",
         "parity/mean_abs": "train/sampling/sampling_logp_difference/mean",
         "parity/max_abs": "train/sampling/sampling_logp_difference/max",
         "rollout/mean_length": "train/completions/mean_length",
