@@ -26,6 +26,7 @@ from gdpo_nemo.observe.history import History
 from gdpo_nemo.observe.journal import Journal, TrainedBatch
 from gdpo_nemo.observe.metric_aliases import alias_values
 from gdpo_nemo.observe.metrics import MetricsLog, clean, read_metrics
+from gdpo_nemo.observe.redraw import Redraw
 from gdpo_nemo.observe.rollouts import remove_rollouts_after
 from gdpo_nemo.observe.sample_writer import SampleWriter
 from gdpo_nemo.observe.trace import TraceLog
@@ -74,6 +75,7 @@ class RunLog:
         self._try("rollouts", remove_rollouts_after, run_dir, start_step)
         self._samples = SampleWriter(run_dir, self.alert) if config.rollout.save_samples else None
         self._trace = self._try("the trace", TraceLog, run_dir)
+        self._redraw = Redraw(run_dir, config.logger.report_period, config.logger.plot)
         self._trackers = self._start_trackers(start_step)
         if archived:
             self.note(archived)
@@ -117,6 +119,7 @@ class RunLog:
             self._completions(row["step"], groups, advantages)
         if self._console:
             self._try("the console", self._console.step, clean(row))
+        self._try("report.html", self._redraw.step, row["step"])
         self._health.update(clean(row))
 
     def validation(self, row: Mapping[str, Any]) -> None:
@@ -188,6 +191,7 @@ class RunLog:
             self._try("the trace", self._trace.close)
         for what, tracker in self._trackers.items():
             self._try(what, tracker.close, status)
+        self._try("report.html", self._redraw.close)
         if self._history.training or self._history.validation:
             if self._config.logger.plot and self._history.components:
                 self._try("rewards.png", _plot, self._run_dir)
