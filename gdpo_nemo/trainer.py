@@ -37,7 +37,16 @@ METRICS = {
     ),
     "time/step": ("s", "Wall time of the step"),
     "time/idle": ("s", "From the start of the step until its batch was complete: trainer ranks have nothing to do"),
-    "idle/trainer": ("share", "time/idle over time/step"),
+    "idle/trainer": (
+        "share",
+        "time/idle over time/step",
+        {
+            "max": 0.95,
+            "advisory": True,
+            "why": "the trainer's devices wait for samples",
+            "remedy": "gdpo-nemo plan; more engines, rollout.max_staleness, cluster.placement colocated",
+        },
+    ),
     "time/train": ("s", "Log-probs, advantages and optimizer updates"),
     "driver/restarts": ("restarts", "Times that the supervisor had started the run again (`run.max_restarts`)"),
     "driver/recovery": ("s", "From the failure before a restart to the end of the first step after it; in its row"),

@@ -32,8 +32,26 @@ class LossMetrics:
 
 METRICS = {
     "policy/importance_weight": ("", "Weight of a token by loss_fn.off_policy.mode, mean over the trained tokens"),
-    "policy/importance_masked": ("share", "Trained tokens that loss_fn.off_policy.mode gives the weight 0"),
-    "policy/reference_kl": ("nats/token", "KL to the starting model by loss_fn.reference_policy_kl_type, mean"),
+    "policy/importance_masked": (
+        "share",
+        "Trained tokens that loss_fn.off_policy.mode gives the weight 0",
+        {
+            "max": 0.5,
+            "advisory": True,
+            "why": "half of what was sampled trains nothing",
+            "remedy": "less staleness, a lower learning rate, a wider off_policy.ratio_min and ratio_max",
+        },
+    ),
+    "policy/reference_kl": (
+        "nats/token",
+        "KL to the starting model by loss_fn.reference_policy_kl_type, mean",
+        {
+            "max": 1.0,
+            "advisory": True,
+            "why": "far from the starting model",
+            "remedy": "a larger loss_fn.reference_policy_kl_penalty, a lower learning rate",
+        },
+    ),
     "policy/sequence_masked": ("share", "Trained tokens left out by loss_fn.off_policy.sequence_mask_threshold"),
 }
 
@@ -225,10 +243,19 @@ def _parity(logprobs: Tensor, fields: TokenFields, settings: LossSettings) -> di
 
 
 def _collect(per_token: dict[str, Tensor], tokens: int, like: Tensor) -> LossMetrics:
-    """Sums of every per-token measurement, and the maxima of three of them. float64, so that 1e8 tokens still count."""
+    """Sums of every per-token measurement, and the maxima of four. float64, so that 1e8 tokens still count.
+
+    `clipped_low` counts the clipped tokens with a ratio below 1; `ratio_negated` is the largest of -ratio, as parts of
+    a batch join maxima.
+    """
+    ratio = per_token.get("ratio")
+    if ratio is not None and "clipped" in per_token:
+        per_token["clipped_low"] = per_token["clipped"] * (ratio < 1)
     sums = {name: value.double().sum() for name, value in per_token.items()}
     sums["tokens"] = torch.full((), float(tokens), dtype=torch.float64, device=like.device)
     maxima: dict[str, Tensor] = {
         name: per_token[name].max() for name in ("ratio", "parity_abs", "parity_prob") if name in per_token and tokens
     }
+    if ratio is not None and tokens:
+        maxima["ratio_negated"] = (-ratio).max()
     return LossMetrics(sums, maxima)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from pathlib import Path
 
 from gdpo_nemo.commands.arguments import terminal
@@ -35,6 +36,13 @@ def add(commands) -> None:
         metavar="KEY",
         help="a setting that makes no variant, or a section with a dot behind; any number of times",
     )
+    command.add_argument(
+        "--goal",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="also the steps until a metric reaches this, any number of times: reward/format/mean=0.8",
+    )
     command.add_argument("--out", default="results/compare", metavar="DIR", help="for PNG and HTML (%(default)s)")
     command.set_defaults(command=run)
 
@@ -48,17 +56,32 @@ def run(arguments: argparse.Namespace) -> int:
         [comparison.RunRecord.read(folder) for folder in arguments.runs], arguments.ignore
     )
     metrics = arguments.metric or comparison.components(variants)
+    goals = [_goal(text) for text in arguments.goal]
     runs = [run for variant in variants for run in variant.runs]
-    for metric in metrics:
-        if not any(run.history.curve(metric)[0] for run in runs):
-            raise ConfigError(f"--metric: no run measured {metric}")
+    for option, names in (("--metric", metrics), ("--goal", [metric for metric, _ in goals])):
+        for metric in names:
+            if not any(run.history.curve(metric)[0] for run in runs):
+                raise ConfigError(f"{option}: no run measured {metric}")
     if not metrics:
         raise ConfigError("the runs have no rewards to compare; name what to compare with --metric KEY")
-    for table in comparison_page.tables(variants, metrics):
+    for table in comparison_page.tables(variants, metrics, goals):
         _show(table)
-    for path in comparison_page.write(variants, metrics, arguments.over, Path(arguments.out)):
+    for path in comparison_page.write(variants, metrics, arguments.over, Path(arguments.out), goals):
         print(path)
     return 0
+
+
+def _goal(text: str) -> tuple[str, float]:
+    from gdpo_nemo.errors import ConfigError
+
+    metric, _, value = text.rpartition("=")
+    try:
+        goal = float(value)
+    except ValueError:
+        goal = math.nan
+    if not metric or not math.isfinite(goal):
+        raise ConfigError(f"--goal: expected KEY=VALUE, got {text!r}")
+    return metric, goal
 
 
 def _show(found) -> None:

@@ -13,6 +13,7 @@ from typing import Iterable, Iterator, Sequence
 from gdpo_nemo.commands.config_docs import Key, keys_of
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.errors import ConfigError, RunError
+from gdpo_nemo.observe.drift_checks import DRIFTS
 from gdpo_nemo.observe.metric_registry import OWN, Metric, metrics
 
 _NOTE = "<!-- Written by `gdpo-nemo reference` from the sources; a change here would be lost. -->"
@@ -88,6 +89,9 @@ def metrics_page() -> str:
         (f"`{m.pattern}`", _where(m), m.bounds + (" (a warning)" if m.advisory else ""), _cell(m.why), _cell(m.remedy))
         for m in metrics().values()
         if m.judged
+    ] + [
+        (f"`{d.check.metric}`", "every step", d.check.bounds + " (a warning)", _cell(d.why), _cell(d.remedy))
+        for d in DRIFTS
     ]
     return _page(
         "Metrics reference",

@@ -49,9 +49,9 @@ def find_changes(before: Mapping[str, Any], config: Config) -> list[Change]:
 
     A key that is not in ``before`` had its default: the file may have been written before the key was introduced.
     """
-    then = _flat(before)
-    now = _flat(recorded(config))
-    defaults = _flat(config_to_dict(Config()))
+    then = flattened(before)
+    now = flattened(recorded(config))
+    defaults = flattened(config_to_dict(Config()))
     found = []
     for key in dict.fromkeys([*now, *then]):
         old = then.get(key, defaults.get(key, _ABSENT))
@@ -71,14 +71,14 @@ def check_changes(changes: list[Change], what: str) -> None:
             )
 
 
-def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
+def flattened(tree: Any, prefix: str = "") -> dict[str, Any]:
     """A tree of sections as dotted keys; an empty section has none."""
     if not isinstance(tree, Mapping):
         return {prefix: tree}
     return {
         key: value
         for name, branch in tree.items()
-        for key, value in _flat(branch, f"{prefix}.{name}".strip(".")).items()
+        for key, value in flattened(branch, f"{prefix}.{name}".strip(".")).items()
     }
 
 

@@ -10,9 +10,12 @@ from gdpo_nemo.algorithms.offpolicy import CORRECTIONS, LEVELS
 from gdpo_nemo.algorithms.settings import PRESETS
 from gdpo_nemo.config.algorithm_choice import ALGORITHMS
 from gdpo_nemo.config.families import FAMILIES, linear_layers
+from gdpo_nemo.config.health_presets import PRESETS as PRESETS_OF_HEALTH
 from gdpo_nemo.config.transports import TRANSPORTS
 
 LORA_TARGETS = tuple(dict.fromkeys(name for family in FAMILIES.values() for name in linear_layers(family)))
+ALIASED = ("nemo_rl", "trl")
+"""What `logger.aliases` takes: programs whose names of metrics are known."""
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "algorithm.type": tuple(ALGORITHMS),
@@ -42,6 +45,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "rollout.kv": ("recompute", "keep", "drain"),
     "weights.transport": ("auto", *TRANSPORTS),
     "logger.wandb.mode": ("online", "offline"),
+    "health.preset": tuple(PRESETS_OF_HEALTH),
     "logger.console": ("auto", "live", "plain", "quiet"),
 }
 """Dotted key -> accepted values. Keys that are not listed take any value of their type."""

@@ -27,7 +27,7 @@ _AT_LEAST_ONE = (
     "rollout.turns.max_tokens", "rollout.window", "rollout.sync_every",
     "rollout.replay_buffer.reuse", "rollout.replay_buffer.max_age", "gdpo.dynamic_sampling.max_rerolls",
     "data.train.size", "data.validation.size", "weights.bucket_mib", "cluster.num_nodes", "cluster.cpus_per_node",
-    "checkpointing.save_period", "checkpointing.keep_last",
+    "checkpointing.save_period", "checkpointing.keep_last", "logger.completions_period",
 )  # fmt: skip
 _NOT_NEGATIVE = (
     "run.seed", "run.max_restarts", "policy.lora.rank", "gdpo.discount", "gdpo.val_period", "gdpo.val_temperature",
@@ -38,7 +38,7 @@ _NOT_NEGATIVE = (
     "policy.megatron_cfg.scheduler.lr_warmup_steps",
     "rollout.replay_buffer.groups", "gdpo.dynamic_sampling.reroll_after",
     "rollout.max_staleness", "rollout.max_env_failure_share", "cluster.gpus_per_node", "cluster.env_nodes",
-    "checkpointing.keep_best",
+    "checkpointing.keep_best", "logger.num_completions", "logger.report_period",
 )  # fmt: skip
 _POSITIVE = (
     "gdpo.epsilon", "gdpo.kl_in_reward", "policy.lora.alpha", "loss_fn.kl_input_clamp_value",

@@ -341,6 +341,12 @@ class WandbConfig:
     """Send every row of metrics there."""
     project: str = "gdpo_nemo"
     """Project of the run."""
+    entity: Optional[str] = None
+    """User or team that the project belongs to; null: the account's default."""
+    tags: List[str] = field(default_factory=list)
+    """Tags of the run."""
+    id: Optional[str] = None
+    """Run there to go on in, or the id of a new one. Null: one of its own, in which a resumed run goes on."""
     mode: str = "online"
     """online, or offline: written to `wandb/` in the run folder, for `wandb sync`."""
 
@@ -353,6 +359,10 @@ class MlflowConfig:
     """Send every row of metrics there."""
     experiment: str = "gdpo_nemo"
     """Experiment of the run."""
+    tags: Dict[str, str] = field(default_factory=dict)
+    """Tags of the run, by name."""
+    run_id: Optional[str] = None
+    """Run there to go on in. Null: one of its own, in which a resumed run goes on."""
     tracking_uri: Optional[str] = None
     """Server, or `sqlite:///file.db`; null takes MLFLOW_TRACKING_URI, or else `mlflow.db` in the run folder."""
 
@@ -372,7 +382,20 @@ class LoggerConfig:
     console: str = "auto"
     """live, plain, quiet (alerts and the end), or auto: live on a terminal."""
     plot: bool = True
-    """Draw rewards.png when the run ends."""
+    """Draw rewards.png."""
+    report_period: int = 50
+    """Steps between drawings of rewards.png and report.html while the run goes on, by a process beside it; 0: when it
+    ends only."""
+    num_completions: int = 0
+    """Completions of a step, with prompt, rewards and advantage, that TensorBoard, Weights & Biases and MLflow get as a
+    table; 0: none, no text leaves the run folder."""
+    completions_period: int = 10
+    """Steps between two such tables; the first step has one, too."""
+    system_metrics: bool = False
+    """Have Weights & Biases and MLflow record the load of the driver's host: CPU, memory, disk, network and GPUs."""
+    aliases: List[str] = field(default_factory=list)
+    """Programs whose names of metrics trackers get besides ours, so that runs of both fit in one chart: nemo_rl
+    (`train/reward`, `train/probs_ratio`, ...), trl (`train/rewards/NAME/mean`, ...)."""
     tensorboard: TensorboardConfig = field(default_factory=TensorboardConfig)
     wandb: WandbConfig = field(default_factory=WandbConfig)
     mlflow: MlflowConfig = field(default_factory=MlflowConfig)
@@ -387,7 +410,11 @@ class HealthConfig:
     """Steps in a trailing mean, where a check does not say otherwise."""
     checks: List[Dict[str, Any]] = field(default_factory=list)
     """Thresholds: `metric`, `at` (a step, start, end or every), `min` and/or `max`, and if wanted `window`, `optional`
-    (the metric may be absent), `advisory` (a miss is a warning). None: what holds for every run."""
+    (the metric may be absent), `advisory` (a miss is a warning), and `of`, which says what is judged at every step:
+    value; start, how many times its start; before, how many times the 20 steps before; rise, by how many standard
+    errors it is above its start. None: what holds for every run."""
+    preset: Optional[str] = None
+    """Thresholds of others besides: axolotl (those that its documentation gives for GRPO)."""
     alerts: bool = True
     """Say during the run where a metric that is judged at every step leaves its range, with what it means and what to
     try."""

@@ -10,7 +10,7 @@ import os
 import re
 
 from gdpo_nemo.config.algorithm_choice import samples
-from gdpo_nemo.config.choices import LORA_TARGETS
+from gdpo_nemo.config.choices import ALIASED, LORA_TARGETS
 from gdpo_nemo.config.effects import SWITCHED_OFF, keys_without_effect, value_of
 from gdpo_nemo.config.env_workers import place_workers
 from gdpo_nemo.config.files import check_files
@@ -51,6 +51,7 @@ def validate(config: Config) -> list[str]:
     _check_lora(config)
     _check_placement(config)
     read_checks(config.health.checks, config.health.window, "health.checks")
+    _check_aliases(config)
     layout = resolve_layout(config)
     places = place(config)
     place_workers(config)
@@ -99,6 +100,12 @@ def _check_run_dir(folder: str) -> None:
     below = [place for place in _SYSTEM if path == place or path.startswith(place + "/")]
     if path == "/" or (below and not path.startswith("/dev/shm/")):
         raise ConfigError(f"run.dir: {folder} is of the system, and no folder of a run")
+
+
+def _check_aliases(config: Config) -> None:
+    for program in config.logger.aliases:
+        if program not in ALIASED:
+            raise ConfigError(f"logger.aliases: {program!r} is none of {', '.join(ALIASED)}")
 
 
 def _check_rewards(config: Config) -> None:

@@ -218,6 +218,18 @@ def values_at(variant: Variant, metric: str, axis: str, effort: float) -> np.nda
     return np.array(found)
 
 
+def steps_to(variant: Variant, metric: str, goal: float, until: float) -> np.ndarray:
+    """float [runs]: the first step at which the trailing mean, its window full, is at ``goal`` or above; ``until`` + 1
+    for a run that was not there by step ``until``, NaN for one that did not measure it."""
+    found = []
+    for run in variant.runs:
+        steps, values = run.history.trailing(metric, 1 if metric.startswith("validation/") else WINDOW)
+        full = 0 if metric.startswith("validation/") else WINDOW - 1
+        reached = (step for step, value in list(zip(steps, values))[full:] if value >= goal and step <= until)
+        found.append(next(reached, until + 1) if steps else np.nan)
+    return np.array(found, float)
+
+
 def band(variant: Variant, metric: str, axis: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(effort, mean over the runs, standard error) as far as all runs of the variant that measured it go; the error is
     0 for a single run."""

@@ -20,6 +20,7 @@ from gdpo_nemo.observe.comparison import (
     shown,
     sign_flip_p,
     standard_error,
+    steps_to,
     values_at,
 )
 from gdpo_nemo.observe.html_parts import document, image, section, table
@@ -28,6 +29,8 @@ from gdpo_nemo.observe.plot import COLOURS, INK, panels, png_of
 
 PNG = "compare.png"
 HTML = "compare.html"
+Goals = Sequence[tuple[str, float]]
+"""Metrics, and what their trailing means are to reach."""
 _MOST_PANELS = 12
 _MOST_COLUMNS = 3
 
@@ -48,12 +51,14 @@ def short_title(metric: str) -> str:
     return "/".join(parts[1:-1]) if parts[0] == "reward" and parts[-1] == "mean" else title_of(metric)
 
 
-def tables(variants: Sequence[Variant], metrics: Sequence[str]) -> list[Table]:
-    """Settings, values at equal steps, samples and time, and differences from the first variant."""
+def tables(variants: Sequence[Variant], metrics: Sequence[str], goals: Goals = ()) -> list[Table]:
+    """Settings, values at equal steps, samples and time, steps to the goals, and differences from the first variant."""
     found = [_settings_table(variants)]
     for axis in AXES:
         if axis != "samples" or _samples_differ(variants):
             found.append(_values_table(variants, metrics, axis))
+    if goals:
+        found.append(_goals_table(variants, goals))
     if len(variants) > 1:
         found.append(_gaps_table(variants, metrics))
     return [table for table in found if table.rows]
@@ -84,6 +89,17 @@ def _values_table(variants: Sequence[Variant], metrics: Sequence[str], axis: str
     return Table(title, ("", "runs", *map(short_title, metrics)), rows, "Mean ± standard error over the runs.")
 
 
+def _goals_table(variants: Sequence[Variant], goals: Goals) -> Table:
+    end = common_effort(variants, "steps")
+    rows = []
+    for variant in variants:
+        cells = [_cell(steps_to(variant, metric, goal, end), digits=1) for metric, goal in goals]
+        rows.append((variant.label, str(len(variant.runs)), *cells))
+    heads = [f"{short_title(metric)} ≥ {goal:g}" for metric, goal in goals]
+    note = f"Mean ± standard error over the runs; {end + 1:,.0f} stands for a run that is not there by step {end:,.0f}."
+    return Table("Steps until the mean of five steps reaches", ("", "runs", *heads), rows, note)
+
+
 def _gaps_table(variants: Sequence[Variant], metrics: Sequence[str]) -> Table:
     rows: list[tuple[str, ...]] = []
     found = gaps(variants, metrics)
@@ -106,14 +122,14 @@ def _p(gap: np.ndarray) -> str:
     return "-" if np.isnan(chance) else f"{chance:.2g}"
 
 
-def _cell(values: np.ndarray, signed: bool = False) -> str:
+def _cell(values: np.ndarray, signed: bool = False, digits: int = 3) -> str:
     """Mean ± standard error over the runs that measured it."""
     known = values[~np.isnan(values)]
     if not len(known):
         return "-"
     sign = "+" if signed else ""
     error = standard_error(known)
-    return f"{known.mean():{sign}.3f}" + ("" if np.isnan(error) else f" ± {float(error):.3f}")
+    return f"{known.mean():{sign}.{digits}f}" + ("" if np.isnan(error) else f" ± {float(error):.{digits}f}")
 
 
 def curves_png(variants: Sequence[Variant], metrics: Sequence[str], axis: str) -> bytes:
@@ -135,11 +151,13 @@ def curves_png(variants: Sequence[Variant], metrics: Sequence[str], axis: str) -
     return png_of(figure)
 
 
-def write(variants: Sequence[Variant], metrics: Sequence[str], axis: str, out: Path) -> tuple[Path, Path]:
+def write(
+    variants: Sequence[Variant], metrics: Sequence[str], axis: str, out: Path, goals: Goals = ()
+) -> tuple[Path, Path]:
     """Write ``compare.png`` and ``compare.html`` into a folder and return their paths. Raises RunError."""
     picture = curves_png(variants, metrics, axis)
     names = [f"{variant.label}: {', '.join(str(run.folder) for run in variant.runs)}" for variant in variants]
-    body = ["<h1>Runs compared</h1>", image(picture, "reward curves"), *_page_tables(variants, metrics)]
+    body = ["<h1>Runs compared</h1>", image(picture, "reward curves"), *_page_tables(variants, metrics, goals)]
     body += section("Runs", [table(("variant and runs",), [(name,) for name in names])])
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -150,10 +168,9 @@ def write(variants: Sequence[Variant], metrics: Sequence[str], axis: str, out: P
     return out / PNG, out / HTML
 
 
-def _page_tables(variants: Sequence[Variant], metrics: Sequence[str]) -> list[str]:
-
+def _page_tables(variants: Sequence[Variant], metrics: Sequence[str], goals: Goals) -> list[str]:
     parts = []
-    for found in tables(variants, metrics):
+    for found in tables(variants, metrics, goals):
         note = [f"<p class=dim>{html.escape(found.note)}</p>"] if found.note else []
         parts += section(html.escape(found.title), [table(found.heads, found.rows), *note])
     return parts

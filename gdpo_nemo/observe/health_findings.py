@@ -17,11 +17,13 @@ from rich.table import Table
 from rich.text import Text
 from yaml import YAMLError
 
-from gdpo_nemo.config.health_checks import Check, read_checks
+from gdpo_nemo.config.health_checks import Check, Trail, read_checks
+from gdpo_nemo.config.health_presets import preset_checks
 from gdpo_nemo.config.load import load_config
 from gdpo_nemo.config.reading import check_yaml, read_text
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.errors import ConfigError, RunError
+from gdpo_nemo.observe.drift_checks import DRIFTS
 from gdpo_nemo.observe.history import WINDOW, History
 from gdpo_nemo.observe.metric_registry import metrics, unit_of
 from gdpo_nemo.observe.metrics import read_metrics
@@ -71,7 +73,7 @@ def thresholds_of(run_dir: str | Path) -> tuple[list[Check], str]:
     config = load_config(file) if file.is_file() else None
     history = _history(run_dir)
     rewards = {*history.components, *(config.gdpo.rewards if config else ())}
-    checks = read_checks(config.health.checks, config.health.window, "health.checks") if config else []
+    checks = config_checks(config) if config else []
     strange = dict.fromkeys(
         c.component for c in checks if c.component and c.component not in rewards and not c.optional
     )
@@ -84,16 +86,27 @@ def thresholds_of(run_dir: str | Path) -> tuple[list[Check], str]:
     ), f"what holds for every run{why}"
 
 
+def config_checks(config: Config) -> list[Check]:
+    """The checks of a config: its preset's, and ``health.checks``, which replace those of the same metric, step and
+    kind. Raises ConfigError."""
+    health = config.health
+    own = read_checks(health.checks, health.window, "health.checks")
+    named = {(check.metric, check.at, check.of) for check in own}
+    preset = preset_checks(health.preset, list(config.gdpo.rewards)) if health.preset else []
+    return [*(check for check in preset if (check.metric, check.at, check.of) not in named), *own]
+
+
 def general_checks(config: Config | None, rewards: Sequence[str]) -> list[Check]:
     """What a sound run of any model shows: the bounds that metrics have of themselves, those of ``reward/NAME/...``
-    for each reward."""
+    for each reward, and how far some may move."""
     precision = config.policy.precision if config else "bfloat16"
-    return [
+    bounds = [
         Check(key, metric.at, *metric.limits(precision), optional=not metric.required, advisory=metric.advisory)
         for metric in metrics().values()
         if metric.judged
         for key in metric.keys(rewards)
     ]
+    return [*bounds, *(drift.check for drift in DRIFTS)]
 
 
 def check_health(run_dir: str | Path, thresholds: str | Path | Sequence[Check]) -> list[Finding]:
@@ -128,7 +141,7 @@ def findings_table(findings: Sequence[Finding]) -> Table:
         table.add_column(head, justify="right" if head in ("at", "found") else "left", no_wrap=head == "metric")
     for finding in findings:
         check = finding.check
-        found = "-" if finding.value is None else f"{finding.value:.4g}"
+        found = "-" if finding.value is None else check.found(finding.value) or f"{finding.value:.4g}"
         verdict = Text(
             finding.status + (f": {finding.detail}" if finding.detail else ""), style=_STYLES[finding.status]
         )
@@ -160,6 +173,8 @@ def _find(check: Check, history: History) -> Finding:
 def _find_every(check: Check, history: History) -> Finding:
     """Show the first value that misses, else the last. A gap in the metric is a miss: non-finite values are not
     written."""
+    if check.of != "value":
+        return _find_drift(check, history)
     gaps = [row["step"] for row in history.training if check.metric not in row]
     if gaps and not check.optional:
         return Finding(check, _missed(check), detail=f"missing or not finite at step {gaps[0]}")
@@ -169,6 +184,16 @@ def _find_every(check: Check, history: History) -> Finding:
         if not check.accepts(value):
             return Finding(check, _missed(check), value, f"at step {step}")
     return Finding(check, "pass", values[-1])
+
+
+def _find_drift(check: Check, history: History) -> Finding:
+    trail = Trail(check)
+    judged = [(step, trail.add(value)) for step, value in zip(*history.curve(check.metric))]
+    found = [(step, value) for step, value in judged if value is not None]
+    for step, value in found:
+        if not check.accepts(value):
+            return Finding(check, _missed(check), value, f"at step {step}")
+    return Finding(check, "pass", found[-1][1]) if found else Finding(check, "open", detail="too few steps")
 
 
 def _missed(check: Check) -> str:

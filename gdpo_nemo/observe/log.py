@@ -19,15 +19,18 @@ from gdpo_nemo.data.records import Group
 from gdpo_nemo.errors import printable
 from gdpo_nemo.observe.alerts import write_alert
 from gdpo_nemo.observe.archive import archive_history
+from gdpo_nemo.observe.completion_table import completion_table
 from gdpo_nemo.observe.console import make_console
 from gdpo_nemo.observe.health_alerts import HealthAlerts
 from gdpo_nemo.observe.history import History
 from gdpo_nemo.observe.journal import Journal, TrainedBatch
+from gdpo_nemo.observe.metric_aliases import alias_values
 from gdpo_nemo.observe.metrics import MetricsLog, clean, read_metrics
+from gdpo_nemo.observe.redraw import Redraw
 from gdpo_nemo.observe.rollouts import remove_rollouts_after
 from gdpo_nemo.observe.sample_writer import SampleWriter
 from gdpo_nemo.observe.trace import TraceLog
-from gdpo_nemo.observe.trackers import wanted
+from gdpo_nemo.observe.trackers import Tracker, wanted
 
 
 class RunLog:
@@ -72,11 +75,8 @@ class RunLog:
         self._try("rollouts", remove_rollouts_after, run_dir, start_step)
         self._samples = SampleWriter(run_dir, self.alert) if config.rollout.save_samples else None
         self._trace = self._try("the trace", TraceLog, run_dir)
-        self._trackers = {}
-        if config.logger.tensorboard.enabled:
-            self._trackers["TensorBoard"] = self._try("TensorBoard", _tensorboard, run_dir, start_step)
-        for name, tracker in wanted(config).items():
-            self._trackers[name] = self._try(name, tracker, config, run_dir, start_step, recorded(config))
+        self._redraw = Redraw(run_dir, config.logger.report_period, config.logger.plot)
+        self._trackers = self._start_trackers(start_step)
         if archived:
             self.note(archived)
 
@@ -118,8 +118,11 @@ class RunLog:
         if groups is not None and self._samples:
             columns = (advantages, trainer_logprobs, terms, turn_advantages)
             self._try("rollouts", self._samples.write, row["step"], groups, *columns)
+        if groups is not None:
+            self._completions(row["step"], groups, advantages)
         if self._console:
             self._try("the console", self._console.step, clean(row))
+        self._try("report.html", self._redraw.step, row["step"])
         self._health.update(clean(row))
 
     def validation(self, row: Mapping[str, Any]) -> None:
@@ -187,9 +190,11 @@ class RunLog:
         self._metrics.close()
         if self._samples:
             self._try("rollouts", self._samples.close)
-        for what, log in (("the trace", self._trace), *self._trackers.items()):
-            if log:
-                self._try(what, log.close)
+        if self._trace:
+            self._try("the trace", self._trace.close)
+        for what, tracker in self._trackers.items():
+            self._try(what, tracker.close, status)
+        self._try("report.html", self._redraw.close)
         if self._history.training or self._history.validation:
             if self._config.logger.plot and self._history.components:
                 self._try("rewards.png", _plot, self._run_dir)
@@ -207,9 +212,26 @@ class RunLog:
         self._metrics.append(row)
         self._step = row["step"]
         self._history.add(clean(row))
+        if self._trackers:
+            row = {**row, **alias_values(row, self._config.logger.aliases)}
         for what, tracker in self._trackers.items():
-            if tracker:
-                self._try(what, tracker.write, row)
+            self._try(what, tracker.write, row)
+
+    def _start_trackers(self, start_step: int) -> dict[str, Tracker]:
+        config = self._config
+        kinds = {**({"TensorBoard": _tensorboard} if config.logger.tensorboard.enabled else {}), **wanted(config)}
+        settings = recorded(config) if kinds else {}
+        started = {
+            name: self._try(name, kind, config, self._run_dir, start_step, settings) for name, kind in kinds.items()
+        }
+        return {name: tracker for name, tracker in started.items() if tracker}
+
+    def _completions(self, step: int, groups: Sequence[Group], advantages: np.ndarray | None) -> None:
+        section = self._config.logger
+        if self._trackers and section.num_completions and (step == 1 or step % section.completions_period == 0):
+            table = completion_table(groups, advantages, section.num_completions)
+            for what, tracker in self._trackers.items():
+                self._try(what, tracker.completions, step, table)
 
     def _try(self, what: str, action: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
         """Call ``action``; a failure becomes one alert per ``what`` instead of an end of the run."""
@@ -222,10 +244,10 @@ class RunLog:
             return None
 
 
-def _tensorboard(run_dir: Path, start_step: int) -> Any:
+def _tensorboard(config: Config, run_dir: Path, start_step: int, settings: dict[str, Any]) -> Tracker:
     from gdpo_nemo.observe.tensorboard import TensorboardLog
 
-    return TensorboardLog(run_dir, start_step)
+    return TensorboardLog(run_dir, start_step, settings)
 
 
 def _plot(run_dir: Path) -> Path:

@@ -1,4 +1,5 @@
-"""The rows of metrics as TensorBoard scalars, written with TensorBoard's own writer: no torch needed."""
+"""The rows of metrics as TensorBoard scalars, the config as its text and hyperparameters, completions as its text;
+written with TensorBoard's own writer: no torch needed."""
 
 from __future__ import annotations
 
@@ -6,10 +7,27 @@ import time
 from pathlib import Path
 from typing import Any, Mapping
 
+from omegaconf import OmegaConf
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
+from tensorboard.compat.proto.tensor_pb2 import TensorProto
+from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
+from tensorboard.compat.proto.types_pb2 import DT_STRING
+from tensorboard.plugins.hparams.api_pb2 import Status
+from tensorboard.plugins.hparams.metadata import (
+    NULL_TENSOR,
+    SESSION_END_INFO_TAG,
+    SESSION_START_INFO_TAG,
+    create_summary_metadata as hparams_metadata,
+)
+from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData, SessionEndInfo, SessionStartInfo
+from tensorboard.plugins.text.metadata import create_summary_metadata as text_metadata
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
+from gdpo_nemo.config.changes import flattened
+from gdpo_nemo.config.load import config_to_dict
+from gdpo_nemo.config.schema import Config
+from gdpo_nemo.observe.completion_table import CompletionTable, markdown
 from gdpo_nemo.observe.metric_registry import description_of
 from gdpo_nemo.observe.metrics import clean
 
@@ -18,14 +36,18 @@ FOLDER = "tensorboard"
 
 class TensorboardLog:
     """One events file per start of the run. ``start_step`` steps are done; later ones of an earlier start are
-    purged."""
+    purged. ``settings``: the config as it may be shown; empty: neither text nor hyperparameters are written."""
 
-    def __init__(self, run_dir: str | Path, start_step: int = 0) -> None:
+    def __init__(self, run_dir: str | Path, start_step: int = 0, settings: Mapping[str, Any] | None = None) -> None:
         self._described: set[str] = set()
         self._writer = EventFileWriter(str(Path(run_dir) / FOLDER))
         first = start_step + 1 if start_step else 0  # Step 0 is the validation of the untrained model.
         start = SessionLog(status=SessionLog.START)
         self._writer.add_event(Event(wall_time=time.time(), step=first, session_log=start))
+        self._settings = settings or {}
+        if settings:
+            yaml = OmegaConf.to_yaml(OmegaConf.create(dict(settings)))
+            self._add(start_step, _text("config", f"```yaml\n{yaml}```"), _hparams(settings))
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Add every number of the row under its key."""
@@ -34,7 +56,14 @@ class TensorboardLog:
             Summary.Value(tag=key, simple_value=float(value), metadata=self._metadata(key))
             for key, value in scalars.items()
         ]
-        self._writer.add_event(Event(wall_time=time.time(), step=row["step"], summary=Summary(value=values)))
+        self._add(row["step"], *values)
+
+    def completions(self, step: int, table: CompletionTable) -> None:
+        """Add the samples of a step as a table of Markdown."""
+        self._add(step, _text("completions", markdown(table)))
+
+    def _add(self, step: int, *values: Summary.Value) -> None:
+        self._writer.add_event(Event(wall_time=time.time(), step=step, summary=Summary(value=values)))
         self._writer.flush()
 
     def _metadata(self, key: str) -> SummaryMetadata | None:
@@ -44,6 +73,36 @@ class TensorboardLog:
         self._described.add(key)
         return SummaryMetadata(summary_description=description_of(key))
 
-    def close(self) -> None:
-        """Flushes and closes the file."""
+    def close(self, status: str = "complete") -> None:
+        """Flushes and closes the file. A run that was stopped stays one that runs, to TensorBoard: it may go on."""
+        ends = {"complete": Status.STATUS_SUCCESS, "failed": Status.STATUS_FAILURE}
+        if self._settings and status in ends:
+            end = SessionEndInfo(status=ends[status], end_time_secs=time.time())
+            self._add(0, _hparams_value(SESSION_END_INFO_TAG, HParamsPluginData(session_end_info=end)))
         self._writer.close()
+
+
+def _text(tag: str, text: str) -> Summary.Value:
+    tensor = TensorProto(dtype=DT_STRING, string_val=[text.encode()], tensor_shape=TensorShapeProto())
+    return Summary.Value(tag=tag, tensor=tensor, metadata=text_metadata(display_name=tag, description=""))
+
+
+def _hparams(settings: Mapping[str, Any]) -> Summary.Value:
+    """The settings that are not the defaults: TensorBoard shows each in a column of its own."""
+    defaults = flattened(config_to_dict(Config()))
+    start = SessionStartInfo(start_time_secs=time.time())
+    for key, value in flattened(settings).items():
+        if key in defaults and defaults[key] == value:
+            continue
+        entry = start.hparams[key]
+        if isinstance(value, bool):
+            entry.bool_value = value
+        elif isinstance(value, (int, float)):
+            entry.number_value = value
+        else:
+            entry.string_value = str(value)
+    return _hparams_value(SESSION_START_INFO_TAG, HParamsPluginData(session_start_info=start))
+
+
+def _hparams_value(tag: str, data: HParamsPluginData) -> Summary.Value:
+    return Summary.Value(tag=tag, tensor=NULL_TENSOR, metadata=hparams_metadata(data))

@@ -9,13 +9,28 @@ import os
 import re
 import time
 from pathlib import Path
-from typing import Any, Mapping
+from typing import Any, Iterator, Mapping, Protocol, Sequence
 
+from gdpo_nemo.config.changes import flattened
 from gdpo_nemo.config.schema import Config
+from gdpo_nemo.observe.completion_table import CompletionTable
 from gdpo_nemo.observe.metric_registry import description_of
 from gdpo_nemo.observe.metrics import clean
 
 _ID_FILE = "{}_run_id"
+
+
+class Tracker(Protocol):
+    """What takes the rows of a run. Each may raise whatever its library does: the run goes on without it."""
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        """Add the row at ``row["step"]``, which may be an earlier one than that of the row before."""
+
+    def completions(self, step: int, table: CompletionTable) -> None:
+        """Add the samples of a step."""
+
+    def close(self, status: str) -> None:
+        """Wait until everything is sent or written; ``status``: complete, stopped or failed."""
 
 
 def _numbers(row: Mapping[str, Any]) -> dict[str, float]:
@@ -33,7 +48,11 @@ def _remember(run_dir: Path, tracker: str, name: str) -> None:
 
 
 class WandbLog:
-    """A run of Weights & Biases."""
+    """A run of Weights & Biases, with the trainer's step as the axis of every metric.
+
+    Its own count of rows cannot be that axis: it never goes back, but a validation comes with a step that has a row
+    already, or under asynchronous rollouts with an earlier one, and a resumed run writes some steps again.
+    """
 
     def __init__(self, config: Config, run_dir: str | Path, start_step: int, settings: dict[str, Any]):
         import wandb
@@ -42,27 +61,40 @@ class WandbLog:
         section = config.logger.wandb
         self._run = wandb.init(
             project=section.project,
+            entity=section.entity,
             name=config.run.name,
-            id=_known(run_dir, "wandb", start_step),
+            tags=list(section.tags),
+            id=section.id or _known(run_dir, "wandb", start_step),
             resume="allow",
             mode=section.mode,
             dir=run_dir,
             config=settings,
-            settings=wandb.Settings(console="off", silent=True, x_disable_stats=True),
+            allow_val_change=True,  # a run may be changed and resumed
+            settings=wandb.Settings(console="off", silent=True, x_disable_stats=not config.logger.system_metrics),
         )
         _remember(run_dir, "wandb", self._run.id)
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """Add the row at its step. A validation comes with the step before it, so rows are not closed by their step."""
+        """Add the row; its ``step`` is a value like others."""
         self._run.log({"step": row["step"], **_numbers(row)})
 
-    def close(self) -> None:
+    def completions(self, step: int, table: CompletionTable) -> None:
+        """Add a table ``completions``, one version of it per step."""
+        import wandb
+
+        # Mixed: a reward that is whole in one sample need not be in the next.
+        self._run.log({"step": step, "completions": wandb.Table(table.columns, table.rows, allow_mixed_types=True)})
+
+    def close(self, status: str) -> None:
         """Wait until everything is sent or written."""
-        self._run.finish()
+        self._run.finish(exit_code=int(status == "failed"))
 
 
 class MlflowLog:
-    """A run of MLflow."""
+    """A run of MLflow, with the config as its parameters. MLflow keeps a parameter as it is: those that a resumed run
+    has changed become tags."""
 
     def __init__(self, config: Config, run_dir: str | Path, start_step: int, settings: dict[str, Any]):
         from mlflow import MlflowClient
@@ -70,29 +102,72 @@ class MlflowLog:
         run_dir = Path(run_dir)
         section = config.logger.mlflow
         own = f"sqlite:///{(run_dir / 'mlflow.db').absolute()}"
-        self._client = MlflowClient(section.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or own)
-        self._id = _known(run_dir, "mlflow", start_step) or self._start(config, section.experiment)
+        uri = section.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or own
+        # Files of a server go where it says, those of our own beside it: MLflow's default is the working directory.
+        self._artifacts = (run_dir / "mlflow_artifacts").absolute().as_uri() if uri == own else None
+        self._client = MlflowClient(uri)
+        known = section.run_id or _known(run_dir, "mlflow", start_step)
+        self._id = known or self._start(config.run.name, section.experiment)
         _remember(run_dir, "mlflow", self._id)
-        for key, value in settings.items():
-            self._client.set_tag(self._id, key, str(value)[:4000])
+        if known:
+            self._client.update_run(self._id, status="RUNNING")
+        self._describe(flattened(settings), {str(name): str(text) for name, text in section.tags.items()})
+        self._monitor = self._watch_system(uri, bool(known)) if config.logger.system_metrics else None
 
-    def _start(self, config: Config, experiment: str) -> str:
+    def _start(self, name: str, experiment: str) -> str:
         found = self._client.get_experiment_by_name(experiment)
-        number = found.experiment_id if found else self._client.create_experiment(experiment)
-        run_id: str = self._client.create_run(number, run_name=config.run.name).info.run_id
+        number = found.experiment_id if found else self._client.create_experiment(experiment, self._artifacts)
+        run_id: str = self._client.create_run(number, run_name=name).info.run_id
         return run_id
+
+    def _describe(self, settings: Mapping[str, Any], tags: dict[str, str]) -> None:
+        from mlflow.entities import Param, RunTag
+
+        before = self._client.get_run(self._id).data.params
+        values = {_entity(key): str(value)[:6000] for key, value in settings.items()}
+        changed = {f"changed.{key}": value for key, value in values.items() if before.get(key, value) != value}
+        for part in _batches([Param(key, value) for key, value in values.items() if key not in before]):
+            self._client.log_batch(self._id, params=part)
+        for part in _batches([RunTag(_entity(key), value) for key, value in (tags | changed).items()]):
+            self._client.log_batch(self._id, tags=part)
+
+    def _watch_system(self, uri: str, resumed: bool) -> Any:
+        from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
+
+        monitor = SystemMetricsMonitor(self._id, resume_logging=resumed, tracking_uri=uri)
+        monitor.start()
+        return monitor
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Add the row at its step."""
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)
-        metrics = [Metric(key, value, now, row["step"]) for key, value in _numbers(row).items()]
+        metrics = [Metric(_entity(key), value, now, row["step"]) for key, value in _numbers(row).items()]
         self._client.log_batch(self._id, metrics=metrics)
 
-    def close(self) -> None:
-        """Marks the run as ended."""
-        self._client.set_terminated(self._id)
+    def completions(self, step: int, table: CompletionTable) -> None:
+        """Add a table of its own: MLflow appends to one by reading and writing all of it."""
+        columns = dict(zip(table.columns, map(list, zip(*table.rows))))
+        self._client.log_table(self._id, columns, f"completions/step_{step:06}.json")
+
+    def close(self, status: str) -> None:
+        """Mark the run as ended."""
+        if self._monitor:
+            self._monitor.finish()
+        ends = {"complete": "FINISHED", "stopped": "KILLED"}
+        self._client.set_terminated(self._id, ends.get(status, "FAILED"))
+
+
+def _entity(key: str) -> str:
+    """``key`` without what MLflow takes in no name."""
+    return re.sub(r"[^\w. :/-]", "_", key)[:250]
+
+
+def _batches(entries: Sequence[Any], most: int = 100) -> Iterator[Sequence[Any]]:
+    """As many parameters or tags at a time as MLflow takes."""
+    for start in range(0, len(entries), most):
+        yield entries[start : start + most]
 
 
 class PrometheusLog:
@@ -117,14 +192,17 @@ class PrometheusLog:
                 self._gauges[name] = Gauge(name, description_of(key) or key, ["run"], registry=self._registry)
             self._gauges[name].labels(self._run).set(value)
 
-    def close(self) -> None:
+    def completions(self, step: int, table: CompletionTable) -> None:
+        """Prometheus takes numbers only."""
+
+    def close(self, status: str) -> None:
         """Close the port."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
 
 
-def wanted(config: Config) -> dict[str, type]:
+def wanted(config: Config) -> dict[str, Any]:
     """The trackers that the config switches on, by the name that an alert would give them."""
     logger = config.logger
     chosen = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING, Callable, Mapping, Sequence
@@ -290,6 +291,17 @@ METRICS = {
             "remedy": "a larger rollout.group_timeout_s, fewer tokens or turns",
         },
     ),
+    "rollout/duplicates": (
+        "share",
+        "Samples whose tokens another sample of their prompt has, too",
+        {
+            "label": "duplicates",
+            "max": 0.95,
+            "advisory": True,
+            "why": "the samples of a group are one: there is nothing to compare",
+            "remedy": "a higher temperature, loss_fn.entropy_bonus, harder prompts; the seeds of a sampler of your own",
+        },
+    ),
     "rollout/versions": (
         "versions",
         "Weights that wrote a trajectory, mean; above 1 some arrived while it was sampled",
@@ -342,7 +354,46 @@ METRICS = {
     ),
     "policy/ratio_mean": ("", "Probability ratio of new to old policy, mean over the trained tokens"),
     "policy/NAME": ("", "Metric NAME of a loss of your own, mean over the trained tokens"),
-    "policy/ratio_max": ("", "Probability ratio of new to old policy, the largest"),
+    "policy/ratio_max": (
+        "",
+        "Probability ratio of new to old policy, the largest",
+        {
+            "max": 100.0,
+            "advisory": True,
+            "why": "sound runs here, four steps stale, stay below 30",
+            "remedy": "less staleness, fewer updates per step, loss_fn.ratio_clip_c",
+        },
+    ),
+    "policy/ratio_min": (
+        "",
+        "Probability ratio of new to old policy, the smallest",
+        {
+            "min": 0.0001,
+            "advisory": True,
+            "why": "tokens that were sampled have all but gone",
+            "remedy": "less staleness, fewer updates per step, a lower learning rate",
+        },
+    ),
+    "policy/clip_low": (
+        "share",
+        "Trained tokens that the lower clip took, of policy/clip_fraction",
+        {
+            "max": 0.2,
+            "advisory": True,
+            "why": "what is to become rarer has become so before",
+            "remedy": "a lower learning rate, fewer updates per step",
+        },
+    ),
+    "policy/clip_high": (
+        "share",
+        "Trained tokens that the upper clip took, of policy/clip_fraction",
+        {
+            "max": 0.2,
+            "advisory": True,
+            "why": "good tokens that are rare are held back",
+            "remedy": "a larger loss_fn.ratio_clip_max (DAPO: 0.28), fewer updates per step",
+        },
+    ),
     "parity/mean_abs": (
         "nats",
         "|log-prob of trainer - of sampler| at equal weights, mean over the trained tokens",
@@ -371,12 +422,19 @@ def rollout_metrics(trajectories: Sequence[Trajectory], version: int) -> dict[st
         "rollout/truncated": outcomes.count(Outcome.TRUNCATED) / len(outcomes),
         "rollout/env_failed": outcomes.count(Outcome.ENV_FAILED) / len(outcomes),
         "rollout/aborted": outcomes.count(Outcome.ABORTED) / len(outcomes),
+        "rollout/duplicates": _duplicates(trajectories),
         **_failed_by_environment(trajectories),
         **logged_metrics(trajectories),
         "staleness/mean": float(np.mean(stale)),
         "staleness/max": float(max(stale)),
         **(_token_ages(trajectories, version) if any(stale) else {}),
     }
+
+
+def _duplicates(trajectories: Sequence[Trajectory]) -> float:
+    """Share of samples whose tokens another sample of the same prompt has, too."""
+    counts = Counter((t.prompt.id, t.completion_ids.tobytes()) for t in trajectories)
+    return sum(count for count in counts.values() if count > 1) / len(trajectories)
 
 
 def _token_ages(trajectories: Sequence[Trajectory], version: int) -> dict[str, float]:
@@ -481,11 +539,17 @@ def update_metrics(results: Sequence[UpdateResult], on_policy: bool) -> dict[str
             r.sequences for r in results
         )
     known = {"entropy": "policy/entropy", "clipped": "policy/clip_fraction", "ratio": "policy/ratio_mean"}
+    if "clipped_low" in sums:
+        low = sums.pop("clipped_low")
+        row["policy/clip_low"] = low / tokens
+        row["policy/clip_high"] = (sums["clipped"] - low) / tokens
     for name, value in sums.items():
         if not name.startswith("parity_"):
             row[known.get(name, f"policy/{name}")] = value / tokens
     if "ratio" in maxima:
         row["policy/ratio_max"] = maxima["ratio"]
+    if "ratio_negated" in maxima:
+        row["policy/ratio_min"] = -maxima["ratio_negated"]
     if on_policy and "parity_abs" in maxima:
         row["parity/max_abs"] = maxima["parity_abs"]
         row["parity/max_prob"] = maxima["parity_prob"]

@@ -188,6 +188,7 @@ def test_loss_is_the_corrected_policy_term_plus_kl_minus_entropy():
         "tokens": 2,
         "ratio": round(np.exp(0.1) + np.exp(-0.1), 6),
         "clipped": 0,
+        "clipped_low": 0,
         "importance_weight": round(np.exp(0.2) + 2, 6),
         "importance_masked": 0,
         "reference_kl": -1,
@@ -225,6 +226,16 @@ def test_clip_stops_the_gradient_where_the_ratio_has_gone_far_enough():
     torch.testing.assert_close(loss.double(), expected)
     assert metrics["clipped"].tolist() == [0, 0, 0, 1, 1, 0]
     torch.testing.assert_close(gradient.double(), torch.tensor([-0.5, -1.0, -1.25, 0, 0, 1.5]).double())
+
+
+def test_clips_are_counted_by_side_and_the_ratio_has_both_ends():
+    ratios = torch.tensor([0.5, 1.0, 1.25, 1.5, 0.5, 1.5])
+    advantages = torch.tensor([1.0, 1.0, 1.0, 1.0, -1.0, -1.0])
+    fields = TokenFields(advantages, torch.ones(6), torch.zeros(6, dtype=torch.int64), 1, torch.zeros(6))
+    _, metrics = policy_loss(ratios.log(), None, fields, LossSettings())
+    assert (metrics.sums["clipped"], metrics.sums["clipped_low"]) == (2, 1)
+    assert metrics.maxima["ratio"].item() == pytest.approx(1.5)
+    assert metrics.maxima["ratio_negated"].item() == pytest.approx(-0.5)
 
 
 def test_dual_clip_bounds_the_loss_of_bad_samples():

@@ -51,6 +51,9 @@ def refused(path: Path, *overrides: str) -> str:
             ],
             f"{MEGATRON}.scheduler.lr_decay_steps: 5 must be more than",
         ),
+        (["logger.aliases=[nemo_rl, openrlhf]"], "logger.aliases: 'openrlhf' is none of nemo_rl, trl"),
+        (["logger.completions_period=0"], "logger.completions_period: must be at least 1"),
+        (["logger.num_completions=-1"], "logger.num_completions: must be 0 or more"),
         (["gdpo.max_num_steps=0"], "gdpo.max_num_steps: must be at least 1"),
         (["gdpo.max_num_epochs=0"], "gdpo.max_num_epochs: must be at least 1"),
         (

@@ -10,7 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gdpo_nemo.config.load import load_config
+from gdpo_nemo import cli
+from gdpo_nemo.config.load import load_config, save_config
 from gdpo_nemo.validation import validate
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -19,6 +20,7 @@ comparison = sys.modules["gdpo_vs_grpo"] = importlib.util.module_from_spec(_spec
 _spec.loader.exec_module(comparison)
 
 STEPS = comparison.STEPS
+DEMO = EXAMPLES.parent / "configs" / "gdpo_tiny_cpu.yaml"
 
 
 def every_run(out: Path, seeds=(0, 1)) -> list:
@@ -110,6 +112,39 @@ def test_the_report_has_the_tie_the_control_and_the_limits_beside_the_win(tmp_pa
     ):
         assert must in text.replace("\n", " "), must
     assert (tmp_path / "comparison.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_compare_gives_the_table_of_the_study_cell_for_cell(tmp_path, capsys):
+    """On the runs' own files: end values, steps to the goals, and the differences within each seed."""
+    runs = [run for run in every_run(tmp_path, (0, 1, 2)) if run.setting == "equal" and run.method != "dr_grpo"]
+    random = np.random.default_rng(1)
+    for run in runs:
+        rate = 0.9 if run.method == "gdpo" else 0.8
+        write(run, np.clip(rising(rate) + random.normal(0, 0.03, (STEPS, 4)), 0, 1))
+        save_config(load_config(DEMO, run.overrides()), run.folder / "config.yaml")
+    flags = {"correctness": "C", "format": "F", "length": "L", "all": "All"}
+    metrics = [f"--metric=reward/{name}/mean" for name in flags]
+    goals = [f"--goal=reward/{name}/mean={comparison.GOALS[flag]}" for name, flag in flags.items()]
+    folders = sorted((str(run.folder) for run in runs), key=lambda name: "_gdpo_" in name)
+    assert cli.main(["compare", *folders, *metrics, *goals, "--out", str(tmp_path / "out")]) == 0
+    page = (tmp_path / "out" / "compare.html").read_text()
+    curves, complete = comparison.collect(runs)
+    assert complete == {"equal": [0, 1, 2]}
+    ends = comparison.ends_table(curves).splitlines()[2:]
+    gaps = comparison.differences_table(curves).splitlines()[2:]
+    cells = [cell for line in (*ends, *gaps) for cell in line.strip("| ").split(" | ")[2:]]
+    assert len(cells) == 2 * 8 + 4 and [cell for cell in cells if f">{cell}<" not in page] == []
+    assert "reaches" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("goal", ["reward/format/mean", "=0.5", "reward/format/mean=nan", "reward/none/mean=0.5"])
+def test_a_goal_that_is_none_costs_one_line(tmp_path, capsys, goal):
+    run = every_run(tmp_path)[0]
+    write(run, rising(0.5))
+    save_config(load_config(DEMO, run.overrides()), run.folder / "config.yaml")
+    assert cli.main(["compare", str(run.folder), "--goal", goal, "--out", str(tmp_path / "out")]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "--goal" in error and not (tmp_path / "out").exists()
 
 
 def test_a_report_on_nothing_says_so(tmp_path, monkeypatch):

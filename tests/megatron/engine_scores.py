@@ -1,13 +1,16 @@
-"""Run as a program: what vLLM makes of a tiny model, before an update of its weights and after it.
+"""Run as a program: what vLLM makes of tiny models, before an update of their weights and after it.
 
-``engine_scores.py OUT FOLDER NEWER``: the engine starts with FOLDER and is given the weights of NEWER; its scores of
-``sequences`` in both states go to OUT, an npz.
+A line of standard input, ``OUT FOLDER NEWER ERRORS`` (paths without spaces), is one engine: it starts with FOLDER and
+is given the weights of NEWER; its scores of ``sequences`` in both states go to OUT, an npz, what it has to complain of
+to ERRORS, and its exit status to a line of standard output. Each engine is a fork of a process that has imported vLLM,
+which takes longer than the rest.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+import traceback
 
 import numpy as np
 
@@ -18,12 +21,10 @@ def sequences() -> list[np.ndarray]:
     return [rng.integers(0, 99, length).astype(np.int32) for length in (12, 19)]
 
 
-def main(out: str, folder: str, newer: str) -> None:
-    """Score with the engine in both states."""
+def score(out: str, folder: str, newer: str) -> None:
+    """Score with an engine in both states."""
     from gdpo_nemo.config.schema import VllmConfig
-    from gdpo_nemo.generation.engine import CPU_ENVIRONMENT, ENVIRONMENT, Engine
-
-    os.environ.update(ENVIRONMENT | CPU_ENVIRONMENT)
+    from gdpo_nemo.generation.engine import Engine
     from gdpo_nemo.weights.manifest import pack
     from gdpo_nemo.weights.model_folder import open_weights, weight_names
     from gdpo_nemo.weights.transports.memory import MemoryReceiver
@@ -37,5 +38,39 @@ def main(out: str, folder: str, newer: str) -> None:
     np.savez(out, before=before, after=np.concatenate(engine.score(sequences())))
 
 
+def fork(out: str, folder: str, newer: str, errors: str) -> int:
+    """Score in a process of its own, which cannot touch another engine's; its exit status."""
+    child = os.fork()
+    if child:
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    status = 1
+    try:
+        with open(errors, "w") as file:
+            os.dup2(file.fileno(), 1)
+            os.dup2(file.fileno(), 2)
+        score(out, folder, newer)
+        status = 0
+    except BaseException:  # noqa: BLE001 - whatever it is belongs into ERRORS, and no child goes on in the loop below
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def main() -> None:
+    """Answer line by line until standard input ends."""
+    from gdpo_nemo.generation.engine import CPU_ENVIRONMENT, ENVIRONMENT
+
+    os.environ.update(ENVIRONMENT | CPU_ENVIRONMENT)
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what vLLM prints is no answer
+    import vllm  # noqa: F401
+    import vllm.entrypoints.llm  # noqa: F401
+    import vllm.v1.worker.cpu_worker  # noqa: F401
+
+    for line in sys.stdin:
+        print(fork(*line.split()), file=answers, flush=True)
+
+
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()

@@ -48,31 +48,48 @@ def by_transformers(folder: Path) -> np.ndarray:
     return np.concatenate(found)
 
 
-def scored(family: str, folder: Path) -> tuple[subprocess.CompletedProcess, dict, list[np.ndarray]]:
-    """An engine's process, what it scored before and after an update, and what it should have scored."""
+@pytest.fixture(scope="module")
+def scorer(tmp_path_factory):
+    """The program that makes engines; its own complaints are in the file."""
+    log = tmp_path_factory.mktemp("scorer") / "stderr"
+    with open(log, "w") as file:
+        program = [sys.executable, str(Path(engine_scores.__file__))]
+        pipe = subprocess.PIPE
+        process = subprocess.Popen(program, stdin=pipe, stdout=pipe, stderr=file, text=True)
+    yield process, log
+    process.stdin.close()
+    process.wait(120)
+
+
+def scored(scorer, family: str, folder: Path) -> tuple[int, str, dict, list[np.ndarray]]:
+    """An engine's exit status and complaints, what it scored before and after an update, and what it should have."""
+    process, log = scorer
     name, fields = tiny_model(family)
     older, newer = (tiny_models.write_model(name, folder / str(seed), seed, **fields) for seed in (7, 8))
     save_tokenizer(older)
-    program = [sys.executable, str(Path(engine_scores.__file__)), str(folder / "scores.npz"), str(older), str(newer)]
-    done = subprocess.run(program, capture_output=True, text=True, timeout=300)
-    assert (folder / "scores.npz").exists(), done.stderr[-4000:]
+    process.stdin.write(f"{folder}/scores.npz {older} {newer} {folder}/errors\n")
+    process.stdin.flush()
+    status = process.stdout.readline()
+    assert status, log.read_text()[-4000:]
+    errors = (folder / "errors").read_text()
+    assert (folder / "scores.npz").exists(), errors[-4000:]
     expected = [by_transformers(older), by_transformers(newer)]
     assert np.abs(expected[1] - expected[0]).max() > 0.1
-    return done, dict(np.load(folder / "scores.npz")), expected
+    return int(status), errors, dict(np.load(folder / "scores.npz")), expected
 
 
 @pytest.mark.parametrize("family", [name for name, family in FAMILIES.items() if not family.experts])
-def test_an_engine_scores_as_transformers_before_and_after_an_update(family, tmp_path):
-    done, scores, expected = scored(family, tmp_path)
-    assert done.returncode == 0, done.stderr[-4000:]
+def test_an_engine_scores_as_transformers_before_and_after_an_update(family, scorer, tmp_path):
+    status, errors, scores, expected = scored(scorer, family, tmp_path)
+    assert status == 0, errors[-4000:]
     np.testing.assert_allclose(scores["before"], expected[0], atol=2e-4, rtol=0)
     np.testing.assert_allclose(scores["after"], expected[1], atol=2e-4, rtol=0)
 
 
 @pytest.mark.parametrize("family", [name for name, family in FAMILIES.items() if family.experts])
-def test_a_mixture_is_right_as_loaded_and_its_update_on_a_cpu_is_not(family, tmp_path):
+def test_a_mixture_is_right_as_loaded_and_its_update_on_a_cpu_is_not(family, scorer, tmp_path):
     """Why training of mixtures is refused on CPUs: when this fails, vLLM takes their updates, and it need not be."""
-    done, scores, expected = scored(family, tmp_path)
+    status, errors, scores, expected = scored(scorer, family, tmp_path)
     np.testing.assert_allclose(scores["before"], expected[0], atol=2e-4, rtol=0)
-    lost = done.returncode == 0 and np.abs(scores["after"] - expected[1]).max() > 0.1
-    assert lost or "The size of tensor" in done.stderr, done.stderr[-4000:]
+    lost = status == 0 and np.abs(scores["after"] - expected[1]).max() > 0.1
+    assert lost or "The size of tensor" in errors, errors[-4000:]

@@ -285,7 +285,7 @@ def test_console_plot_report_and_health_say_what_the_entry_says(monkeypatch, run
     assert "surprise [bits]" in titles and "grad norm" in titles
     assert "<dt>surprise [bits]</dt><dd>What &lt;it&gt; is</dd>" in page
     assert any(part.startswith("surprise 0.") for part in console.health(demo_row(1)))
-    checks = {check.metric: check for check in general_checks(None, ["a", "b"])}
+    checks = {check.metric: check for check in general_checks(None, ["a", "b"]) if check.of == "value"}
     assert checks["policy/entropy"].min == 3.0 and checks["policy/entropy"].optional
     shown = io.StringIO()
     rich.console.Console(file=shown, width=120).print(findings_table(check_health(run_dir, list(checks.values()))))
@@ -294,7 +294,7 @@ def test_console_plot_report_and_health_say_what_the_entry_says(monkeypatch, run
 
 
 def test_the_checks_of_every_run_are_the_bounds_of_the_metrics():
-    checks = general_checks(None, ["a", "b"])
+    checks = [check for check in general_checks(None, ["a", "b"]) if check.of == "value"]
     expected = {
         ("grad_norm", "every", None, 100.0, False),
         ("policy/entropy", "every", 0.02, None, True),
@@ -304,13 +304,23 @@ def test_the_checks_of_every_run_are_the_bounds_of_the_metrics():
         ("advantage/dead_groups", "every", None, 0.9, True),
         ("rollout/truncated", "every", None, 0.5, True),
         ("rollout/aborted", "every", None, 0.2, True),
+        ("rollout/duplicates", "every", None, 0.95, True),
+        ("policy/reference_kl", "every", None, 1.0, True),
+        ("policy/ratio_max", "every", None, 100.0, True),
+        ("policy/ratio_min", "every", 0.0001, None, True),
+        ("policy/clip_low", "every", None, 0.2, True),
+        ("policy/clip_high", "every", None, 0.2, True),
+        ("policy/importance_masked", "every", None, 0.5, True),
+        ("idle/trainer", "every", None, 0.95, True),
         ("reward/a/dead_groups", "end", None, 0.999, False),
         ("reward/b/dead_groups", "end", None, 0.999, False),
     }
     assert {(c.metric, c.at, c.min, c.max, c.optional) for c in checks} == expected
-    warnings = {check.metric for check in checks if check.advisory}
-    assert warnings == {"advantage/dead_groups", "rollout/truncated", "rollout/aborted"}
-    assert len(general_checks(None, [])) == 8
+    failures = {check.metric for check in checks if check.at == "every" and not check.advisory}
+    sure = {"grad_norm", "policy/entropy", "policy/clip_fraction", "parity/mean_abs", "rollout/env_failed"}
+    assert failures == sure
+    drifts = [check for check in general_checks(None, []) if check.of != "value"]
+    assert len(drifts) >= 5 and all(check.advisory and check.optional for check in drifts)
 
 
 def test_tensorboard_is_given_the_meaning_of_every_key_once(tmp_path):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import re
+import time
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +15,7 @@ from rich.console import Console
 from gdpo_nemo import cli
 from gdpo_nemo.config.load import save_config
 from gdpo_nemo.errors import RunError
-from gdpo_nemo.observe import console, html_report as report, log, sample_writer
+from gdpo_nemo.observe import console, html_report as report, log, redraw, sample_writer
 from gdpo_nemo.observe.alerts import read_alerts
 from gdpo_nemo.observe.history import History
 from gdpo_nemo.observe.log import RunLog
@@ -142,6 +144,53 @@ def test_the_report_command_redraws_a_run_from_its_files(config, run_dir, capsys
     assert Path(capsys.readouterr().out.strip()) == run_dir / "report.html" and (run_dir / "report.html").exists()
     assert cli.main(["report", str(run_dir / "rollouts")]) == 1
     assert "holds no metrics" in capsys.readouterr().err
+
+
+def test_picture_and_report_are_renewed_while_the_run_goes_on(config, run_dir):
+    config.logger.report_period = 2
+    run = RunLog(config, run_dir)
+    for step in (1, 2, 3):
+        run.step(demo_row(step), demo_groups(step))
+    deadline = time.monotonic() + 300
+    while not (run_dir / "report.html").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert (run_dir / "rewards.png").read_bytes().startswith(b"\x89PNG")
+    steps = re.search(r"<p class=dim>(\d) steps", (run_dir / "report.html").read_text())
+    assert steps and steps[1] in "23"
+    run.close("stopped")
+    assert "<p class=dim>3 steps" in (run_dir / "report.html").read_text()
+    assert read_alerts(run_dir) == [] and not list(run_dir.glob("*.partial"))
+
+
+def test_a_drawing_under_way_is_not_begun_again_and_is_gone_after_the_end(run_dir, monkeypatch):
+    program = "import sys, time; open(sys.argv[1] + '/started', 'a').write('x'); time.sleep(600)"
+    monkeypatch.setattr(redraw, "_PROGRAM", program)
+    run_dir.mkdir()
+    drawing = redraw.Redraw(run_dir, 1, plot=True)
+    drawing.step(1)
+    process = drawing._process
+    deadline = time.monotonic() + 300
+    while not (run_dir / "started").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    for step in range(2, 20):
+        drawing.step(step)
+    assert drawing._process is process
+    drawing.close()
+    assert process.returncode == -9 and (run_dir / "started").read_text() == "x"
+
+
+def test_a_drawing_that_fails_is_an_alert_and_no_end(config, run_dir, monkeypatch):
+    monkeypatch.setattr(redraw, "_PROGRAM", "raise SystemExit(3)")
+    config.logger.report_period = 1
+    run = RunLog(config, run_dir)
+    run.step(demo_row(1))
+    run._redraw._process.wait()
+    run.step(demo_row(2))
+    run.close("complete")
+    (alert,) = read_alerts(run_dir)
+    assert "ended with status 3" in alert["text"] and (run_dir / "report.html").exists()
 
 
 def test_a_report_of_one_bare_row_still_draws(run_dir):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -28,6 +29,13 @@ def sample(version: int = 0, tokens: int = 3, environment: str = "toy", **change
 def test_staleness_is_the_age_of_the_weights_that_sampled(versions, mean, most):
     row = rollout_metrics([sample(version) for version in versions], version=4)
     assert (row["staleness/mean"], row["staleness/max"]) == (mean, most)
+
+
+def test_duplicates_are_samples_of_one_prompt_with_the_same_tokens():
+    other = Prompt("q", np.arange(2, dtype=np.int32), "q", "toy")
+    samples = [sample(), sample(), sample(tokens=2), sample(tokens=4)]
+    assert rollout_metrics(samples, version=0)["rollout/duplicates"] == 0.5
+    assert rollout_metrics([sample(), replace(sample(), prompt=other)], version=0)["rollout/duplicates"] == 0
 
 
 def test_a_trajectory_carries_version_log_probs_and_end_of_its_own_completion():
@@ -128,15 +136,20 @@ def test_metrics_of_a_step_are_means_over_its_tokens_and_maxima_over_its_updates
             "entropy": entropy * tokens,
             "parity_abs": gap * tokens,
             "parity_kl": 0.5 * gap * tokens,
+            "clipped": 0.5 * tokens,
+            "clipped_low": 0.125 * tokens,
         }
         return UpdateResult(
             loss=float(tokens), grad_norm=2.0 * tokens, lr=lr, skipped=False, sums=sums,
-            maxima={"ratio": ratio, "parity_abs": 3 * gap, "parity_prob": gap}, packing={"imbalance": 0.1 * tokens},
+            maxima={"ratio": ratio, "ratio_negated": ratio - 2, "parity_abs": 3 * gap, "parity_prob": gap},
+            packing={"imbalance": 0.1 * tokens},
         )  # fmt: skip
 
     results = [result(1, 1.0, 1.5, 0.1, 1e-3), result(3, 2.0, 1.2, 0.3, 2e-3)]
     row = update_metrics(results, on_policy=True)
     assert row["policy/entropy"] == pytest.approx(1.75) and row["policy/ratio_max"] == 1.5
+    assert row["policy/ratio_min"] == 0.5 and "policy/ratio_negated" not in row
+    assert (row["policy/clip_fraction"], row["policy/clip_low"], row["policy/clip_high"]) == (0.5, 0.125, 0.375)
     assert (row["loss"], row["grad_norm"], row["lr"]) == (2, 4, 2e-3)
     assert row["packing/imbalance"] == pytest.approx(0.2)
     assert row["parity/max_abs"] == pytest.approx(0.9) and row["parity/mean_abs"] == pytest.approx(0.25)
