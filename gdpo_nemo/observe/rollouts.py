@@ -26,6 +26,7 @@ if TYPE_CHECKING:  # pyarrow takes 0.2 s to import: commands that read no sample
 
 FOLDER = "rollouts"
 _NAME = re.compile(r"step_(\d+)\.(parquet|jsonl)")
+_VALIDATION = re.compile(r"validation_(\d+)\.parquet")
 _PARTIAL = ".partial"
 _TOKENS_AT_ONCE = 1 << 22
 """Tokens of a row group: what writer and readers hold beside the samples, some 50 MB."""
@@ -47,10 +48,22 @@ def rollout_files(run_dir: str | Path) -> Iterator[tuple[int, Path]]:
     yield from ((step, rollout_path(run_dir, step)) for step in sorted(found))
 
 
+def validation_path(run_dir: str | Path, step: int) -> Path:
+    """The file of the validation after ``step`` steps."""
+    return Path(run_dir) / FOLDER / f"validation_{step:04d}.parquet"
+
+
+def validation_files(run_dir: str | Path) -> Iterator[tuple[int, Path]]:
+    """(step, file) of every validation whose samples were written, in order."""
+    folder = Path(run_dir) / FOLDER
+    found = {int(match[1]): path for path in folder.glob("*_*") if (match := _VALIDATION.fullmatch(path.name))}
+    yield from sorted(found.items())
+
+
 def remove_rollouts_after(run_dir: str | Path, step: int) -> None:
     """Remove the files of later steps, which a resumed run will write again, and what a dead writer left."""
-    for path in (Path(run_dir) / FOLDER).glob("step_*"):
-        match = _NAME.fullmatch(path.name)
+    for path in (Path(run_dir) / FOLDER).glob("*_*"):
+        match = _NAME.fullmatch(path.name) or _VALIDATION.fullmatch(path.name)
         if (match and int(match[1]) > step) or path.suffix == _PARTIAL:
             path.unlink()
 

@@ -116,6 +116,15 @@ def values_of(column: pa.ChunkedArray | pa.Array) -> list[Any]:
     return [value for chunk in chunks for value in _chunk_values(chunk)]
 
 
+def with_half_pairs(texts: dict[str, list[str]], not_utf8: pa.ChunkedArray) -> dict[str, list[str]]:
+    """``texts`` by column, with those that UTF-8 could not hold as they were; ``not_utf8`` is the column of that name."""
+    for row, kept in enumerate(not_utf8.to_pylist()):
+        for name, text in json.loads(kept or "{}").items():
+            if name in texts:
+                texts[name][row] = text
+    return texts
+
+
 def _chunk_values(chunk: pa.Array) -> list[Any]:
     if pa.types.is_map(chunk.type):
         return [None if pairs is None else dict(pairs) for pairs in chunk.to_pylist()]
