@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 from pathlib import Path
 
 from gdpo_nemo.commands.arguments import terminal
@@ -41,11 +42,11 @@ def _seconds(text: str) -> float:
 
 def run(arguments: argparse.Namespace) -> int:
     """Write the page; serve it and follow the run where that is asked for."""
-    from gdpo_nemo.observe.inspector import server, site
+    from gdpo_nemo.observe.inspector import site_builder, site_server
 
     out = Path(arguments.out or Path(arguments.run_dir) / "inspect")
     with terminal().status("reading samples") as status:
-        built = site.build(
+        built = site_builder.build(
             arguments.run_dir, out, live=arguments.follow, report=lambda text: status.update(f"reading samples: {text}")
         )
     print(f"{built.page} ({built.samples:,} samples, {built.bytes / 1e6:,.1f} MB)")
@@ -54,14 +55,15 @@ def run(arguments: argparse.Namespace) -> int:
     address = built.page.resolve().as_uri()
     if not arguments.serve and not arguments.follow:
         return _open(address, arguments.open)
-    with server.serving(out, arguments.port if arguments.serve else None) as served:
+    with (
+        site_server.serving(out, arguments.port if arguments.serve else None) as served,
+        contextlib.suppress(KeyboardInterrupt),
+    ):
         if served:
             print(f"{served} (Ctrl-C ends it)", flush=True)
         _open(served or address, arguments.open)
-        try:
-            server.follow(arguments.run_dir, out, arguments.every if arguments.follow else None)
-        except KeyboardInterrupt:
-            return 0
+        site_server.follow(arguments.run_dir, out, arguments.every if arguments.follow else None)
+    return 0
 
 
 def _open(address: str, wanted: bool) -> int:

@@ -1,4 +1,5 @@
 """``rollouts/step_*.parquet``: every sample of a step with its rewards and advantage; a file a step, a row a sample.
+``validation_*.parquet`` beside it are alike, of the held-out prompts after so many steps.
 
 Parquet, compressed with zstd; ``sample_columns.SCHEMA`` says what the columns are. Numbers keep their bits, so a step
 can be computed again. A file appears whole or not at all. Older runs have ``step_*.jsonl``, one JSON object per sample,
@@ -76,15 +77,17 @@ def write_rollouts(
     step: int,
     groups: Sequence[Group],
     advantages: np.ndarray | None = None,
-    trainer_logprobs: Sequence[np.ndarray] | None = None,
+    trainer_logprobs: Sequence[np.ndarray | None] | None = None,
     terms: Mapping[str, np.ndarray] | None = None,
+    validation: bool = False,
 ) -> Path:
     """Write the trajectories of ``groups`` as the samples of a step.
 
     Args:
         advantages: [trajectories], in the order of the groups.
-        trainer_logprobs: per trajectory, [completion tokens], in the same order.
+        trainer_logprobs: per trajectory, [completion tokens], in the same order; None: not known of that one.
         terms: [trajectories] by component: its weighted share in the advantage.
+        validation: they are of held-out prompts, after ``step`` steps, and get a file beside the step's.
 
     Raises:
         ValueError: an argument has another length than there are trajectories.
@@ -94,7 +97,7 @@ def write_rollouts(
     for name, column in {**given, **(terms or {})}.items():
         if column is not None and len(column) != count:
             raise ValueError(f"{name}: {len(column)} entries for {count} trajectories")
-    path = Path(run_dir) / FOLDER / f"step_{step:04d}.parquet"
+    path = validation_path(run_dir, step) if validation else Path(run_dir) / FOLDER / f"step_{step:04d}.parquet"
     path.parent.mkdir(parents=True, exist_ok=True)
     with whole(path) as partial:
         _write_table(partial, _tables(groups, advantages, trainer_logprobs, terms))
@@ -104,7 +107,7 @@ def write_rollouts(
 def _tables(
     groups: Sequence[Group],
     advantages: np.ndarray | None,
-    trainer_logprobs: Sequence[np.ndarray] | None,
+    trainer_logprobs: Sequence[np.ndarray | None] | None,
     terms: Mapping[str, np.ndarray] | None,
 ) -> Iterator[pa.Table]:
     """Tables of whole groups, as many in each as make ``_TOKENS_AT_ONCE`` tokens."""

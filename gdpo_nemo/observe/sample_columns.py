@@ -60,14 +60,14 @@ def table_of(
     groups: Sequence[Group],
     advantages: np.ndarray | None = None,
     terms: Mapping[str, np.ndarray] | None = None,
-    trainer_logprobs: Sequence[np.ndarray] | None = None,
+    trainer_logprobs: Sequence[np.ndarray | None] | None = None,
 ) -> pa.Table:
     """The trajectories of ``groups`` as a table of ``SCHEMA``, one row each.
 
     Args:
         advantages: [trajectories], in the order of the groups.
         terms: by component, [trajectories].
-        trainer_logprobs: per trajectory, [completion tokens].
+        trainer_logprobs: per trajectory, [completion tokens]; None: not known.
     """
     samples = [trajectory for group in groups for trajectory in group.trajectories]
     prompts = [trajectory.prompt for trajectory in samples]
@@ -117,7 +117,7 @@ def values_of(column: pa.ChunkedArray | pa.Array) -> list[Any]:
 
 
 def with_half_pairs(texts: dict[str, list[str]], not_utf8: pa.ChunkedArray) -> dict[str, list[str]]:
-    """``texts`` by column, with those that UTF-8 could not hold as they were; ``not_utf8`` is the column of that name."""
+    """``texts`` by column, those that UTF-8 could not hold as they were, from the column ``not_utf8``."""
     for row, kept in enumerate(not_utf8.to_pylist()):
         for name, text in json.loads(kept or "{}").items():
             if name in texts:
@@ -146,6 +146,9 @@ def table_of_records(records: Iterable[Mapping[str, Any]], names: Sequence[str])
     rows = list(records)
     columns = []
     for name in names:
+        if name == "not_utf8":  # a JSON file holds such texts themselves
+            columns.append(_not_utf8({text: [record.get(text, "") for record in rows] for text in _TEXTS}, len(rows)))
+            continue
         values = [record.get(name, _WITHOUT[name]) if name in _WITHOUT else record[name] for record in rows]
         make = _FROM_JSON.get(name)
         columns.append(make(values) if make else pa.array(values, SCHEMA.field(name).type))

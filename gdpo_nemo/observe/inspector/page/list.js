@@ -3,16 +3,16 @@ const HEIGHT = 28;
 const SPARE = 10;
 
 function listColumns() {
-  const rewards = index.rewards.map((name, i) => ({ key: `reward${i}`, name, wide: '4.6rem', value: (row) => number(columns[`reward${i}`][row], 2) }));
+  const rewards = index.rewards.map((name, i) => ({ key: `reward${i}`, name, wide: '3.5rem', value: (row) => number(columns[`reward${i}`][row], 2) }));
   return [
-    { key: 'order', name: 'step', wide: '3.6rem', value: (row) => (columns.kind[row] ? 'v' : '') + columns.step[row] },
-    { key: 'group', name: 'group', wide: '4.2rem', value: (row) => `${columns.group[row]}/${columns.sample[row]}` },
-    { key: 'advantage', name: 'advantage', wide: '5.2rem', value: (row) => signed(columns.advantage[row], 2), paint: (row) => columns.advantage[row] / 2 },
-    ...rewards.slice(0, 5).map((reward) => ({ ...reward })),
-    { key: 'length', name: 'tokens', wide: '4.2rem', value: (row) => String(columns.length[row]) },
-    { key: 'outcome', name: 'outcome', wide: '5.4rem', value: (row) => index.names[0][columns.outcome[row]], bad: (row) => index.names[0][columns.outcome[row]] !== 'ok' },
-    { key: 'equal', name: 'alike', wide: '3.2rem', value: (row) => (columns.equal[row] > 1 ? String(columns.equal[row]) : '') },
-    { key: null, name: 'completion', wide: 'minmax(14rem, 1fr)', value: (row) => visible(snippets[row] || '').replace(/\n/g, '↵'), text: true },
+    { key: 'order', name: 'step', wide: '3.1rem', value: (row) => (columns.kind[row] ? 'v' : '') + columns.step[row] },
+    { key: 'group', name: 'group', wide: '3.7rem', value: (row) => `${columns.group[row]}/${columns.sample[row]}` },
+    { key: 'advantage', name: 'advantage', wide: '4.3rem', value: (row) => signed(columns.advantage[row], 2), paint: (row) => columns.advantage[row] / 2 },
+    ...rewards.slice(0, 5),
+    { key: 'length', name: 'tokens', wide: '3.3rem', value: (row) => String(columns.length[row]) },
+    { key: 'outcome', name: 'outcome', wide: '4.4rem', value: (row) => index.names[0][columns.outcome[row]], bad: (row) => index.names[0][columns.outcome[row]] !== 'ok' },
+    { key: 'equal', name: 'alike', wide: '2.6rem', value: (row) => (columns.equal[row] > 1 ? String(columns.equal[row]) : '') },
+    { key: null, name: 'completion', wide: 'minmax(12rem, 1fr)', value: (row) => visible(snippets[row] || '').replace(/\n/g, '↵'), text: true },
   ];
 }
 

@@ -134,6 +134,7 @@ function showToken(i) {
     ['advantage', now.written[i] ? number(now.advantage, 6) : '–'], ['weights', now.versions[i] < 0 ? '–' : now.versions[i]],
     ['written by', now.written[i] ? 'policy' : 'environment'],
   ];
+  $('values').className = '';
   $('values').replaceChildren(...values.flatMap(([name, value]) => {
     const shownValue = make('span', ` ${value}`, { 'data-value': name });
     return [make('b', name), shownValue];

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Iterator
 
 from gdpo_nemo.errors import ConfigError, GdpoError
-from gdpo_nemo.observe.inspector import site
+from gdpo_nemo.observe.inspector import site_builder
 
 HOST = "127.0.0.1"
 
@@ -69,17 +69,17 @@ def follow(run_dir: str | Path, out: Path, every: float | None) -> None:
     """Never return: wait, and with ``every`` seconds write the site anew whenever the run has other samples.
 
     Raises:
-        ConfigError, RunError: as ``site.build``, where the same files fail twice.
+        ConfigError, RunError: as ``site_builder.build``, where the same files fail twice.
     """
-    seen = site.stamp_of(run_dir)
+    seen = site_builder.stamp_of(run_dir)
     failed = ""
     while True:
         time.sleep(every or 3600)
-        stamp = site.stamp_of(run_dir)
+        stamp = site_builder.stamp_of(run_dir)
         if every is None or stamp == seen:
             continue
         try:
-            site.build(run_dir, out, live=True)
+            site_builder.build(run_dir, out, live=True)
             seen = stamp
         except GdpoError:  # files that went away meanwhile, as where a run resumes
             if stamp == failed:

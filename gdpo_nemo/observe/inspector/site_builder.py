@@ -25,7 +25,7 @@ from gdpo_nemo.errors import ConfigError, RunError
 from gdpo_nemo.observe.history import History
 from gdpo_nemo.observe.inspector import site_rows
 from gdpo_nemo.observe.inspector.site_shards import FOLDER, Scripts, TextShards, TokenShards, packed, spans_of
-from gdpo_nemo.observe.inspector.vocabulary import pieces_of, tokenizer_of
+from gdpo_nemo.observe.inspector.token_pieces import pieces_of, tokenizer_of
 from gdpo_nemo.observe.metrics import read_metrics
 from gdpo_nemo.observe.rollouts import rollout_files, validation_files
 
@@ -93,7 +93,9 @@ class Site:
     """What it lacks, or ""."""
 
 
-def build(run_dir: str | Path, out: str | Path, live: bool = False, report: Callable[[str], None] | None = None) -> Site:
+def build(
+    run_dir: str | Path, out: str | Path, live: bool = False, report: Callable[[str], None] | None = None
+) -> Site:
     """Write the site of a run into ``out``.
 
     Args:
@@ -264,7 +266,7 @@ def _curves(run_dir: Path) -> list[dict[str, Any]]:
     """Mean reward by component, and the keys that tell how a run goes: what was measured of them."""
     history = History.of(read_metrics(run_dir))
     keys = [(name, f"reward/{name}/mean") for name in history.components]
-    keys += [("entropy", "policy/entropy"), ("length", "rollout/mean_length"), ("gradient norm", "grad_norm")]
+    keys += [("entropy", "policy/entropy"), ("tokens", "rollout/mean_length"), ("gradient norm", "grad_norm")]
     found = []
     for name, key in keys:
         steps, values = history.curve(key)
