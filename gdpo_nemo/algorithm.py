@@ -173,6 +173,8 @@ class PreparedRollout:
     advantages: Advantages | TurnAdvantages
     updates: list[list[TrainSequence]]
     measured: dict[str, float]
+    trainer_logprobs: list[np.ndarray | None] | None = None
+    """Per trajectory, [completion tokens], as far as the trainer computed them; None: of none."""
 
 
 class GDPO(Algorithm):
@@ -221,7 +223,19 @@ class GDPO(Algorithm):
             if self.loss.reference_policy_kl_penalty:
                 for sequence, values in zip(update, self.policy.logprobs(update, reference=True)):
                     sequence.reference_logprobs = values
-        return PreparedRollout(batch, advantages, updates, measured)
+        return PreparedRollout(batch, advantages, updates, measured, self._known_logprobs(updates, several))
+
+    def _known_logprobs(self, updates: list[list[TrainSequence]], scored: bool) -> list[np.ndarray | None] | None:
+        """The trainer's log-probs at the start of the step: those that the updates refer to, where they are its own
+        (``scored``), and of the others where ``rollout.save_trainer_logprobs`` asks."""
+        sequences = [sequence for update in updates for sequence in update]
+        known = [sequence.old_logprobs if scored else None for sequence in sequences]
+        rollout = self.config.rollout
+        unknown = [place for place, values in enumerate(known) if values is None]
+        if unknown and rollout.save_trainer_logprobs and rollout.save_samples:
+            for place, values in zip(unknown, self.policy.logprobs([sequences[place] for place in unknown])):
+                known[place] = values
+        return known if any(values is not None for values in known) else None
 
     def updates(self, prepared: PreparedRollout) -> Iterator[list[TrainSequence]]:
         """The step's sequences, ``policy.train_global_batch_size`` at a time."""
@@ -253,7 +267,7 @@ class GDPO(Algorithm):
         found = prepared.advantages
         terms = dict(zip(found.names, found.components.numpy().T))
         by_turn = found.by_turn if isinstance(found, TurnAdvantages) else None
-        self.log.step(row, rollout.groups, found.values.numpy(), terms=terms, turn_advantages=by_turn)
+        self.log.step(row, rollout.groups, found.values.numpy(), prepared.trainer_logprobs, terms, by_turn)
         self.component_alerts.update(prepared.advantages.diagnostics.alerts, [t.rewards for t in rollout.trajectories])
 
     def _kl(self, rollout: Rollout) -> np.ndarray | None:

@@ -278,7 +278,7 @@ def _quiet(config: Config, out: Path) -> Config:
         config,
         run=replace(config.run, dir=str(out)),
         gdpo=replace(config.gdpo, val_period=0, val_at_start=False),
-        rollout=replace(config.rollout, save_samples=False),
+        rollout=replace(config.rollout, save_samples=False, save_trainer_logprobs=False),
         cluster=replace(config.cluster, env_nodes=0),
         checkpointing=replace(config.checkpointing, enabled=True, async_save=False),
         logger=LoggerConfig(console=config.logger.console, plot=config.logger.plot),

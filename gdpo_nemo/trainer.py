@@ -17,6 +17,7 @@ from gdpo_nemo.checkpoints import RunState
 from gdpo_nemo.config.layout import prompts_per_round, updates_per_step
 from gdpo_nemo.config.load import save_config
 from gdpo_nemo.config.schema import Config
+from gdpo_nemo.data.records import Group
 from gdpo_nemo.data.results import UpdateResult
 from gdpo_nemo.errors import NumericsFailed, present
 from gdpo_nemo.observe.journal import TrainedBatch
@@ -230,7 +231,7 @@ class Trainer:
         with waiting("validation", "rollouts"), phase("validation", self.stream.progress):
             groups = evaluated.result()
         row = {"step": step, **ask(self.algorithm, "validate", groups)}
-        self.log.validation(row)
+        self.log.validation(row, [group for group in groups if isinstance(group, Group)])
         self.state.metrics = {name: value for name, value in row.items() if name != "step"}
 
     def save(self) -> None:

@@ -106,6 +106,7 @@ EFFECTS = (
             "rollout.group_timeout_s",
             "rollout.replay_buffer.groups",
             "rollout.function",
+            "rollout.save_trainer_logprobs",
             "rollout.endpoint.enabled",
         ),
         samples,
@@ -192,6 +193,11 @@ EFFECTS = (
         ("rollout.kv",),
         lambda c: steps_ahead(c) > 0,
         "while no sample is under way when weights change (rollout.max_staleness is not above sync_every - 1)",
+    ),
+    Effect(
+        ("rollout.save_trainer_logprobs",),
+        lambda c: c.rollout.save_samples,
+        "while rollout.save_samples is false",
     ),
     Effect(
         ("rollout.min_valid",),

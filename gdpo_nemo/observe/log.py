@@ -103,7 +103,7 @@ class RunLog:
         row: Mapping[str, Any],
         groups: Sequence[Group] | None = None,
         advantages: np.ndarray | None = None,
-        trainer_logprobs: Sequence[np.ndarray] | None = None,
+        trainer_logprobs: Sequence[np.ndarray | None] | None = None,
         terms: Mapping[str, np.ndarray] | None = None,
         turn_advantages: Sequence[np.ndarray] | None = None,
     ) -> None:
@@ -125,9 +125,12 @@ class RunLog:
         self._try("report.html", self._redraw.step, row["step"])
         self._health.update(clean(row))
 
-    def validation(self, row: Mapping[str, Any]) -> None:
-        """Record a validation: ``step`` and ``validation/<component>``."""
+    def validation(self, row: Mapping[str, Any], groups: Sequence[Group] = ()) -> None:
+        """Record a validation: ``step`` and ``validation/<component>``, and its samples where there are any; of them
+        the same holds as of a step's."""
         self._record(row)
+        if groups and self._samples:
+            self._try("rollouts", self._samples.write, row["step"], groups, validation=True)
         if self._console:
             self._try("the console", self._console.validation, clean(row))
 

@@ -1,4 +1,5 @@
 """``rollouts/step_*.parquet``: every sample of a step with its rewards and advantage; a file a step, a row a sample.
+``validation_*.parquet`` beside it are alike, of the held-out prompts after so many steps.
 
 Parquet, compressed with zstd; ``sample_columns.SCHEMA`` says what the columns are. Numbers keep their bits, so a step
 can be computed again. A file appears whole or not at all. Older runs have ``step_*.jsonl``, one JSON object per sample,
@@ -26,6 +27,7 @@ if TYPE_CHECKING:  # pyarrow takes 0.2 s to import: commands that read no sample
 
 FOLDER = "rollouts"
 _NAME = re.compile(r"step_(\d+)\.(parquet|jsonl)")
+_VALIDATION = re.compile(r"validation_(\d+)\.parquet")
 _PARTIAL = ".partial"
 _TOKENS_AT_ONCE = 1 << 22
 """Tokens of a row group: what writer and readers hold beside the samples, some 50 MB."""
@@ -47,10 +49,22 @@ def rollout_files(run_dir: str | Path) -> Iterator[tuple[int, Path]]:
     yield from ((step, rollout_path(run_dir, step)) for step in sorted(found))
 
 
+def validation_path(run_dir: str | Path, step: int) -> Path:
+    """The file of the validation after ``step`` steps."""
+    return Path(run_dir) / FOLDER / f"validation_{step:04d}.parquet"
+
+
+def validation_files(run_dir: str | Path) -> Iterator[tuple[int, Path]]:
+    """(step, file) of every validation whose samples were written, in order."""
+    folder = Path(run_dir) / FOLDER
+    found = {int(match[1]): path for path in folder.glob("*_*") if (match := _VALIDATION.fullmatch(path.name))}
+    yield from sorted(found.items())
+
+
 def remove_rollouts_after(run_dir: str | Path, step: int) -> None:
     """Remove the files of later steps, which a resumed run will write again, and what a dead writer left."""
-    for path in (Path(run_dir) / FOLDER).glob("step_*"):
-        match = _NAME.fullmatch(path.name)
+    for path in (Path(run_dir) / FOLDER).glob("*_*"):
+        match = _NAME.fullmatch(path.name) or _VALIDATION.fullmatch(path.name)
         if (match and int(match[1]) > step) or path.suffix == _PARTIAL:
             path.unlink()
 
@@ -63,17 +77,19 @@ def write_rollouts(
     step: int,
     groups: Sequence[Group],
     advantages: np.ndarray | None = None,
-    trainer_logprobs: Sequence[np.ndarray] | None = None,
+    trainer_logprobs: Sequence[np.ndarray | None] | None = None,
     terms: Mapping[str, np.ndarray] | None = None,
     turn_advantages: Sequence[np.ndarray] | None = None,
+    validation: bool = False,
 ) -> Path:
     """Write the trajectories of ``groups`` as the samples of a step.
 
     Args:
         advantages: [trajectories], in the order of the groups.
-        trainer_logprobs: per trajectory, [completion tokens], in the same order.
+        trainer_logprobs: per trajectory, [completion tokens], in the same order; None: not known of that one.
         terms: [trajectories] by component: its weighted share in the advantage.
         turn_advantages: per trajectory, [turns], with ``gdpo.credit: turn``.
+        validation: they are of held-out prompts, after ``step`` steps, and get a file beside the step's.
 
     Raises:
         ValueError: an argument has another length than there are trajectories.
@@ -83,7 +99,7 @@ def write_rollouts(
     for name, column in {**given, **(terms or {})}.items():
         if column is not None and len(column) != count:
             raise ValueError(f"{name}: {len(column)} entries for {count} trajectories")
-    path = Path(run_dir) / FOLDER / f"step_{step:04d}.parquet"
+    path = validation_path(run_dir, step) if validation else Path(run_dir) / FOLDER / f"step_{step:04d}.parquet"
     path.parent.mkdir(parents=True, exist_ok=True)
     with whole(path) as partial:
         _write_table(partial, _tables(groups, advantages, trainer_logprobs, terms, turn_advantages))
@@ -93,7 +109,7 @@ def write_rollouts(
 def _tables(
     groups: Sequence[Group],
     advantages: np.ndarray | None,
-    trainer_logprobs: Sequence[np.ndarray] | None,
+    trainer_logprobs: Sequence[np.ndarray | None] | None,
     terms: Mapping[str, np.ndarray] | None,
     turn_advantages: Sequence[np.ndarray] | None,
 ) -> Iterator[pa.Table]:

@@ -68,7 +68,7 @@ def table_of(
     groups: Sequence[Group],
     advantages: np.ndarray | None = None,
     terms: Mapping[str, np.ndarray] | None = None,
-    trainer_logprobs: Sequence[np.ndarray] | None = None,
+    trainer_logprobs: Sequence[np.ndarray | None] | None = None,
     turn_advantages: Sequence[np.ndarray] | None = None,
 ) -> pa.Table:
     """The trajectories of ``groups`` as a table of ``SCHEMA``, one row each.
@@ -76,7 +76,7 @@ def table_of(
     Args:
         advantages: [trajectories], in the order of the groups.
         terms: by component, [trajectories].
-        trainer_logprobs: per trajectory, [completion tokens].
+        trainer_logprobs: per trajectory, [completion tokens]; None: not known.
         turn_advantages: per trajectory, [turns].
     """
     samples = [trajectory for group in groups for trajectory in group.trajectories]
@@ -137,6 +137,15 @@ def values_of(column: pa.ChunkedArray | pa.Array) -> list[Any]:
     return [value for chunk in chunks for value in _chunk_values(chunk)]
 
 
+def with_half_pairs(texts: dict[str, list[str]], not_utf8: pa.ChunkedArray) -> dict[str, list[str]]:
+    """``texts`` by column, those that UTF-8 could not hold as they were, from the column ``not_utf8``."""
+    for row, kept in enumerate(not_utf8.to_pylist()):
+        for name, text in json.loads(kept or "{}").items():
+            if name in texts:
+                texts[name][row] = text
+    return texts
+
+
 def _chunk_values(chunk: pa.Array) -> list[Any]:
     if pa.types.is_map(chunk.type):
         return [None if pairs is None else dict(pairs) for pairs in chunk.to_pylist()]
@@ -158,6 +167,9 @@ def table_of_records(records: Iterable[Mapping[str, Any]], names: Sequence[str])
     rows = list(records)
     columns = []
     for name in names:
+        if name == "not_utf8":  # a JSON file holds such texts themselves
+            columns.append(_not_utf8({text: [record.get(text, "") for record in rows] for text in _TEXTS}, len(rows)))
+            continue
         values = [record.get(name, _WITHOUT[name]) if name in _WITHOUT else record[name] for record in rows]
         make = _FROM_JSON.get(name)
         columns.append(make(values) if make else pa.array(values, SCHEMA.field(name).type))

@@ -48,9 +48,10 @@ class SampleWriter:
         step: int,
         groups: Sequence[Group],
         advantages: np.ndarray | None = None,
-        trainer_logprobs: Sequence[np.ndarray] | None = None,
+        trainer_logprobs: Sequence[np.ndarray | None] | None = None,
         terms: Mapping[str, np.ndarray] | None = None,
         turn_advantages: Sequence[np.ndarray] | None = None,
+        validation: bool = False,
     ) -> None:
         """Have the samples of ``step`` written, as ``write_rollouts`` does; wait where two steps are not yet.
 
@@ -60,7 +61,7 @@ class SampleWriter:
         start = time.monotonic()
         with self._changed:
             self._wait(lambda: len(self._steps) < _IN_HAND, f"the disk, for samples of step {step}")
-            self._steps.append((step, (groups, advantages, trainer_logprobs, terms, turn_advantages)))
+            self._steps.append((step, (groups, advantages, trainer_logprobs, terms, turn_advantages, validation)))
             if self._thread is None:
                 # A daemon: a driver that dies in another way than by ``close`` must not hang on its samples.
                 self._thread = threading.Thread(target=self._work, name="samples", daemon=True)

@@ -1,0 +1,75 @@
+"""``gdpo-nemo inspect``: a run's samples as a page, from step to group to sample to token."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+from pathlib import Path
+
+from gdpo_nemo.commands.arguments import terminal
+
+
+def add(commands) -> None:
+    """Register the command."""
+    command = commands.add_parser(
+        "inspect",
+        help="a run's samples as a page: search, filters, rewards, tokens with their values",
+        description="Writes a folder that works without a server and without a network: open its index.html.",
+    )
+    command.add_argument("run_dir", metavar="RUN_DIR", help="the folder of the run, finished or not")
+    command.add_argument("--out", metavar="DIR", help="default: inspect/ in the run's folder")
+    command.add_argument("--open", action="store_true", help="open the page in a browser")
+    command.add_argument("--serve", action="store_true", help="serve the page to this machine until Ctrl-C")
+    command.add_argument("--port", type=_port, default=0, metavar="N", help="of --serve; default: a free one")
+    command.add_argument("--follow", action="store_true", help="write it anew while the run goes on, until Ctrl-C")
+    command.add_argument("--every", type=_seconds, default=5.0, metavar="SECONDS", help="of --follow: %(default)g")
+    command.set_defaults(command=run)
+
+
+def _port(text: str) -> int:
+    port = int(text)
+    if not 0 <= port <= 65535:
+        raise argparse.ArgumentTypeError(f"must be between 0 and 65535, not {text}")
+    return port
+
+
+def _seconds(text: str) -> float:
+    seconds = float(text)
+    if not 1 <= seconds <= 3600:
+        raise argparse.ArgumentTypeError(f"must be between 1 and 3600, not {text}")
+    return seconds
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Write the page; serve it and follow the run where that is asked for."""
+    from gdpo_nemo.observe.inspector import site_builder, site_server
+
+    out = Path(arguments.out or Path(arguments.run_dir) / "inspect")
+    with terminal().status("reading samples") as status:
+        built = site_builder.build(
+            arguments.run_dir, out, live=arguments.follow, report=lambda text: status.update(f"reading samples: {text}")
+        )
+    print(f"{built.page} ({built.samples:,} samples, {built.bytes / 1e6:,.1f} MB)")
+    if built.note:
+        print(f"note: {built.note}")
+    address = built.page.resolve().as_uri()
+    if not arguments.serve and not arguments.follow:
+        return _open(address, arguments.open)
+    with (
+        site_server.serving(out, arguments.port if arguments.serve else None) as served,
+        contextlib.suppress(KeyboardInterrupt),
+    ):
+        if served:
+            print(f"{served} (Ctrl-C ends it)", flush=True)
+        _open(served or address, arguments.open)
+        site_server.follow(arguments.run_dir, out, arguments.every if arguments.follow else None)
+    return 0
+
+
+def _open(address: str, wanted: bool) -> int:
+    if wanted:
+        import webbrowser
+
+        if not webbrowser.open(address):
+            print(f"no browser found; open {address}")
+    return 0

@@ -1,0 +1,1 @@
+"""The inspector: a run's samples as a static site, from step to group to sample to token."""

@@ -1,0 +1,302 @@
+"""A run's samples as a folder of a page and its data: ``index.html`` and scripts that it loads when they are looked at.
+
+Works from the disk, without a server and without a network. Completions are untrusted text: the page has them from
+scripts that hold plain values, sets them as text only, and its policy (CSP) runs the one script that the page itself
+carries and what that loads, nothing else.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import hashlib
+import math
+import os
+from dataclasses import dataclass, field
+from importlib import resources
+from pathlib import Path
+from typing import Any, Callable
+
+import numpy as np
+
+from gdpo_nemo.config.saved_config import load_saved_config
+from gdpo_nemo.config.schema import Config
+from gdpo_nemo.errors import ConfigError, RunError
+from gdpo_nemo.observe.history import History
+from gdpo_nemo.observe.inspector import site_rows
+from gdpo_nemo.observe.inspector.site_shards import FOLDER, Scripts, TextShards, TokenShards, packed, spans_of
+from gdpo_nemo.observe.inspector.token_pieces import pieces_of, tokenizer_of
+from gdpo_nemo.observe.metrics import read_metrics
+from gdpo_nemo.observe.rollouts import rollout_files, validation_files
+
+PAGE = "index.html"
+SCRIPTS = ("data.js", "state.js", "list.js", "tokens.js", "sample.js", "curves.js", "page.js")
+"""In the order in which they are joined to the page's one script."""
+_SNIPPET = 90
+"""Characters of a completion in the list."""
+_KINDS = ("train", "validation")
+
+
+@dataclass
+class Index:
+    """What the page knows of every sample before it loads any: a column of numbers each."""
+
+    columns: dict[str, list[np.ndarray]] = field(default_factory=dict)
+    components: list[dict[str, np.ndarray]] = field(default_factory=list)
+    """By file: rewards and terms by ``reward NAME`` and ``term NAME``."""
+    names: dict[str, list[str]] = field(default_factory=lambda: {"outcome": [], "environment": [], "finish": []})
+    """What the codes of a column stand for."""
+    prompts: dict[str, int] = field(default_factory=dict)
+    rewards: list[str] = field(default_factory=list)
+    """Components, in the order in which they were first seen."""
+    snippets: list[str] = field(default_factory=list)
+    rows: int = 0
+
+    def add(self, **columns: np.ndarray) -> None:
+        """Append the samples of a file."""
+        for name, values in columns.items():
+            self.columns.setdefault(name, []).append(values)
+
+    def codes(self, kind: str, values: list[str]) -> np.ndarray:
+        """uint16 [samples]: the places of values in ``names``."""
+        names = self.names[kind]
+        names.extend(sorted(set(values) - set(names)))
+        place = {name: number for number, name in enumerate(names)}
+        return np.array([place[value] for value in values], np.uint16)
+
+    def packed(self) -> dict[str, list[str]]:
+        """Every column as its kind and its bytes; those of components by their number."""
+        found = {name: np.concatenate(parts) for name, parts in self.columns.items()}
+        for number, name in enumerate(self.rewards):
+            for kind in ("reward", "term"):
+                found[f"{kind}{number}"] = self._component(f"{kind} {name}")
+        return {name: [values.dtype.name, packed(values)] for name, values in found.items()}
+
+    def _component(self, key: str) -> np.ndarray:
+        lengths = [len(part) for part in self.columns["step"]]
+        parts = [
+            found.get(key, np.full(length, np.nan)).astype(np.float32)
+            for found, length in zip(self.components, lengths, strict=True)
+        ]
+        return np.concatenate(parts)
+
+
+@dataclass(frozen=True)
+class Site:
+    """What ``build`` wrote."""
+
+    page: Path
+    samples: int
+    bytes: int
+    """Of the scripts, on the disk."""
+    note: str
+    """What it lacks, or ""."""
+
+
+def build(
+    run_dir: str | Path, out: str | Path, live: bool = False, report: Callable[[str], None] | None = None
+) -> Site:
+    """Write the site of a run into ``out``.
+
+    Args:
+        live: the page looks every few seconds whether it was written anew.
+        report: hears how far it is, file by file.
+
+    Raises:
+        ConfigError: the run holds no samples. RunError: a file of it is damaged, or the site cannot be written.
+    """
+    run_dir = Path(run_dir)
+    out = Path(out)
+    if not run_dir.is_dir():
+        raise ConfigError(f"{run_dir} is no folder of a run")
+    files = _files(run_dir)
+    if not files:
+        raise ConfigError(f"{run_dir} holds no samples (rollout.save_samples writes them)")
+    config, note = _config(run_dir)
+    try:
+        scripts = Scripts(out / FOLDER)
+        index, used, starts = _write_samples(files, scripts, dict(config.gdpo.rewards) if config else {}, report)
+        note = note or _write_vocabulary(scripts, run_dir, config, used)
+        scripts.write("snippets", index.snippets)
+        scripts.write("index", _index(run_dir, index, starts, live))
+        scripts.write("stamp", _stamp(files))
+        scripts.remove_others()
+        _write_page(out / PAGE, run_dir.resolve().name)
+        size = sum(path.stat().st_size for path in (out / FOLDER).glob("*.js"))
+    except OSError as error:
+        raise RunError(f"{out} cannot be written: {error.strerror or error}") from None
+    return Site(out / PAGE, index.rows, size, note)
+
+
+def stamp_of(run_dir: str | Path) -> str:
+    """Another text once a run has other samples."""
+    return _stamp(_files(Path(run_dir)))
+
+
+def _files(run_dir: Path) -> list[tuple[int, int, Path]]:
+    """Place in ``_KINDS``, step and file."""
+    found = [(0, step, path) for step, path in rollout_files(run_dir)]
+    return found + [(1, step, path) for step, path in validation_files(run_dir)]
+
+
+def _stamp(files: list[tuple[int, int, Path]]) -> str:
+    seen = []
+    for kind, step, path in files:
+        with contextlib.suppress(FileNotFoundError):  # a run that resumes has removed it
+            found = path.stat()
+            seen.append((kind, step, found.st_mtime_ns, found.st_size))
+    return hashlib.sha256(repr(seen).encode()).hexdigest()[:16]
+
+
+def _config(run_dir: Path) -> tuple[Config | None, str]:
+    try:
+        return load_saved_config(run_dir / "config.yaml"), ""
+    except ConfigError as error:
+        return None, f"{error}; so tokens have no text, and what GRPO would have given is not known"
+
+
+def _write_samples(
+    files: list[tuple[int, int, Path]],
+    scripts: Scripts,
+    weights: dict[str, float],
+    report: Callable[[str], None] | None,
+) -> tuple[Index, np.ndarray, dict[str, list[int]]]:
+    """Write the shards; the index, the token ids that occur, and the first rows of the shards."""
+    index = Index()
+    texts = TextShards(scripts)
+    tokens = TokenShards(scripts)
+    used = np.zeros(0, np.int32)
+    for number, (kind, step, path) in enumerate(files, 1):
+        table = site_rows.read_samples(path)
+        if table.num_rows:
+            found = site_rows.tokens_of(table, path)
+            _add_numbers(index, table, found, kind, step, weights)
+            _add_texts(texts, table, index)
+            tokens.add(found)
+            used = np.union1d(used, found.ids)
+        if report:
+            report(f"{number} of {len(files)} files, {index.rows:,} samples")
+    texts.close()
+    tokens.close()
+    if not index.rows:
+        raise ConfigError(f"{files[0][2].parent} holds no samples")
+    return index, used.astype(np.int32), {"text": texts.starts, "tokens": tokens.starts}
+
+
+def _add_numbers(
+    index: Index, table: Any, tokens: site_rows.Tokens, kind: int, step: int, weights: dict[str, float]
+) -> None:
+    count = table.num_rows
+    rewards = site_rows.map_columns(table.column("rewards"))
+    terms = site_rows.map_columns(table.column("terms"))
+    index.rewards.extend(name for name in {**rewards, **terms} if name not in index.rewards)
+    index.components.append(
+        {f"reward {name}": values for name, values in rewards.items()}
+        | {f"term {name}": values for name, values in terms.items()}
+    )
+    groups = site_rows.groups_of(table)
+    outcomes = table.column("outcome").to_pylist()
+    prompts = [index.prompts.setdefault(name, len(index.prompts)) for name in table.column("prompt_id").to_pylist()]
+    index.add(
+        kind=np.full(count, kind, np.uint8),
+        step=np.full(count, step, np.int32),
+        group=groups,
+        sample=table.column("sample_index").to_numpy().astype(np.int32),
+        prompt=np.array(prompts, np.int32),
+        outcome=index.codes("outcome", outcomes),
+        environment=index.codes("environment", table.column("environment").to_pylist()),
+        finish=index.codes("finish", table.column("finish_reason").to_pylist()),
+        turns=table.column("turns").to_numpy().astype(np.int32),
+        length=tokens.lengths.astype(np.int32),
+        equal=site_rows.equal_completions(table, groups),
+        advantage=table.column("advantage").to_numpy(zero_copy_only=False).astype(np.float32),
+        grpo=site_rows.summed_advantages(rewards, groups, outcomes, weights),
+        logprob=site_rows.means_of(tokens.logprobs, tokens),
+        gap=site_rows.largest_gaps(tokens),
+    )
+    index.rows += count
+
+
+def _add_texts(shards: TextShards, table: Any, index: Index) -> None:
+    from gdpo_nemo.observe.sample_columns import values_of, with_half_pairs
+
+    names = ("prompt_id", "prompt", "completion", "detail")
+    texts = with_half_pairs({name: table.column(name).to_pylist() for name in names}, table.column("not_utf8"))
+    maps = [
+        [[row.get(name) for name in index.rewards] if row else None for row in values_of(table.column(key))]
+        for key in ("rewards", "terms")
+    ]
+    columns = (
+        *(texts[name] for name in names),
+        table.column("extra").to_pylist(),
+        *maps,
+        table.column("advantage").to_pylist(),
+        table.column("policy_version").to_pylist(),
+        spans_of(table.column("spans").to_pylist()),
+    )
+    for row in zip(*columns, strict=True):
+        shards.add(*row)
+    index.snippets.extend(text[:_SNIPPET] for text in texts["completion"])
+
+
+def _write_vocabulary(scripts: Scripts, run_dir: Path, config: Config | None, used: np.ndarray) -> str:
+    """Write what tokens stand for; a note where that is not known."""
+    tokenizer, why = tokenizer_of(run_dir, config) if config else (None, "")
+    pieces = pieces_of(used, tokenizer) if tokenizer is not None else []
+    scripts.write("vocabulary", {"ids": packed(used), "pieces": pieces})
+    return f"{why}: tokens are shown by their numbers" if why else ""
+
+
+def _index(run_dir: Path, index: Index, starts: dict[str, list[int]], live: bool) -> dict[str, Any]:
+    curves = _curves(run_dir)
+    return {
+        "run": run_dir.resolve().name,
+        "rows": index.rows,
+        "kinds": _KINDS,
+        "rewards": index.rewards,
+        "names": [index.names["outcome"], index.names["environment"], index.names["finish"]],
+        "columns": index.packed(),
+        "starts": [starts["text"], starts["tokens"]],
+        "curves": curves,
+        "live": live,
+    }
+
+
+def _curves(run_dir: Path) -> list[dict[str, Any]]:
+    """Mean reward by component, and the keys that tell how a run goes: what was measured of them."""
+    history = History.of(read_metrics(run_dir))
+    keys = [(name, f"reward/{name}/mean") for name in history.components]
+    keys += [("entropy", "policy/entropy"), ("tokens", "rollout/mean_length"), ("gradient norm", "grad_norm")]
+    found = []
+    for name, key in keys:
+        steps, values = history.curve(key)
+        points = [(step, value) for step, value in zip(steps, values) if math.isfinite(value)]
+        if len(points) > 1:
+            found.append({"name": name, "steps": [step for step, _ in points], "values": [v for _, v in points]})
+    return found
+
+
+def _write_page(path: Path, run: str) -> None:
+    from jinja2 import Environment
+
+    folder = resources.files("gdpo_nemo.observe.inspector") / "page"
+    style = (folder / "page.css").read_text("utf-8")
+    script = "'use strict';\n(() => {\n" + "".join((folder / n).read_text("utf-8") for n in SCRIPTS) + "})();\n"
+    template = Environment(autoescape=True).from_string((folder / "page.html.j2").read_text("utf-8"))
+    page = template.render(run=run, style=style, script=script, policy=_policy(style, script))
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(page, encoding="utf-8", errors="replace")
+    os.replace(partial, path)
+
+
+def _policy(style: str, script: str) -> str:
+    """The page's Content-Security-Policy. ``strict-dynamic`` lets the page's own script load the data, also from the
+    disk, where 'self' means nothing."""
+
+    def digest(text: str) -> str:
+        return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+    return (
+        f"default-src 'none'; script-src {digest(script)} 'strict-dynamic'; style-src {digest(style)}; "
+        "base-uri 'none'; form-action 'none'"
+    )
