@@ -23,7 +23,7 @@ from gdpo_nemo.config.schema import Config
 from gdpo_nemo.config.transports import chosen_transport
 from gdpo_nemo.data.records import Prompt
 from gdpo_nemo.data.splits import wanted_splits
-from gdpo_nemo.endings import answered_by, leave_lost_terminal
+from gdpo_nemo.endings import answered_by, leave_lost_terminal, raw_lines_in
 from gdpo_nemo.environments.execution.dispatch import EnvironmentPools
 from gdpo_nemo.errors import GdpoError, InfrastructureFailed, present
 from gdpo_nemo.inputs import Inputs, read_inputs
@@ -49,6 +49,10 @@ if TYPE_CHECKING:  # their imports take seconds, which a config that is refused 
     from gdpo_nemo.cluster.reservation import Placement
     from gdpo_nemo.cluster.weight_sync import WeightSync
     from gdpo_nemo.environments.execution.executor import EnvironmentExecutor
+
+
+RAW_LINES = "driver.log"
+"""File of the run folder with what Ray and others wrote on the driver's standard error."""
 
 
 @dataclass
@@ -155,6 +159,7 @@ def run_context(config: Config, begin: float | None = None) -> Iterator[RunCompo
         parts = RunComponents(config, run_dir, log, stop, start.checkpoints, start.state, limit, inputs.held_out)
         status = StatusFile(run_dir, parts.describe)
         stack.callback(lambda: status.close(outcome[0]))
+        stack.enter_context(raw_lines_in(run_dir / RAW_LINES))
         try:
             _start_processes(parts, stack, inputs, start.path, begin, partial(_end_without_ray, parts, status))
             if start.changes:

@@ -61,3 +61,28 @@ def test_a_second_signal_by_a_person_ends_the_run_at_once(number):
     with pytest.raises(SystemExit) as ended:
         stop(signal.SIGINT, None)
     assert ended.value.code == 128 + signal.SIGINT
+
+
+RAW = """
+import os, subprocess, sys
+from pathlib import Path
+from gdpo_nemo.endings import raw_lines_in
+with raw_lines_in(Path(sys.argv[1])):
+    os.write(2, b"of a library\\n")
+    subprocess.run(["sh", "-c", "echo of a child >&2"])
+    print("of ours", file=sys.stderr)
+print("after", file=sys.stderr)
+os.write(2, b"after, raw\\n")
+with raw_lines_in(Path(sys.argv[2])):
+    pass
+"""
+
+
+def test_what_libraries_write_on_standard_error_goes_to_a_file_and_not_to_the_terminal(tmp_path):
+    files = [tmp_path / "raw", tmp_path / "none"]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[1])}
+    done = subprocess.run(
+        [sys.executable, "-c", RAW, *map(str, files)], env=environment, capture_output=True, text=True, check=True
+    )
+    assert done.stderr == "of ours\nafter\nafter, raw\n"
+    assert files[0].read_text() == "of a library\nof a child\n" and not files[1].exists()

