@@ -366,7 +366,6 @@ def test_on_unconnected_rounds_credit_by_turn_learns_more_than_by_sequence():
     settings = config("gdpo.rewards={a: 1}", "gdpo.discount=0.0")
     ours = [learnt(settings, seed, rounds=8) for seed in range(4)]
     theirs = [learnt(by_sequence(settings), seed, rounds=8) for seed in range(4)]
-    print(ours, theirs)
     assert min(ours) > 1.5 * max(theirs)
 
 
