@@ -94,7 +94,7 @@ if how == "before its port is known":  # the first one sleeps in the place of a 
     services.GCS_SERVER_EXECUTABLE = script
 if how == "when it is asked":
     Node._init_gcs_client = connect_to_the_suspended
-    local_ray._START_LIMIT_S = 30
+    local_ray._START_LIMIT_S = 60
 try:
     with started.session(ClusterConfig()):
         print(started.ray.is_initialized(), [child.is_running() for child in silent])
