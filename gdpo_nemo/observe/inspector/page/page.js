@@ -85,7 +85,12 @@ async function runSearch() {
     if (share < 1) $('count').textContent += `, ${Math.round(100 * share)} % searched`;
   };
   try {
-    if (await search(state.query, note)) refresh();
+    const query = state.query;
+    delete document.body.dataset.searched;
+    if (await search(query, note)) {
+      refresh();
+      document.body.dataset.searched = query;
+    }
   } catch (error) {
     $('count').textContent = error.message;
   }
@@ -95,11 +100,9 @@ let typing = 0;
 
 function onSearch() {
   clearTimeout(typing);
-  typing = setTimeout(() => {
-    state.query = $('search').value;
-    replaceHash();
-    runSearch();
-  }, 250);
+  state.query = $('search').value;
+  replaceHash();
+  typing = setTimeout(runSearch, 250);
 }
 
 const inGroup = (by) => {
