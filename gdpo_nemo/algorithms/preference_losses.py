@@ -217,4 +217,5 @@ def _metrics(
         "logps_rejected": (values * ~chosen).sum(),
         "chosen": of_won.sum(),
         "rejected": of_lost.sum(),
+        "pairs": (both[place] * of_pair).sum(),
     }

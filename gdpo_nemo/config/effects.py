@@ -8,13 +8,15 @@ this run (validation, checkpoints) are only noted: turning a feature off should 
 
 from __future__ import annotations
 
+from dataclasses import fields
 from functools import partial
 from typing import Any, Callable, Iterator, Mapping, NamedTuple
 
 from gdpo_nemo.algorithms.losses import LOSSES
 from gdpo_nemo.algorithms.offpolicy import CORRECTIONS
 from gdpo_nemo.algorithms.own_functions import correction_entry, loss_entry
-from gdpo_nemo.config.algorithm_choice import samples
+from gdpo_nemo.algorithms.preference_settings import PreferenceSettings
+from gdpo_nemo.config.algorithm_choice import PREFERENCES, rows_of, samples
 from gdpo_nemo.config.rollout_bounds import steps_ahead
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.config.transports import chosen_transport, declared
@@ -103,6 +105,24 @@ EFFECTS = (
         ),
         samples,
         "with an algorithm that does not sample",
+    ),
+    Effect(
+        ("loss_fn.type", "loss_fn.reference_policy_kl_penalty", "loss_fn.entropy_bonus", "loss_fn.old_logprobs"),
+        lambda c: rows_of(c) is None,
+        "with an algorithm that brings its own loss (sft, and those of the section preference)",
+    ),
+    Effect(
+        tuple(f"preference.{field.name}" for field in fields(PreferenceSettings)),
+        lambda c: c.algorithm.type in PREFERENCES,
+        f"unless algorithm.type is one of {', '.join(PREFERENCES)}",
+    ),
+    *(
+        Effect(
+            (f"data.{split}.type", f"data.{split}.train_on"),
+            lambda c: rows_of(c) is not None,
+            "with an algorithm that reads no answers from the data",
+        )
+        for split in ("train", "validation")
     ),
     *_read_by_some("loss_fn", LOSSES, _loss_reads),
     Effect(

@@ -44,6 +44,8 @@ class Share:
     """float64 [sequences]"""
     columns: dict[str, np.ndarray]
     """[completion tokens of all sequences] for each further field of ``TrainSequence`` that the sequences have."""
+    pairs: np.ndarray | None = None
+    """int64 [sequences]: as ``TrainSequence.pair``; None: there are no pairs."""
     shared: np.ndarray | None = None
     """int64 [sequences]: leading tokens that the sequence before it in its micro-batch computes; None: none."""
 
@@ -75,6 +77,7 @@ class Share:
             advantages=np.array([s.advantage for s in mine], np.float64),
             weights=np.array([s.weight for s in mine], np.float64),
             columns=columns,
+            pairs=np.array([s.pair for s in mine], np.int64) if any(s.pair for s in mine) else None,
             shared=None if shared is None else np.array([shared[i] for i in places], np.int64),
         )
 
@@ -96,6 +99,7 @@ class Share:
                 completion_ids=completion,
                 advantage=float(self.advantages[i]),
                 weight=float(self.weights[i]),
+                pair=0 if self.pairs is None else int(self.pairs[i]),
                 shared=0 if self.shared is None else int(self.shared[i]),
                 **{name: part[i] for name, part in parts.items()},
             )
