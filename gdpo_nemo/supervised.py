@@ -105,12 +105,10 @@ class PreferenceTuning(Algorithm):
     def prepare(self, batch: PromptBatch) -> PreparedPairs:
         """The sequences of each update, with log-probs of the starting model where the objective asks for them."""
         updates = _updates(_numbered(batch.prompts), self.config)
-        kl = [0.0] * len(updates)
-        for number, update in enumerate(updates):
-            if self._reference:
-                for sequence, values in zip(update, self.policy.logprobs(update, reference=True)):
-                    sequence.reference_logprobs = values
-        return PreparedPairs(updates, kl)
+        for update in updates if self._reference else ():
+            for sequence, values in zip(update, self.policy.logprobs(update, reference=True)):
+                sequence.reference_logprobs = values
+        return PreparedPairs(updates, [0.0] * len(updates))
 
     def updates(self, prepared: PreparedPairs) -> Iterator[list[TrainSequence]]:
         """The sequences of each update; what the ranks are told of it is ``loss``."""

@@ -142,7 +142,7 @@ def preference_loss(
     found = _sums(logprobs.detach(), fields, place, chosen, update, reduce)
     leaves = [found.chosen.requires_grad_(), found.rejected.requires_grad_()]
     with torch.enable_grad():
-        # A place without tokens is of a pair that is elsewhere; its values are those of no tokens and count for nothing.
+        # A place without tokens is of a pair that another micro-batch has: it counts for nothing.
         there = (found.chosen_tokens + found.rejected_tokens) > 0
         losses = preference_losses(_harmless(found, there), update)
         each = torch.where(there, losses, torch.zeros_like(losses)) / update.count

@@ -112,6 +112,11 @@ EFFECTS = (
         "with an algorithm that brings its own loss (sft, and those of the section preference)",
     ),
     Effect(
+        ("gdpo.num_generations_per_prompt",),
+        lambda c: rows_of(c) is None,
+        "with an algorithm whose rows say how many answers they have",
+    ),
+    Effect(
         tuple(f"preference.{field.name}" for field in fields(PreferenceSettings)),
         lambda c: c.algorithm.type in PREFERENCES,
         f"unless algorithm.type is one of {', '.join(PREFERENCES)}",

@@ -45,9 +45,9 @@ class AlgorithmConfig:
 
     type: str = "gdpo"
     """gdpo: samples, rewards and policy gradients, as the sections gdpo and loss_fn say. sft: cross-entropy of the
-    data's answers. dpo, kto, orpo, simpo, cpo: preferences, as the section preference says. Or a class of your own by its
-    place, `file.py:Name` (see `examples/custom_sft.py`); one with `samples = False` needs no engines, no environments
-    and no gdpo.rewards."""
+    data's answers. dpo, kto, orpo, simpo, cpo: preferences, as the section preference says. Or a class of your own by
+    its place, `file.py:Name` (see `examples/custom_sft.py`). One with `samples = False`, as all built-in ones but gdpo,
+    needs no engines, no environments and no gdpo.rewards."""
     options: Dict[str, Any] = field(default_factory=dict)
     """Options of a class of your own, which reads them from the config."""
 

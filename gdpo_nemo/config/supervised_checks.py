@@ -28,7 +28,8 @@ def check_supervised(config: Config) -> None:
             raise ConfigError(f"data.{split}.train_on: {name} compares whole answers; leave it out")
     if config.policy.generation.temperature != 1:
         raise ConfigError(
-            f"policy.generation.temperature: must be 1 with algorithm {name}, which trains the model's own probabilities"
+            f"policy.generation.temperature: must be 1 with algorithm {name}, whose losses are of the model's own "
+            "probabilities"
         )
     if config.policy.skip_zero_advantage:
         raise ConfigError(f"policy.skip_zero_advantage: algorithm {name} has no advantages")

@@ -140,7 +140,10 @@ class Policy:
     # -- update -------------------------------------------------------------------------------------------------
 
     def train(
-        self, sequences: Sequence[TrainSequence], micro_batches: Sequence[Sequence[int]], settings: LossSettings | PreferenceUpdate
+        self,
+        sequences: Sequence[TrainSequence],
+        micro_batches: Sequence[Sequence[int]],
+        settings: LossSettings | PreferenceUpdate,
     ) -> UpdateResult:
         """One optimizer update.
 

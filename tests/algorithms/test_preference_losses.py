@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -205,6 +206,18 @@ def test_kto_equals_trl_with_its_estimate_of_the_kl(seed, shift):
     check_equal(ours(batch, update), theirs(batch, loss))
 
 
+def share_of_sums(batch, update, mine):
+    """What a rank with these tokens brings to the sums."""
+    found = []
+
+    def note(partial):
+        found.append(partial.clone())
+        return partial
+
+    ours(batch, update, mine, note)
+    return found[0]
+
+
 @pytest.mark.parametrize("kind", LOSS_TYPES)
 @given(seed=SEEDS)
 def test_cutting_pairs_into_micro_batches_and_over_ranks_changes_nothing(kind, seed):
@@ -217,16 +230,9 @@ def test_cutting_pairs_into_micro_batches_and_over_ranks_changes_nothing(kind, s
     rank = torch.rand(len(batch.owner), generator=draw) < 0.4
     parts = []
     for micro_batch in (cut, ~cut):
-        shares = []
-        for mine in (rank, ~rank):  # a rank's part of the sums, which its peer is to be given
-
-            def note(partial):
-                shares.append(partial.clone())
-                return partial
-
-            ours(batch, update, micro_batch & mine, note)
-        total = shares[0] + shares[1]
-        parts += [ours(batch, update, micro_batch & mine, lambda _: total.clone()) for mine in (rank, ~rank)]
+        total = sum(share_of_sums(batch, update, micro_batch & mine) for mine in (rank, ~rank))
+        reduce = partial(lambda total, own: total.clone(), total)
+        parts += [ours(batch, update, micro_batch & mine, reduce) for mine in (rank, ~rank)]
     gradient = sum(torch.zeros_like(whole[1]) if part[1] is None else part[1] for part in parts)
     check_equal((sum(part[0] for part in parts), gradient), whole[:2])
     for name, value in whole[2].items():
