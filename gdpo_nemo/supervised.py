@@ -115,7 +115,7 @@ class PreferenceTuning(Algorithm):
         for number, update in enumerate(prepared.updates):
             if self.kind == "kto":
                 prepared.kl[number] = self._kl(update)
-            self.loss = self._told(update, prepared.kl[number])  # type: ignore[assignment]  # the policy takes either
+            self.loss = self._told(update, prepared.kl[number])
             yield update
 
     def metrics(self, prepared: PreparedPairs, results: Sequence[UpdateResult], version: int) -> dict[str, float]:

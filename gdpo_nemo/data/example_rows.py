@@ -60,8 +60,8 @@ class ExampleReader:
             found = self._read(row)
         except _Wrong as wrong:
             raise ConfigError(f"data.{self._split}: row {index}: {wrong}") from None
-        rest = {name: row[name] for name in ("tools", "chat_template_kwargs") if name in row}
-        made = []
+        rest: Row = {name: row[name] for name in ("tools", "chat_template_kwargs") if name in row}
+        made: list[Row] = []
         for example in found:
             name = f"{row['id']}{'' if len(found) == 1 else ('/rejected', '/chosen')[example.answers[0][1] > 0]}"
             made.append({**rest, "id": name, "prompt": example.prompt, "answers": example.answers})
