@@ -12,6 +12,7 @@ from dataclasses import fields
 from functools import partial
 from typing import Any, Callable, Iterator, Mapping, NamedTuple
 
+from gdpo_nemo.algorithms.loss_settings import LossSettings
 from gdpo_nemo.algorithms.losses import LOSSES
 from gdpo_nemo.algorithms.offpolicy import CORRECTIONS
 from gdpo_nemo.algorithms.own_functions import correction_entry, loss_entry
@@ -47,6 +48,8 @@ def _reads_file(split: str, config: Config) -> bool:
 _VLLM = "policy.generation.vllm_cfg"
 _MEGATRON = "policy.megatron_cfg"
 _OFF_POLICY = "loss_fn.off_policy"
+_SECTIONS = ("off_policy", "aggregation")
+"""Of `loss_fn`: what supervised training reads, or what holds further keys."""
 
 
 def _loss_reads(config: Config) -> tuple[str, ...]:
@@ -107,9 +110,14 @@ EFFECTS = (
         "with an algorithm that does not sample",
     ),
     Effect(
-        ("loss_fn.type", "loss_fn.reference_policy_kl_penalty", "loss_fn.entropy_bonus", "loss_fn.old_logprobs"),
+        (*(f"loss_fn.{f.name}" for f in fields(LossSettings) if f.name not in _SECTIONS), f"{_OFF_POLICY}.mode"),
         lambda c: rows_of(c) is None,
         "with an algorithm that brings its own loss (sft, and those of the section preference)",
+    ),
+    Effect(
+        ("loss_fn.aggregation",),
+        lambda c: c.algorithm.type not in PREFERENCES,
+        "with the algorithms of the section preference, whose mean is over pairs or answers",
     ),
     Effect(
         ("gdpo.num_generations_per_prompt",),

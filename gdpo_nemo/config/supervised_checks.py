@@ -31,6 +31,8 @@ def check_supervised(config: Config) -> None:
             f"policy.generation.temperature: must be 1 with algorithm {name}, whose losses are of the model's own "
             "probabilities"
         )
+    if config.loss_fn.aggregation == "constant":
+        raise ConfigError(f"loss_fn.aggregation: constant is a mean over samples of one limit, which {name} has not")
     if config.policy.skip_zero_advantage:
         raise ConfigError(f"policy.skip_zero_advantage: algorithm {name} has no advantages")
     if name in PREFERENCES:

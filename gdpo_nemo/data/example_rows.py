@@ -47,11 +47,13 @@ class ExampleReader:
     Args:
         kind: ``sft``, ``pairs`` or ``single`` (KTO).
         how: ``data.<split>.type``, checked by ``config.example_types``.
+        prompt_key: column of the prompt in TRL's forms where it has another name.
     """
 
-    def __init__(self, split: str, kind: str, how: Any):
+    def __init__(self, split: str, kind: str, how: Any, prompt_key: str | None = None):
         self._split = split
         self._kind = kind
+        self._prompt_key = prompt_key
         self._read = self._reader(how)
 
     def __call__(self, index: int, row: Row) -> list[Row]:
@@ -71,9 +73,14 @@ class ExampleReader:
         if isinstance(how, Mapping):
             return lambda row: self._examples(self._user_defined(row, how))
         if how is None:
-            return lambda row: self._examples(_of_trl(row, self._kind))
+            return lambda row: self._examples(_of_trl(self._with_prompt(row), self._kind))
         prefix, _, form = str(how).partition(".")
         return lambda row: self._examples(self._of_axolotl(row, prefix, form or "default"))
+
+    def _with_prompt(self, row: Row) -> Row:
+        if self._prompt_key is None:
+            return row
+        return {**row, "prompt": _needed(row, self._prompt_key, (str, list))}
 
     def _examples(self, row: Row) -> list[RawExample]:
         """From the columns of TRL."""

@@ -61,7 +61,7 @@ class ExampleSource(PromptSource):
         rows: list[Row] | None = None,
     ):
         rows = load_rows(dataset, environments, split, seed) if rows is None else rows
-        read = ExampleReader(split, kind, dataset.type)
+        read = ExampleReader(split, kind, dataset.type, dataset.prompt_key)
         literal = isinstance(dataset.type, Mapping) or str(dataset.type).startswith(("chatml.", "llama3."))
         chat = False if literal else dataset.chat
         spoken = bool(getattr(tokenizer, "chat_template", None)) if chat is None else chat
@@ -105,7 +105,7 @@ def check_rows(config: Config, rows: Sequence[Row], dataset: DatasetConfig, spli
     if kind is None:
         check_prompts(rows, dataset, split)
         return
-    read = ExampleReader(split, kind, dataset.type)
+    read = ExampleReader(split, kind, dataset.type, dataset.prompt_key)
     for index, row in enumerate(rows):
         read(index, row)
 

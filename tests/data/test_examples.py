@@ -82,6 +82,11 @@ def test_a_completion_as_text_ends_with_the_end_of_text(tmp_path):
     assert read(tmp_path, row, "sft", chat=False, columns=columns) == [("q=", [("yes~", "yes~", 1)])]
 
 
+def test_the_prompts_column_may_have_another_name(tmp_path):
+    row = {"question": "q", "chosen": "yes", "rejected": "no"}
+    assert read(tmp_path, row, "pairs", prompt_key="question") == [PAIR]
+
+
 @pytest.mark.parametrize("row", [
     {"prompt": "q", "chosen": "yes", "rejected": "no"},
     {"prompt": BEGUN, "chosen": YES, "rejected": NO},
