@@ -22,6 +22,7 @@ from gdpo_nemo.config.peft_matrices import check_continued
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.config.transports import TRANSPORTS
 from gdpo_nemo.config.turn_limits import check_turns_kept
+from gdpo_nemo.data.examples import source_of
 from gdpo_nemo.data.prompts import PromptSource
 from gdpo_nemo.data.records import Prompt
 from gdpo_nemo.data.splits import room_for_prompts
@@ -105,7 +106,7 @@ def read_inputs(config: Config, splits: Sequence[str]) -> Inputs:
     room = room_for_prompts(config)
     with phase("data"):
         sources = {
-            split: PromptSource(
+            split: source_of(config)(
                 getattr(config.data, split),
                 environments,
                 tokenizer,
@@ -120,7 +121,7 @@ def read_inputs(config: Config, splits: Sequence[str]) -> Inputs:
             _preflight(environments, sources)
         check_rewards(config, environments)
     refused = [
-        f"data.{split}: {len(source.refused)} prompts are longer than {room} tokens and are left out, "
+        f"data.{split}: {len(source.refused)} {source.what} are longer than {room} tokens and are left out, "
         f"the first of them {source.refused[0].id} with {source.refused[0].tokens}"
         for split, source in sources.items()
         if source.refused

@@ -71,7 +71,7 @@ def test_all_gpus_are_the_policys_where_no_engine_is_started():
 @pytest.mark.parametrize(
     "override, complaint",
     [
-        ("algorithm.type=gpdo", "algorithm.type: 'gpdo' is not one of its values; did you mean gdpo"),
+        ("algorithm.type=gdppo", "algorithm.type: 'gdppo' is not one of its values; did you mean gdpo"),
         ("algorithm.type=nowhere.py:Mine", "algorithm.type: nowhere.py does not exist"),
         ("algorithm.type=examples/custom_sft.py:Sft", "custom_sft.py has no class Sft"),
         ("gdpo.estimator=grpo", "gdpo.estimator: has no effect with an algorithm that does not sample"),

@@ -50,6 +50,9 @@ class TokenFields:
     staleness: Tensor | None = None
     """int32; version that is trained minus the version that sampled the token. None: 0 everywhere. A loss and a
     correction of one's own always get a tensor."""
+    pairs: Tensor | None = None
+    """int64; number of the token's pair of completions within the micro-batch, from 1 to at most `num_sequences`,
+    negative for the rejected one of the two. None: there are no pairs."""
     reduce: Reduce | None = None
     """Of the ranks that share the sequences; None where each rank has whole ones."""
 

@@ -25,7 +25,7 @@ from gdpo_nemo.data.packing import (
     measure,
     with_gradient,
 )
-from gdpo_nemo.data.prefixes import Layout, choose_layout
+from gdpo_nemo.data.prefixes import Layout, choose_layout, pair_layout
 from gdpo_nemo.data.results import UpdateResult
 from gdpo_nemo.data.shares import SCORING, TRAINING, FlatValues, Share, by_sequence
 from gdpo_nemo.phases import phase
@@ -33,6 +33,7 @@ from gdpo_nemo.waits import Patience
 
 if TYPE_CHECKING:
     from gdpo_nemo.algorithms import LossSettings
+    from gdpo_nemo.algorithms.preference_settings import PreferenceUpdate
     from gdpo_nemo.weights.transports.transport import Sender
 
 _START_S = 900.0
@@ -100,7 +101,7 @@ class PolicyRank:
         """Number of the share that this rank computes."""
         return self.policy.data_parallel_rank
 
-    def train(self, share: Share, settings: LossSettings) -> UpdateResult | None:
+    def train(self, share: Share, settings: LossSettings | PreferenceUpdate) -> UpdateResult | None:
         """One update; its result on rank 0, else None."""
         result = self.policy.train(share.sequences(), share.micro_batches, settings)
         return result if self.rank == 0 else None
@@ -312,11 +313,13 @@ class PolicyGroup:
         """What the number of micro-batches must divide by: the pipeline stages, if Megatron interleaves them."""
         return self.layout.pipeline_model_parallel_size if self.layout.virtual_pipeline_model_parallel_size else 1
 
-    def _lay_out(self, sequences: Sequence[TrainSequence]) -> Layout:
+    def _lay_out(self, sequences: Sequence[TrainSequence], together: bool = False) -> Layout:
+        """Spread the sequences; ``together``: with both of a pair in one micro-batch."""
         # Each sequence may be padded to the layout's multiple; leave room for that in the budget.
         multiple = self._multiple
         longest = max(-(-len(s) // multiple) * multiple for s in sequences)
-        return choose_layout(
+        choose = pair_layout if together else choose_layout
+        return choose(
             self._sharing,
             sequences,
             self.layout.data_parallel_size or 1,
@@ -326,20 +329,20 @@ class PolicyGroup:
             multiple,
         )
 
-    def _skips(self, settings: LossSettings) -> bool:
+    def _skips(self, settings: LossSettings | PreferenceUpdate) -> bool:
         """Whether sequences without a gradient are left out. An algorithm may train with a loss of its own making,
         which no check of the config has seen."""
         return self.config.skip_zero_advantage and not settings.why_all_sequences(
             load_functions("loss_fn", settings.places)
         )
 
-    def train(self, sequences: list[TrainSequence], settings: LossSettings) -> UpdateResult:
+    def train(self, sequences: list[TrainSequence], settings: LossSettings | PreferenceUpdate) -> UpdateResult:
         """Run one optimizer update."""
         skips = self._skips(settings)
         whole = len(sequences)
         if skips:
             sequences = with_gradient(sequences)
-        found = self._lay_out(sequences)
+        found = self._lay_out(sequences, together=any(s.pair for s in sequences))
         result: UpdateResult = self._call_with_shares("train", sequences, found, TRAINING, settings, what="training")[0]
         layout = self.layout
         lengths = [len(s) for s in sequences]

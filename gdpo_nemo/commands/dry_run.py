@@ -109,14 +109,14 @@ def _folder_of(config: Config, source: Source) -> Path | None:
 def _prompts(config: Config, split: str, rows: list[Row], environments: Mapping[str, Any], tokenizer: Any) -> str:
     """A line on the prompts: tokens where there is a tokenizer, else that there is a prompt in every
     row."""
-    from gdpo_nemo.data.prompts import PromptSource, check_prompts
+    from gdpo_nemo.data.examples import check_rows, source_of
 
     data = getattr(config.data, split)
-    check_prompts(rows, data, split)
+    check_rows(config, rows, data, split)
     if tokenizer is None:
         return "prompts not tokenised, the tokenizer is not here yet"
     room = room_for_prompts(config)
-    source = PromptSource(
+    source = source_of(config)(
         data, environments, tokenizer, split=split, seed=config.run.seed, max_prompt_tokens=room, rows=rows[:SAMPLE]
     )
     longest = max(len(prompt.token_ids) for prompt in source.head())

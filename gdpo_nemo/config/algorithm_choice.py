@@ -8,8 +8,27 @@ from functools import cache
 from gdpo_nemo.config.files import find_definition
 from gdpo_nemo.config.schema import Config
 
-ALGORITHMS = {"gdpo": "gdpo_nemo.algorithm:GDPO"}
+PREFERENCES = {"dpo": "pairs", "cpo": "pairs", "simpo": "pairs", "orpo": "pairs", "kto": "single"}
+"""Algorithms of the section `preference`, and what their rows are: pairs of answers, or single ones with a label."""
+ROWS = {"sft": "sft", **PREFERENCES}
+"""What a row is to each built-in algorithm that does not sample (``data.example_rows``)."""
+ALGORITHMS = {
+    "gdpo": "gdpo_nemo.algorithm:GDPO",
+    "sft": "gdpo_nemo.supervised:SupervisedFineTuning",
+    **dict.fromkeys(PREFERENCES, "gdpo_nemo.supervised:PreferenceTuning"),
+}
 """Built-in algorithms by name: where their classes are."""
+
+
+def rows_of(config: Config) -> str | None:
+    """What a row is to the run's algorithm (see ``ROWS``); None where it reads prompts."""
+    return ROWS.get(config.algorithm.type)
+
+
+def sequences_per_prompt(config: Config) -> int:
+    """Sequences that a step makes of each of its prompts."""
+    kind = rows_of(config)
+    return config.gdpo.num_generations_per_prompt if kind is None else 2 if kind == "pairs" else 1
 
 
 def samples(config: Config) -> bool:
@@ -19,7 +38,9 @@ def samples(config: Config) -> bool:
 
 def declares_sampling(name: str) -> bool:
     """Whether the algorithm of a name or place samples. Raises ConfigError: there is no such class."""
-    return name in ALGORITHMS or not name.rpartition(":")[0].endswith(".py") or _declared(name)
+    if name in ALGORITHMS:
+        return name not in ROWS
+    return not name.rpartition(":")[0].endswith(".py") or _declared(name)
 
 
 @cache

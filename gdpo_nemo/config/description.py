@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Sequence
 
-from gdpo_nemo.config.algorithm_choice import samples
+from gdpo_nemo.config.algorithm_choice import samples, sequences_per_prompt
 from gdpo_nemo.config.files import model_source
 from gdpo_nemo.config.layout import Layout, resolve_layout, samples_per_step, updates_per_step
 from gdpo_nemo.config.placement import describe_places
@@ -85,7 +85,7 @@ def _batch(config: Config) -> str:
     samples = samples_per_step(config)
     updates = updates_per_step(config)
     return (
-        f"{config.gdpo.num_prompts_per_step} prompts x {config.gdpo.num_generations_per_prompt} samples = {samples} "
+        f"{config.gdpo.num_prompts_per_step} prompts x {sequences_per_prompt(config)} samples = {samples} "
         f"samples = {_count(updates, 'optimizer update')} of {samples // updates}"
     )
 

@@ -8,14 +8,17 @@ this run (validation, checkpoints) are only noted: turning a feature off should 
 
 from __future__ import annotations
 
+from dataclasses import fields
 from functools import partial
 from typing import Any, Callable, Iterator, Mapping, NamedTuple
 
 from gdpo_nemo.algorithms.estimators import ESTIMATORS
+from gdpo_nemo.algorithms.loss_settings import LossSettings
 from gdpo_nemo.algorithms.losses import LOSSES
 from gdpo_nemo.algorithms.offpolicy import CORRECTIONS
 from gdpo_nemo.algorithms.own_functions import correction_entry, loss_entry
-from gdpo_nemo.config.algorithm_choice import samples
+from gdpo_nemo.algorithms.preference_settings import PreferenceSettings
+from gdpo_nemo.config.algorithm_choice import PREFERENCES, rows_of, samples
 from gdpo_nemo.config.rollout_bounds import steps_ahead
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.config.transports import chosen_transport, declared
@@ -51,6 +54,8 @@ def _reads_file(split: str, config: Config) -> bool:
 _VLLM = "policy.generation.vllm_cfg"
 _MEGATRON = "policy.megatron_cfg"
 _OFF_POLICY = "loss_fn.off_policy"
+_SECTIONS = ("off_policy", "aggregation")
+"""Of `loss_fn`: what supervised training reads, or what holds further keys."""
 
 
 def _loss_reads(config: Config) -> tuple[str, ...]:
@@ -111,6 +116,34 @@ EFFECTS = (
         ),
         samples,
         "with an algorithm that does not sample",
+    ),
+    Effect(
+        (*(f"loss_fn.{f.name}" for f in fields(LossSettings) if f.name not in _SECTIONS), f"{_OFF_POLICY}.mode"),
+        lambda c: rows_of(c) is None,
+        "with an algorithm that brings its own loss (sft, and those of the section preference)",
+    ),
+    Effect(
+        ("loss_fn.aggregation",),
+        lambda c: c.algorithm.type not in PREFERENCES,
+        "with the algorithms of the section preference, whose mean is over pairs or answers",
+    ),
+    Effect(
+        ("gdpo.num_generations_per_prompt",),
+        lambda c: rows_of(c) is None,
+        "with an algorithm whose rows say how many answers they have",
+    ),
+    Effect(
+        tuple(f"preference.{field.name}" for field in fields(PreferenceSettings)),
+        lambda c: c.algorithm.type in PREFERENCES,
+        f"unless algorithm.type is one of {', '.join(PREFERENCES)}",
+    ),
+    *(
+        Effect(
+            (f"data.{split}.type", f"data.{split}.train_on"),
+            lambda c: rows_of(c) is not None,
+            "with an algorithm that reads no answers from the data",
+        )
+        for split in ("train", "validation")
     ),
     *_read_by_some("loss_fn", LOSSES, _loss_reads),
     Effect(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gdpo_nemo.config.algorithm_choice import engines
+from gdpo_nemo.config.algorithm_choice import engines, sequences_per_prompt
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.errors import ConfigError
 
@@ -146,7 +146,7 @@ def _check_experts(layout: Layout) -> None:
 
 def samples_per_step(config: Config) -> int:
     """Sequences in one step, before any is dropped."""
-    return config.gdpo.num_prompts_per_step * config.gdpo.num_generations_per_prompt
+    return config.gdpo.num_prompts_per_step * sequences_per_prompt(config)
 
 
 def prompts_per_round(config: Config) -> int:
@@ -185,6 +185,6 @@ def updates_per_step(config: Config) -> int:
         raise ConfigError(
             f"policy.train_global_batch_size: {size} does not divide the {samples} samples of a step "
             f"(num_prompts_per_step {config.gdpo.num_prompts_per_step} x num_generations_per_prompt "
-            f"{config.gdpo.num_generations_per_prompt}); null makes one update"
+            f"{sequences_per_prompt(config)}); null makes one update"
         )
     return samples // size

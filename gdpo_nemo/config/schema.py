@@ -13,6 +13,7 @@ from typing import Any, Dict, List, Optional
 from omegaconf import MISSING
 
 from gdpo_nemo.algorithms.loss_settings import LossSettings
+from gdpo_nemo.algorithms.preference_settings import PreferenceSettings
 
 # Imported under their own names, so that every section is found here.
 from gdpo_nemo.config.policy_section import (
@@ -47,9 +48,10 @@ class AlgorithmConfig:
     """What the loop asks for the updates of a step."""
 
     type: str = "gdpo"
-    """gdpo: samples, rewards and policy gradients, as the sections gdpo and loss_fn say. Or a class of your own by its
-    place, `file.py:Name` (see `examples/custom_sft.py`); one with `samples = False` needs no engines, no environments
-    and no gdpo.rewards."""
+    """gdpo: samples, rewards and policy gradients, as the sections gdpo and loss_fn say. sft: cross-entropy of the
+    data's answers. dpo, kto, orpo, simpo, cpo: preferences, as the section preference says. Or a class of your own by
+    its place, `file.py:Name` (see `examples/custom_sft.py`). One with `samples = False`, as all built-in ones but gdpo,
+    needs no engines, no environments and no gdpo.rewards."""
     options: Dict[str, Any] = field(default_factory=dict)
     """Options of a class of your own, which reads them from the config."""
 
@@ -267,6 +269,13 @@ class DatasetConfig:
     of this name."""
     shuffle: bool = True
     """Shuffle the rows of every epoch anew."""
+    type: Any = None
+    """Form of the rows of dpo, kto, orpo, simpo and cpo by axolotl's name: chatml., llama3. or chat_template. (the
+    tokenizer's own) before argilla, argilla_chat, icr, intel, prompt_pairs or ultra; or, for sft too, a mapping of
+    field_prompt, field_chosen, prompt_format and so on. Null: TRL's columns."""
+    train_on: str = "assistant"
+    """What sft trains of a conversation: assistant (every turn of the assistant), last (its last one) or all (every
+    token but the first)."""
 
 
 @dataclass
@@ -434,6 +443,7 @@ class Config:
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     gdpo: GdpoConfig = field(default_factory=GdpoConfig)
     loss_fn: LossSettings = field(default_factory=LossSettings)
+    preference: PreferenceSettings = field(default_factory=PreferenceSettings)
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     data: DataConfig = field(default_factory=DataConfig)

@@ -24,6 +24,7 @@ from gdpo_nemo.config.reuse_checks import check_reuse
 from gdpo_nemo.config.rollout_bounds import check_rollout_bounds
 from gdpo_nemo.config.schema import Config, DatasetConfig
 from gdpo_nemo.config.stages import check_stages
+from gdpo_nemo.config.supervised_checks import check_supervised
 from gdpo_nemo.config.transports import check_transport
 from gdpo_nemo.config.turn_limits import check_turns_kept
 from gdpo_nemo.errors import ConfigError
@@ -62,6 +63,7 @@ def validate(config: Config) -> list[str]:
     check_reuse(config)
     check_rollout_bounds(config)
     check_learning(config)
+    check_supervised(config)
     check_turns_kept(config)
     check_files(config, layout)
     return [*_notes(config, layout), *_cluster_notes(config, places), *keys_without_effect(config, SWITCHED_OFF)]

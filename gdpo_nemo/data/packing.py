@@ -43,6 +43,9 @@ class TrainSequence:
     staleness: np.ndarray | None = None
     """int32 [completion tokens]: version that is trained minus the version that sampled the token; never read where the
     mask is false. None: 0, or nobody reads it."""
+    pair: int = 0
+    """Number of its pair of completions in the update, from 1, negative for the rejected or undesirable one; both are
+    computed in one micro-batch. 0: of none."""
     shared: int = 0
     """Leading tokens that the sequence before it in its micro-batch has, too, and that are computed with that one; set
     where a rank lays sequences out (``prefixes.shared_prefixes``)."""

@@ -131,6 +131,63 @@ def choose_layout(
     return found if pays else plain
 
 
+def pair_layout(
+    sharing: bool | None,
+    sequences: Sequence[TrainSequence],
+    ranks: int,
+    token_budget: int,
+    multiple_of: int = 1,
+    quadratic: float = 0.0,
+    multiple: int = 1,
+) -> Layout:
+    """The layout that keeps the completions of a pair (``TrainSequence.pair``) in one micro-batch; arguments as in
+    ``choose_layout``. A pair of more than ``token_budget`` tokens raises it.
+    """
+    pairs: dict[int, list[int]] = {}
+    for place, sequence in enumerate(sequences):
+        pairs.setdefault(abs(sequence.pair), []).append(place)
+    pieces = list(pairs.values())
+    how = pieces, sequences, ranks, token_budget, multiple_of, quadratic, multiple
+    # Of a pair the rule of a group: what it shares has to be worth it for both.
+    shares = [sharing is not False and len(_by_prompt([sequences[i] for i in piece])) == 1 for piece in pieces]
+    found = _pairs_laid_out(shares, *how)
+    if sharing is not None or not any(shares):
+        return found
+    plain = _pairs_laid_out([False] * len(pieces), *how)
+    lengths = [len(s) for s in sequences]
+    pays = found.cost(lengths, quadratic) <= (1 - LEAST_GAIN) * plain.cost(lengths, quadratic)
+    return found if pays else plain
+
+
+def _pairs_laid_out(
+    shares: Sequence[bool],
+    pieces: list[list[int]],
+    sequences: Sequence[TrainSequence],
+    ranks: int,
+    token_budget: int,
+    multiple_of: int,
+    quadratic: float,
+    multiple: int,
+) -> Layout:
+    """The pieces, none of which is cut, spread over ranks and micro-batches; those that share compute their prompt
+    once."""
+    tokens: list[int] = []
+    costs: list[float] = []
+    found = [0] * len(sequences)
+    for piece, shared in zip(pieces, shares):
+        members = [sequences[i] for i in piece]
+        if shared:
+            tokens.append(_piece_tokens(piece, sequences, multiple))
+            for i, count in zip(piece, shared_prefixes(members)):
+                found[i] = count
+        else:
+            tokens.append(sum(_padded(len(s), multiple) for s in members))
+        costs.append(sum(cost_of(len(sequences[i]), quadratic, found[i]) for i in piece))
+    # The longest pair has to fit, as elsewhere the longest sequence.
+    spread = assign(tokens, ranks, max(token_budget, max(tokens)), multiple_of, costs=costs)
+    return Layout([[[i for n in numbers for i in pieces[n]] for numbers in share] for share in spread], found)
+
+
 def _padded(tokens: int, multiple: int) -> int:
     return -(-tokens // multiple) * multiple
 

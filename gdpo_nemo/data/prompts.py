@@ -51,6 +51,9 @@ class PromptSource:
             every prompt is too long.
     """
 
+    what = "prompts"
+    """What is counted where some are too long."""
+
     def __init__(
         self,
         dataset: DatasetConfig,

@@ -46,6 +46,8 @@ class Share:
     """float64 [sequences]"""
     columns: dict[str, np.ndarray]
     """[completion tokens of all sequences] for each further field of ``TrainSequence`` that the sequences have."""
+    pairs: np.ndarray | None = None
+    """int64 [sequences]: as ``TrainSequence.pair``; None: there are no pairs."""
     shared: np.ndarray | None = None
     """int64 [sequences]: leading tokens that the sequence before it in its micro-batch computes; None: none."""
 
@@ -83,6 +85,7 @@ class Share:
             by_token=by_token,
             weights=np.array([s.weight for s in mine], np.float64),
             columns=columns,
+            pairs=np.array([s.pair for s in mine], np.int64) if any(s.pair for s in mine) else None,
             shared=None if shared is None else np.array([shared[i] for i in places], np.int64),
         )
 
@@ -105,6 +108,7 @@ class Share:
                 completion_ids=completion,
                 advantage=advantages[i],
                 weight=float(self.weights[i]),
+                pair=0 if self.pairs is None else int(self.pairs[i]),
                 shared=0 if self.shared is None else int(self.shared[i]),
                 **{name: part[i] for name, part in parts.items()},
             )

@@ -111,6 +111,8 @@ def _field_arrays(sequences: Sequence[TrainSequence], rows: PackedRows) -> tuple
         return np.asarray(np.concatenate(parts) if parts else np.zeros(0), kind)
 
     found = {"advantages": advantages, "weights": weights, "sequence_ids": rows.sequence}
+    if not sequences or any(sequence.pair for sequence in sequences):
+        found["pairs"] = _pair_numbers(sequences)[rows.sequence]
     for name in ("sampler_logprobs", "old_logprobs", "reference_logprobs", "staleness"):
         # Of a rank without a sequence nobody knows what the others have; no token of anything is right for all.
         if not sequences or getattr(sequences[0], name) is not None:
@@ -125,6 +127,14 @@ def _advantages(members: Sequence[TrainSequence], counts: np.ndarray, offsets: S
     if not any(isinstance(member.advantage, np.ndarray) for member in members):
         return np.repeat(np.array([member.advantage for member in members], np.float32), counts)
     return np.concatenate([member.token_advantages()[places] for member, places in zip(members, offsets)])
+
+
+def _pair_numbers(sequences: Sequence[TrainSequence]) -> np.ndarray:
+    """int64 [sequences]: the signed number of each one's pair among those of this rank, from 1. The same on all ranks
+    that share the sequences."""
+    pairs = np.array([sequence.pair for sequence in sequences], np.int64)
+    numbers: np.ndarray = np.unique(np.abs(pairs), return_inverse=True)[1] + 1
+    return numbers * np.sign(pairs)
 
 
 class MicroBatches:

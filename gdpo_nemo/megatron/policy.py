@@ -20,6 +20,8 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from gdpo_nemo.algorithms import LossSettings
 from gdpo_nemo.algorithms.own_functions import Functions
 from gdpo_nemo.algorithms.policy_loss import policy_loss
+from gdpo_nemo.algorithms.preference_losses import preference_loss
+from gdpo_nemo.algorithms.preference_settings import PreferenceUpdate
 from gdpo_nemo.config.objects import load_functions
 from gdpo_nemo.config.schema import PolicyConfig
 from gdpo_nemo.data.packing import TrainSequence, pack_rows
@@ -138,7 +140,10 @@ class Policy:
     # -- update -------------------------------------------------------------------------------------------------
 
     def train(
-        self, sequences: Sequence[TrainSequence], micro_batches: Sequence[Sequence[int]], settings: LossSettings
+        self,
+        sequences: Sequence[TrainSequence],
+        micro_batches: Sequence[Sequence[int]],
+        settings: LossSettings | PreferenceUpdate,
     ) -> UpdateResult:
         """One optimizer update.
 
@@ -188,14 +193,19 @@ class Policy:
         self.built.optimizer.prepare_grads()
         return float(self.built.optimizer.get_grad_norm())
 
-    def _loss(self, settings: LossSettings, functions: Functions, batch: MicroBatch, output: torch.Tensor):
+    def _loss(
+        self, settings: LossSettings | PreferenceUpdate, functions: Functions, batch: MicroBatch, output: torch.Tensor
+    ):
         logprobs, entropy = output.float().unbind(-1)
         if batch.trained is not None:
             logprobs, entropy = (values.index_select(0, batch.trained) for values in (logprobs, entropy))
         assert batch.fields is not None
-        loss, metrics = policy_loss(
-            logprobs, entropy, batch.fields, settings, self._sum_over_context, functions, all_trained=True
-        )
+        if isinstance(settings, PreferenceUpdate):
+            loss, metrics = preference_loss(logprobs, entropy, batch.fields, settings, self._sum_over_context)
+        else:
+            loss, metrics = policy_loss(
+                logprobs, entropy, batch.fields, settings, self._sum_over_context, functions, all_trained=True
+            )
         return loss, _count(batch, output), (loss.detach(), metrics)
 
     @staticmethod

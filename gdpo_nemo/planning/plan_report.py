@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from math import ceil
 
+from gdpo_nemo.config.algorithm_choice import sequences_per_prompt
 from gdpo_nemo.config.layout import Layout, resolve_layout, samples_per_step, updates_per_step
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.data.packing import assign
@@ -36,7 +37,7 @@ def worked_batch(config: Config) -> str:
     batches = len(assign([longest] * (samples // updates), layout.data, config.policy.micro_batch_tokens, multiple)[0])
     ranks = f" on each of {layout.data} data-parallel ranks" if layout.data > 1 else ""
     return (
-        f"{config.gdpo.num_prompts_per_step} prompts x {config.gdpo.num_generations_per_prompt} samples = {samples} "
+        f"{config.gdpo.num_prompts_per_step} prompts x {sequences_per_prompt(config)} samples = {samples} "
         f"samples = {_count(updates, 'optimizer update')} of {samples // updates} = at most "
         f"{_count(batches, 'micro-batch')} of at most {config.policy.micro_batch_tokens} tokens{ranks}"
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import ceil
 
+from gdpo_nemo.config.algorithm_choice import sequences_per_prompt
 from gdpo_nemo.config.layout import resolve_layout, samples_per_step, updates_per_step
 from gdpo_nemo.config.prompt_sharing import prompt_sharing
 from gdpo_nemo.config.schema import Config
@@ -29,7 +30,7 @@ def expected_saving(config: Config, prompt: float, completion: float) -> Saving:
     out: a piece of a group takes one prompt and what fits of its completions into ``micro_batch_tokens``."""
     sharing = prompt_sharing(config)
     whole = prompt + completion
-    samples = config.gdpo.num_generations_per_prompt
+    samples = sequences_per_prompt(config)
     if sharing is False or samples == 1 or prompt < LEAST_SHARE * whole:
         return NOTHING
     room = config.policy.micro_batch_tokens - prompt

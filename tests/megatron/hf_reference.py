@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,8 +23,16 @@ class Run:
     weights: dict[str, torch.Tensor]
 
 
-def run(folder, batch: list[TrainSequence], steps: int, options: OptimizerConfig, temperature: float = 1.0) -> Run:
-    """``steps`` on-policy policy-gradient updates of the model in ``folder``."""
+def run(
+    folder,
+    batch: list[TrainSequence],
+    steps: int,
+    options: OptimizerConfig,
+    temperature: float = 1.0,
+    objective: Callable[[list[torch.Tensor]], torch.Tensor] | None = None,
+) -> Run:
+    """``steps`` on-policy policy-gradient updates of the model in ``folder``, or of another ``objective`` of the
+    completions' log-probs."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -32,7 +41,7 @@ def run(folder, batch: list[TrainSequence], steps: int, options: OptimizerConfig
     rows = []
     for _ in range(steps):
         adam.zero_grad()
-        loss, entropy, logprobs = _loss(model, batch, temperature)
+        loss, entropy, logprobs = _loss(model, batch, temperature, objective)
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), options.clip_grad)
         adam.step()
@@ -51,7 +60,7 @@ def _adam(model, options: OptimizerConfig) -> torch.optim.AdamW:
     return torch.optim.AdamW(groups, lr=options.lr, betas=betas, eps=options.adam_eps)
 
 
-def _loss(model, batch, temperature):
+def _loss(model, batch, temperature, objective):
     lengths = [len(s) for s in batch]
     ids = torch.zeros(len(batch), max(lengths), dtype=torch.int64)
     for row, s in zip(ids, batch):
@@ -69,8 +78,9 @@ def _loss(model, batch, temperature):
         advantages = torch.from_numpy(s.token_advantages().copy())
         loss = loss - s.weight * (advantages * (logprobs - logprobs.detach()).exp()).sum()
         entropy -= float((chosen.detach().exp() * chosen.detach()).sum())
-        values.append(logprobs.detach().numpy())
-    return loss, entropy / sum(len(s.completion_ids) for s in batch), values
+        values.append(logprobs)
+    loss = loss if objective is None else objective(values)
+    return loss, entropy / sum(len(s.completion_ids) for s in batch), [found.detach().numpy() for found in values]
 
 
 def relative_error(ours, theirs) -> float:

@@ -160,6 +160,32 @@ def in_groups(place, folder, batch, sharing, budget=200, count=2, settings=None,
     return Measured(values, steps, sum(layout.shared))
 
 
+def of_pairs(place, folder, batch, told, sharing, budget=120, count=2):
+    """``count`` preference updates of a batch of pairs, laid out as the driver lays them out, from the log-probs of the
+    starting weights as those of the reference: (steps as ``train`` returns them, sums of the first update, rank's
+    micro-batches as places, tokens not computed)."""
+    from megatron.core import parallel_state
+
+    from gdpo_nemo.data.prefixes import pair_layout
+
+    given = place.layout
+    policy = build_policy(place, folder)
+    layout = pair_layout(
+        sharing,
+        batch,
+        parallel_state.get_data_parallel_world_size(),
+        budget,
+        given.pipeline_model_parallel_size if given.virtual_pipeline_model_parallel_size else 1,
+        1e-3,
+        2 * given.context_parallel_size if given.context_parallel_size > 1 else 1,
+    )
+    mine = layout.assignment[parallel_state.get_data_parallel_rank()]
+    share = pickle.loads(pickle.dumps(Share.of(batch, mine, shared=layout.shared)))
+    results = [policy.train(share.sequences(), share.micro_batches, told) for _ in range(count)]
+    steps = np.array([(r.loss, r.grad_norm, r.sums["entropy"] / r.sums["tokens"]) for r in results])
+    return steps, results[0].sums, mine, sum(layout.shared)
+
+
 @contextmanager
 def _logit_bytes(limit):
     from gdpo_nemo.megatron import model

@@ -1,0 +1,126 @@
+"""The settings of preference losses: the configuration section `preference`, and what a rank is handed of an update.
+
+The string under a field is what ``gdpo-nemo explain preference.KEY`` prints. No torch here: a configuration is checked
+with this before anything else is imported.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Optional
+
+from gdpo_nemo.algorithms.own_functions import Functions
+
+LOSS_TYPES = {
+    "dpo": ("sigmoid", "hinge", "ipo", "robust"),
+    "cpo": ("sigmoid", "hinge", "ipo"),
+    "simpo": ("sigmoid",),
+    "orpo": ("sigmoid",),
+    "kto": ("sigmoid",),
+}
+"""Objectives, and the values of `preference.loss_type` that each knows."""
+PAIRED = ("dpo", "cpo", "simpo", "orpo")
+"""Objectives of pairs; KTO's is one of single completions."""
+WITH_REFERENCE = ("dpo", "kto")
+"""Objectives that ask for log-probs of the starting model."""
+_SMOOTHED = ("sigmoid", "robust")
+
+
+@dataclass
+class PreferenceSettings:
+    """The objective of `algorithm.type` dpo, kto, orpo, simpo and cpo. Names are TRL's where it has them."""
+
+    loss_type: str = "sigmoid"
+    """Of dpo: sigmoid, hinge, ipo or robust; of cpo: sigmoid, hinge or ipo. The others have one form each."""
+    beta: Optional[float] = None
+    """Strength of the preference: what log-probs (for dpo and kto: their distance to the starting model) are multiplied
+    with; for ipo its tau, for orpo the weight of the odds ratio. Null: 0.1, and 2.0 for simpo."""
+    label_smoothing: float = 0.0
+    """Share of pairs whose labels are taken to be wrong, 0 to below 0.5: cDPO with sigmoid, robust DPO with robust; the
+    same for cpo and simpo."""
+    reference_free: bool = False
+    """Whether dpo takes the starting model to give every answer the same log-prob, so that none is kept."""
+    length_normalize: Optional[bool] = None
+    """Whether an answer counts by the mean log-prob of its tokens and not by their sum. Null: as published and as in
+    TRL, for simpo and orpo, and for loss_type ipo."""
+    rpo_alpha: Optional[float] = None
+    """Weight of the cross-entropy of the chosen answers, mean over their tokens (RPO; cpo_alpha in TRL). Null: 1 for
+    cpo and orpo, which are published with it, and 0 for the others."""
+    simpo_gamma: float = 0.5
+    """Margin that simpo asks for between the rewards of the two answers."""
+    desirable_weight: float = 1.0
+    """Weight of kto's desirable answers."""
+    undesirable_weight: float = 1.0
+    """Weight of kto's undesirable answers."""
+
+    def check(self, kind: str) -> None:
+        """Refuse values that mean nothing to the objective ``kind``. Raises ValueError; the message begins with the
+        key."""
+        if self.loss_type not in LOSS_TYPES[kind]:
+            known = ", ".join(LOSS_TYPES[kind])
+            raise ValueError(f"loss_type: {self.loss_type!r} is none of algorithm {kind}; known: {known}")
+        if self.beta is not None and not 0 < self.beta < math.inf:
+            raise ValueError(f"beta: must be more than 0 and finite, got {self.beta}")
+        if not 0 <= self.label_smoothing < 0.5:
+            raise ValueError(f"label_smoothing: must be 0 or more and below 0.5, got {self.label_smoothing}")
+        if self.label_smoothing and (kind in ("kto", "orpo") or self.loss_type not in _SMOOTHED):
+            raise ValueError(f"label_smoothing: has no effect on {kind} with loss_type {self.loss_type}")
+        if self.reference_free and kind != "dpo":
+            raise ValueError(f"reference_free: is a choice of algorithm dpo; {kind} has none")
+        if kind in ("orpo", "kto") and self.length_normalize is not None and self.length_normalize != (kind == "orpo"):
+            raise ValueError(f"length_normalize: {kind} is published with {str(kind == 'orpo').lower()} alone")
+        if kind == "kto" and self.rpo_alpha:
+            raise ValueError("rpo_alpha: kto has no chosen answers whose cross-entropy could be added")
+        for name in ("rpo_alpha", "simpo_gamma", "desirable_weight", "undesirable_weight"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value < math.inf:
+                raise ValueError(f"{name}: must be 0 or more and finite, got {value}")
+        self._check_readers(kind)
+
+    def _check_readers(self, kind: str) -> None:
+        for name, reader in (("simpo_gamma", "simpo"), ("desirable_weight", "kto"), ("undesirable_weight", "kto")):
+            if kind != reader and getattr(self, name) != getattr(PreferenceSettings(), name):
+                raise ValueError(f"{name}: has no effect unless algorithm.type is {reader}")
+
+    def strength(self, kind: str) -> float:
+        """``beta`` with its default for the objective."""
+        return self.beta if self.beta is not None else 2.0 if kind == "simpo" else 0.1
+
+    def averages(self, kind: str) -> bool:
+        """``length_normalize`` with its default for the objective."""
+        if self.length_normalize is not None:
+            return self.length_normalize
+        return kind in ("simpo", "orpo") or self.loss_type == "ipo"
+
+    def supervised_weight(self, kind: str) -> float:
+        """``rpo_alpha`` with its default for the objective."""
+        return self.rpo_alpha if self.rpo_alpha is not None else float(kind in ("cpo", "orpo"))
+
+    def needs_reference(self, kind: str) -> bool:
+        """Whether log-probs of the starting model are asked for."""
+        return kind in WITH_REFERENCE and not self.reference_free
+
+
+@dataclass(frozen=True)
+class PreferenceUpdate:
+    """What every rank is told of an update of preference training, in place of ``LossSettings``."""
+
+    kind: str
+    """dpo, kto, orpo, simpo or cpo"""
+    settings: PreferenceSettings = field(default_factory=PreferenceSettings)
+    count: int = 1
+    """Pairs of the whole update; of kto: its completions."""
+    chosen_tokens: int = 1
+    """Trained tokens of the chosen answers of the whole update."""
+    kl: float = 0.0
+    """KTO's estimate of the KL to the starting model, nats per completion, never negative."""
+
+    places: tuple[str, ...] = ()
+    """No function of the user's own is in it."""
+    entropy_bonus: float = 0.0
+    """As the field of ``LossSettings``."""
+
+    def why_all_sequences(self, functions: Functions | None = None) -> str:
+        """As the method of ``LossSettings``: no sequence may be left out."""
+        return f"algorithm {self.kind} compares completions, whose advantages say nothing"

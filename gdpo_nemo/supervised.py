@@ -1,0 +1,242 @@
+"""Algorithms that train on what the data answers: supervised fine-tuning, and preferences between answers.
+
+Neither samples, so that no engine and no environment is started; loop, policy, checkpoints, resuming and export are
+those of every run. The objectives of preferences are in ``algorithms/preference_losses.py``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Iterator, Sequence
+
+import numpy as np
+
+from gdpo_nemo.algorithm import Algorithm
+from gdpo_nemo.algorithms import LossSettings, token_weights
+from gdpo_nemo.algorithms.preference_settings import PreferenceSettings, PreferenceUpdate
+from gdpo_nemo.config.schema import Config
+from gdpo_nemo.data.packing import TrainSequence
+from gdpo_nemo.data.records import Prompt
+from gdpo_nemo.data.results import UpdateResult
+from gdpo_nemo.rollouts.learning import update_metrics
+
+if TYPE_CHECKING:
+    from gdpo_nemo.cluster.policy_group import PolicyGroup
+    from gdpo_nemo.observe.log import RunLog
+    from gdpo_nemo.rollouts.prompt_stream import PromptBatch
+
+METRICS = {
+    "train/tokens": ("tokens", "Trained tokens of the step's answers, without prompts and what is masked"),
+    "validation/loss": ("nats", "The training objective on the held-out rows: of sft the cross-entropy of a token"),
+    "preference/loss": ("", "The preference loss, mean over pairs (kto: answers), without the term of rpo_alpha"),
+    "preference/kl": ("nats", "KTO's estimate of the KL to the starting model, of answers to other prompts"),
+    "rewards/chosen": ("", "Implicit reward of the chosen (desirable) answers: beta times their score, as TRL logs it"),
+    "rewards/rejected": ("", "Implicit reward of the rejected (undesirable) answers"),
+    "rewards/margins": ("", "rewards/chosen less rewards/rejected, mean over pairs"),
+    "rewards/accuracies": ("share", "Pairs whose chosen answer has the larger implicit reward", {"label": "accuracy"}),
+    "logps/chosen": ("nats", "Log-prob of a chosen answer, summed over its tokens, mean"),
+    "logps/rejected": ("nats", "Log-prob of a rejected answer, summed over its tokens, mean"),
+    "validation/margins": ("", "rewards/margins on the held-out pairs"),
+    "validation/accuracies": ("share", "rewards/accuracies on the held-out pairs"),
+}
+
+
+class SupervisedFineTuning(Algorithm):
+    """Cross-entropy of the answers that the data holds (``algorithm.type: sft``)."""
+
+    samples = False
+
+    def __init__(self, config: Config, policy: PolicyGroup, tokenizer: Any, log: RunLog):
+        super().__init__(config, policy, tokenizer, log)
+        # -A log p with A = 1; reinforce alone of the losses reads no other log-probs.
+        self.loss = LossSettings(type="reinforce", aggregation=config.loss_fn.aggregation)
+
+    def prepare(self, batch: PromptBatch) -> list[list[TrainSequence]]:
+        """The sequences of each update."""
+        sequences = [sequence for prompt in batch.prompts for sequence in sequences_of(prompt)]
+        return _updates(sequences, self.config)
+
+    def updates(self, prepared: list[list[TrainSequence]]) -> Iterator[list[TrainSequence]]:
+        """Sequences with the weights that make their loss the mean of ``loss_fn.aggregation``."""
+        for update in prepared:
+            lengths = [s.num_policy_tokens for s in update]
+            weights = token_weights(lengths, self.loss.aggregation)
+            for sequence, weight in zip(update, weights.tolist()):
+                sequence.advantage = 1.0
+                sequence.weight = weight
+            yield update
+
+    def metrics(self, prepared: Any, results: Sequence[UpdateResult], version: int) -> dict[str, float]:
+        """Loss, norm, entropy and packing."""
+        tokens = sum(s.num_policy_tokens for update in prepared for s in update)
+        return {**_update_metrics(results), "train/tokens": float(tokens)}
+
+    def validate(self, evaluated: Sequence[Prompt]) -> dict[str, float]:
+        """Cross-entropy of a trained token of the held-out rows."""
+        sequences = [sequence for prompt in evaluated for sequence in sequences_of(prompt)]
+        values = [s.where_written(found) for s, found in zip(sequences, self.policy.logprobs(sequences))]
+        return {"validation/loss": -float(np.concatenate(values).astype(np.float64).mean())}
+
+
+@dataclass
+class PreparedPairs:
+    """The sequences of each update, and of KTO the KL that its loss starts from."""
+
+    updates: list[list[TrainSequence]]
+    kl: list[float]
+
+
+class PreferenceTuning(Algorithm):
+    """Preferences between the answers of the data (``algorithm.type: dpo``, kto, orpo, simpo, cpo)."""
+
+    samples = False
+
+    def __init__(self, config: Config, policy: PolicyGroup, tokenizer: Any, log: RunLog):
+        super().__init__(config, policy, tokenizer, log)
+        self.kind = config.algorithm.type
+        self.settings: PreferenceSettings = config.preference
+        self._reference = self.settings.needs_reference(self.kind)
+
+    @classmethod
+    def needs_reference(cls, config: Config) -> bool:
+        """For the scores of dpo and kto."""
+        return config.preference.needs_reference(config.algorithm.type)
+
+    def prepare(self, batch: PromptBatch) -> PreparedPairs:
+        """The sequences of each update, with log-probs of the starting model where the objective asks for them."""
+        updates = _updates(_numbered(batch.prompts), self.config)
+        for update in updates if self._reference else ():
+            for sequence, values in zip(update, self.policy.logprobs(update, reference=True)):
+                sequence.reference_logprobs = values
+        return PreparedPairs(updates, [0.0] * len(updates))
+
+    def updates(self, prepared: PreparedPairs) -> Iterator[list[TrainSequence]]:
+        """The sequences of each update; what the ranks are told of it is ``loss``."""
+        for number, update in enumerate(prepared.updates):
+            if self.kind == "kto":
+                prepared.kl[number] = self._kl(update)
+            self.loss = self._told(update, prepared.kl[number])
+            yield update
+
+    def metrics(self, prepared: PreparedPairs, results: Sequence[UpdateResult], version: int) -> dict[str, float]:
+        """Loss, implicit rewards, log-probs of both answers, norm and packing."""
+        sums: dict[str, float] = {}
+        for result in results:
+            for name, value in result.sums.items():
+                sums[name] = sums.get(name, 0.0) + value
+        kept = [replace(r, sums={name: r.sums[name] for name in ("tokens", "entropy")}, maxima={}) for r in results]
+        row = {**_update_metrics(kept), **preference_metrics(sums), "train/tokens": sums["tokens"]}
+        if self.kind == "kto":
+            row["preference/kl"] = float(np.mean(prepared.kl))
+        return row
+
+    def validate(self, evaluated: Sequence[Prompt]) -> dict[str, float]:
+        """The objective on the held-out rows, and how far both answers are apart, under the published weights."""
+        import torch
+
+        from gdpo_nemo.algorithms.preference_losses import preference_loss
+
+        sequences = _numbered(evaluated)
+        now = self.policy.logprobs(sequences)
+        if self._reference:
+            for sequence, values in zip(sequences, self.policy.logprobs(sequences, reference=True)):
+                sequence.reference_logprobs = values
+        told = self._told(sequences, self._kl(sequences) if self.kind == "kto" else 0.0)
+        values = np.concatenate([s.where_written(found) for s, found in zip(sequences, now)])
+        loss, metrics = preference_loss(torch.from_numpy(values), None, _fields(sequences), told)
+        found = preference_metrics({name: float(value) for name, value in metrics.sums.items()})
+        named = {f"validation/{name.rpartition('/')[2]}": value for name, value in found.items()}
+        kept = {key: value for key, value in named.items() if key in METRICS}
+        return {**kept, "validation/loss": float(loss)}
+
+    def _told(self, update: Sequence[TrainSequence], kl: float) -> PreferenceUpdate:
+        chosen = sum(s.num_policy_tokens for s in update if s.pair > 0)
+        return PreferenceUpdate(self.kind, self.settings, len({abs(s.pair) for s in update}), chosen, kl)
+
+    def _kl(self, update: Sequence[TrainSequence]) -> float:
+        """Mean log-ratio of answers to other prompts, those of the rows before, at least 0: as TRL estimates it, over
+        the whole update."""
+        mismatched = [
+            TrainSequence(s.prompt_ids, other.completion_ids, other.sampler_logprobs, loss_mask=other.loss_mask)
+            for s, other in zip(update, [update[-1], *update[:-1]])
+        ]
+        limit = self.config.policy.max_total_sequence_length
+        mismatched = [s for s in mismatched if len(s) <= limit]
+        if not mismatched:
+            return 0.0
+        now = self.policy.logprobs(mismatched)
+        reference = self.policy.logprobs(mismatched, reference=True)
+        gaps = [
+            float((s.where_written(a) - s.where_written(b)).sum(dtype=np.float64))
+            for s, a, b in zip(mismatched, now, reference)
+        ]
+        return max(float(np.mean(gaps)), 0.0)
+
+
+def sequences_of(prompt: Prompt) -> list[TrainSequence]:
+    """The answers of a prompt as sequences, all of whose trained tokens count."""
+    return [
+        TrainSequence(
+            prompt.token_ids,
+            answer.token_ids,
+            np.full(len(answer.token_ids), np.nan, np.float32),
+            weight=1.0,
+            loss_mask=answer.mask,
+        )
+        for answer in prompt.fields["answers"]
+    ]
+
+
+def _numbered(prompts: Sequence[Prompt]) -> list[TrainSequence]:
+    """The answers of all prompts, each with the number of its prompt as that of its pair."""
+    found = []
+    for number, prompt in enumerate(prompts, start=1):
+        for sequence, answer in zip(sequences_of(prompt), prompt.fields["answers"]):
+            sequence.pair = answer.sign * number
+            found.append(sequence)
+    return found
+
+
+def _updates(sequences: list[TrainSequence], config: Config) -> list[list[TrainSequence]]:
+    size = config.policy.train_global_batch_size or len(sequences)
+    return [sequences[start : start + size] for start in range(0, len(sequences), size)]
+
+
+def _update_metrics(results: Sequence[UpdateResult]) -> dict[str, float]:
+    """``update_metrics`` without the ratio to sampled log-probs, which there are none of."""
+    row = update_metrics(results, on_policy=False)
+    return {name: value for name, value in row.items() if name not in ("policy/ratio_mean", "policy/ratio_max")}
+
+
+def preference_metrics(sums: dict[str, float]) -> dict[str, float]:
+    """Means of the sums that ``preference_loss`` measured; of a kind of answer that there is none of, nothing."""
+    chosen = sums["chosen"]
+    rejected = sums["rejected"]
+    row = {}
+    for name, count in (("chosen", chosen), ("rejected", rejected)):
+        if count > 0.5:
+            row[f"rewards/{name}"] = sums[f"rewards_{name}"] / count
+            row[f"logps/{name}"] = sums[f"logps_{name}"] / count
+    pairs = sums["pairs"]
+    if pairs > 0.5:
+        row["rewards/margins"] = sums["rewards_margins"] / pairs
+        row["rewards/accuracies"] = sums["rewards_accuracies"] / pairs
+    row["preference/loss"] = sums["preference_loss"] / (chosen + rejected - pairs)
+    return row
+
+
+def _fields(sequences: Sequence[TrainSequence]) -> Any:
+    """``TokenFields`` of whole sequences in the driver."""
+    import torch
+
+    from gdpo_nemo.algorithms import TokenFields
+
+    ids = torch.repeat_interleave(torch.arange(len(sequences)), torch.tensor([s.num_policy_tokens for s in sequences]))
+    ones = torch.ones(len(ids))
+    references = [s.reference_logprobs for s in sequences]
+    reference = None
+    if all(values is not None for values in references):
+        parts = [s.where_written(values) for s, values in zip(sequences, references) if values is not None]
+        reference = torch.from_numpy(np.concatenate(parts))
+    pairs = torch.tensor([s.pair for s in sequences])[ids]
+    return TokenFields(ones, ones, ids, len(sequences), reference_logprobs=reference, pairs=pairs)

@@ -1,0 +1,176 @@
+"""Supervised and preference training: what a batch becomes, what is measured, and what is refused before a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from gdpo_nemo import cli
+from gdpo_nemo.algorithm import load_algorithm
+from gdpo_nemo.config.layout import updates_per_step
+from gdpo_nemo.config.load import load_config
+from gdpo_nemo.data.examples import Answer
+from gdpo_nemo.data.records import Prompt
+from gdpo_nemo.data.results import UpdateResult
+from gdpo_nemo.rollouts.prompt_stream import PromptBatch
+from gdpo_nemo.supervised import PreferenceTuning, SupervisedFineTuning
+from gdpo_nemo.validation import validate
+
+CONFIGS = Path(__file__).resolve().parents[1] / "configs"
+SFT = CONFIGS / "sft_tiny_cpu.yaml"
+DPO = CONFIGS / "dpo_tiny_cpu.yaml"
+KINDS = ("dpo", "kto", "orpo", "simpo", "cpo")
+
+
+class Policy:
+    """Log-probs that follow from the tokens, and from whether the starting weights are asked."""
+
+    def __init__(self):
+        self.asked = []
+
+    def logprobs(self, sequences, reference=False):
+        self.asked.append((reference, [(tuple(s.prompt_ids), tuple(s.completion_ids)) for s in sequences]))
+        found = [-(s.completion_ids + 1.0 + reference * 0.3 * s.completion_ids) / 10 for s in sequences]
+        return [
+            np.where(True if s.loss_mask is None else s.loss_mask, v, np.nan).astype(np.float32)
+            for s, v in zip(sequences, found)
+        ]
+
+
+def prompt(number, *answers, mask=None):
+    made = tuple(Answer(np.array(ids, np.int32), mask, sign) for ids, sign in answers)
+    return Prompt(f"train/{number}", np.array([number, 7], np.int32), "", "", {"answers": made})
+
+
+PAIRS = [prompt(0, ([1, 2], 1), ([9], -1)), prompt(1, ([3], 1), ([5, 6, 4], -1))]
+SINGLES = [prompt(0, ([1, 2], 1)), prompt(1, ([9], -1)), prompt(2, ([3], 1))]
+
+
+def algorithm(path=DPO, *overrides):
+    config = load_config(path, list(overrides))
+    policy = Policy()
+    return load_algorithm(config)(config, policy, None, None), policy
+
+
+def score(ids, start=True):
+    """Summed log-ratio of an answer to the starting model, or its log-prob."""
+    now = sum(-(i + 1.0) / 10 for i in ids)
+    return now + sum((i + 1.0 + 0.3 * i) / 10 for i in ids) if start else now
+
+
+def softplus(value):
+    return float(np.log1p(np.exp(value)))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_tiny_configs_are_valid_for_every_objective(kind):
+    config = load_config(DPO, [f"algorithm.type={kind}"])
+    validate(config)
+    assert load_algorithm(config) is PreferenceTuning and not PreferenceTuning.samples
+    assert PreferenceTuning.needs_reference(config) == (kind in ("dpo", "kto"))
+    assert updates_per_step(load_config(DPO, [f"algorithm.type={kind}", "policy.train_global_batch_size=16"])) == (
+        2 if kind == "kto" else 4
+    )
+    validate(load_config(SFT))
+    assert load_algorithm(load_config(SFT)) is SupervisedFineTuning
+
+
+def test_a_reference_free_dpo_keeps_no_starting_weights():
+    assert not PreferenceTuning.needs_reference(load_config(DPO, ["preference.reference_free=true"]))
+
+
+def test_supervised_weights_are_the_mean_over_the_trained_tokens():
+    sft, policy = algorithm(SFT)
+    mask = np.array([True, False, True])
+    rows = [prompt(0, ([1, 2, 3], 1), mask=mask), prompt(1, ([4], 1))]
+    (update,) = sft.updates(sft.prepare(PromptBatch(rows, 2)))
+    assert [s.weight for s in update] == pytest.approx([1 / 3, 1 / 3]) and {s.advantage for s in update} == {1.0}
+    assert sft.loss.type == "reinforce" and all(s.pair == 0 for s in update) and not policy.asked
+    held_out = sft.validate(rows)
+    assert held_out == {"validation/loss": pytest.approx((0.2 + 0.4 + 0.5) / 3)}
+
+
+def test_pairs_are_numbered_and_scored_under_the_starting_weights():
+    dpo, policy = algorithm()
+    (update,) = dpo.updates(dpo.prepare(PromptBatch(PAIRS, 2)))
+    assert [s.pair for s in update] == [1, -1, 2, -2] and [reference for reference, _ in policy.asked] == [True]
+    assert update[3].reference_logprobs == pytest.approx(-(np.array([5, 6, 4]) * 1.3 + 1) / 10)
+    assert (dpo.loss.kind, dpo.loss.count, dpo.loss.chosen_tokens) == ("dpo", 2, 3)
+
+
+def test_a_step_of_several_updates_keeps_pairs_whole():
+    dpo, _ = algorithm(DPO, "policy.train_global_batch_size=2")
+    updates = list(dpo.updates(dpo.prepare(PromptBatch(PAIRS, 2))))
+    assert [[s.pair for s in update] for update in updates] == [[1, -1], [2, -2]] and dpo.loss.count == 1
+
+
+@pytest.mark.parametrize("kind", ["orpo", "simpo", "cpo"])
+def test_objectives_without_a_reference_ask_for_no_logprobs(kind):
+    tuning, policy = algorithm(DPO, f"algorithm.type={kind}")
+    assert list(tuning.updates(tuning.prepare(PromptBatch(PAIRS, 2)))) and not policy.asked
+
+
+def test_held_out_pairs_are_measured_with_the_training_objective():
+    dpo, _ = algorithm()
+    found = dpo.validate(PAIRS)
+    gaps = [0.1 * (score([1, 2]) - score([9])), 0.1 * (score([3]) - score([5, 6, 4]))]
+    assert found["validation/loss"] == pytest.approx(np.mean([softplus(-gap) for gap in gaps]), rel=1e-5)
+    assert found["validation/margins"] == pytest.approx(np.mean(gaps), rel=1e-4)
+    assert found["validation/accuracies"] == pytest.approx(np.mean([gap > 0 for gap in gaps]))
+
+
+def test_kto_estimates_its_kl_from_answers_to_the_rows_before():
+    kto, policy = algorithm(DPO, "algorithm.type=kto")
+    prepared = kto.prepare(PromptBatch(SINGLES, 3))
+    (update,) = kto.updates(prepared)
+    expected = np.mean([score([3]), score([1, 2]), score([9])])
+    assert expected > 0 and kto.loss.kl == pytest.approx(expected, rel=1e-5) == pytest.approx(prepared.kl[0], rel=1e-5)
+    mismatched = policy.asked[-1][1]
+    assert mismatched == [((0, 7), (3,)), ((1, 7), (1, 2)), ((2, 7), (9,))] and kto.loss.count == 3
+
+
+def test_metrics_are_means_over_pairs():
+    dpo, _ = algorithm()
+    prepared = dpo.prepare(PromptBatch(PAIRS, 2))
+    sums = dict(
+        preference_loss=1.2, rewards_chosen=4.0, rewards_rejected=2.0, rewards_margins=2.0, rewards_accuracies=1.0,
+        logps_chosen=-8.0, logps_rejected=-6.0, chosen=2.0, rejected=2.0, pairs=2.0, entropy=7.0, tokens=7.0,
+    )  # fmt: skip
+    row = dpo.metrics(prepared, [UpdateResult(0.6, 1.0, 1e-4, False, sums, {})], 0)
+    assert row["loss"] == 0.6 and row["preference/loss"] == pytest.approx(0.6) and row["policy/entropy"] == 1.0
+    assert row["rewards/margins"] == 1.0 and row["rewards/accuracies"] == 0.5 and row["logps/chosen"] == -4.0
+    assert row["train/tokens"] == 7.0 and not [key for key in row if key.startswith("policy/rewards")]
+
+
+REFUSED = [
+    (DPO, "preference.loss_type=simpo", "preference.loss_type: 'simpo' is none of algorithm dpo"),
+    (DPO, "preference.beta=-1", "preference.beta: must be more than 0"),
+    (DPO, "preference.label_smoothing=0.5", "preference.label_smoothing: must be 0 or more and below 0.5"),
+    (DPO, "preference.simpo_gamma=1", "preference.simpo_gamma: has no effect unless algorithm.type is simpo"),
+    (SFT, "preference.beta=0.2", "preference.beta: has no effect unless algorithm.type is one of dpo"),
+    (DPO, "data.train.type=chatml.intell", "data.train.type: unknown 'chatml.intell'"),
+    (DPO, "data.train.train_on=last", "data.train.train_on: dpo compares whole answers"),
+    (SFT, "data.train.train_on=user", "data.train.train_on: unknown 'user'; known: assistant, last, all"),
+    (DPO, "policy.train_global_batch_size=1", "policy.train_global_batch_size: 1 cuts a pair of answers in two"),
+    (DPO, "policy.generation.temperature=0.7", "policy.generation.temperature: must be 1 with algorithm dpo"),
+    (DPO, "data.train.path=null", "data.train.path: must be set: algorithm dpo"),
+    (SFT, "loss_fn.type=gspo", "loss_fn.type: has no effect with an algorithm that brings its own loss"),
+    (SFT, "loss_fn.aggregation=constant", "loss_fn.aggregation: constant is a mean over samples"),
+    (DPO, "loss_fn.aggregation=sequence_mean", "loss_fn.aggregation: has no effect with the algorithms of"),
+    (SFT, "loss_fn.ratio_clip_max=0.5", "loss_fn.ratio_clip_max: has no effect with an algorithm that brings"),
+    (SFT, "gdpo.num_generations_per_prompt=4", "gdpo.num_generations_per_prompt: has no effect with"),
+    (CONFIGS / "gdpo_tiny_cpu.yaml", "data.train.train_on=last", "data.train.train_on: has no effect with"),
+    (CONFIGS / "gdpo_tiny_cpu.yaml", "preference.beta=1", "preference.beta: has no effect unless"),
+    (SFT, "data.train.columns={completion: prompt}", "data.train: row 0: no column 'prompt'"),
+    (DPO, "data.train.path=examples/data/sorted_digits.jsonl", "data.train: row 0: no column 'chosen'"),
+]
+
+
+@pytest.mark.parametrize("path, override, sentence", REFUSED, ids=[case[1] for case in REFUSED])
+def test_what_cannot_be_trained_is_refused_in_one_line(path, override, sentence, capsys, monkeypatch):
+    monkeypatch.chdir(CONFIGS.parent)
+    assert cli.main(["train", "--config", str(path), override, "--dry-run"]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("error: ") and sentence in err and err.count("\n") == 1
