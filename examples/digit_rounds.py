@@ -1,7 +1,8 @@
 """Several digits to sort, one after the other: a game whose turns have nothing to do with each other.
 
     uv run examples/run_gdpo.py --config configs/gdpo_rounds_cpu.yaml
-    uv run examples/run_gdpo.py --config configs/gdpo_rounds_cpu.yaml gdpo.credit=sequence gdpo.discount=1 run.name=whole
+    uv run examples/run_gdpo.py --config configs/gdpo_rounds_cpu.yaml gdpo.credit=sequence gdpo.discount=1 \
+        run.name=whole
 
 Every round asks for five other digits, and each answer is rewarded by itself. The advantage of a whole trajectory
 praises a wrong answer for the right ones beside it; that of a turn (``gdpo.credit: turn``, ``gdpo.discount: 0``) does
