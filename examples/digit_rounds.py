@@ -1,4 +1,4 @@
-"""Several digits to sort, one after the other: a game whose turns have nothing to do with each other.
+r"""Several digits to sort, one after the other: a game whose turns have nothing to do with each other.
 
     uv run examples/run_gdpo.py --config configs/gdpo_rounds_cpu.yaml
     uv run examples/run_gdpo.py --config configs/gdpo_rounds_cpu.yaml gdpo.credit=sequence gdpo.discount=1 \
