@@ -149,7 +149,7 @@ def rows_of_the_real_functions() -> list[dict[str, float]]:
     group = Group(trajectories[0].prompt, samples())
     return [
         update_metrics([update], on_policy=True) | advantages.diagnostics.metrics() | rollout_metrics(trajectories, 1),
-        validation_metrics([group]),
+        validation_metrics([group], [1]),
     ]
 
 

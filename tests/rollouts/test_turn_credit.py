@@ -5,26 +5,31 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
 from gdpo_nemo import cli
+from gdpo_nemo.algorithm import GDPO
 from gdpo_nemo.config.load import load_config, save_config
 from gdpo_nemo.config.objects import load_object
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.config.validate import validate
 from gdpo_nemo.data.records import Group, Outcome, Prompt, Trajectory, Verdict
+from gdpo_nemo.data.results import UpdateResult
 from gdpo_nemo.environments.verdicts import checked_verdicts
 from gdpo_nemo.errors import ConfigError, RunError
 from gdpo_nemo.generation.requests import Completion
 from gdpo_nemo.observe.journal import Journal, read_journal
+from gdpo_nemo.observe.metric_registry import unknown_metrics
 from gdpo_nemo.observe.rollouts import read_columns, read_rollouts, write_rollouts
 from gdpo_nemo.rollouts.advantage_tables import read_step
 from gdpo_nemo.rollouts.context import Transcript
 from gdpo_nemo.rollouts.learning import advantages_of, has_signal, updates_of
 from gdpo_nemo.rollouts.recorded_stream import recorded_groups
+from gdpo_nemo.rollouts.rollout_batch import Rollout
 from gdpo_nemo.rollouts.turn_credit import turn_rows
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -252,6 +257,31 @@ def test_a_verdict_may_say_what_each_turn_earned_and_is_held_to_it():
     ):
         with pytest.raises(RunError, match=said):
             checked_verdicts(("a", "b"), [t], [Verdict({"a": 1.0}, turn_rewards=wrong)])
+
+
+# -- through the algorithm ------------------------------------------------------------------------------------------
+
+
+def test_a_step_trains_and_records_the_advantages_of_turns():
+    written = []
+    log = SimpleNamespace(step=lambda *given, **named: written.append((given, named)), alert=print, note=print)
+    algorithm = GDPO(config(), None, None, log)
+    rollout = Rollout(uneven(), 2, version=0)
+    prepared = algorithm.prepare(rollout)
+    expected = advantages_of(uneven(), config())
+    (update,) = algorithm.updates(prepared)
+    for sequence, value in zip(update, expected.of_sequences(rollout.trajectories), strict=True):
+        np.testing.assert_array_equal(sequence.advantage, value)
+    algorithm.record({"step": 1}, prepared)
+    ((given, named),) = written
+    np.testing.assert_array_equal(given[2], expected.values)
+    for ours, theirs in zip(named["turn_advantages"], expected.by_turn, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    assert set(named["terms"]) == {"a", "b"} and len(named["terms"]["a"]) == len(rollout.trajectories)
+    result = UpdateResult(0.1, 1.0, 1e-4, False, {"tokens": 9.0}, {})
+    row = algorithm.metrics(prepared, [result], 0)
+    assert row["reward/total/mean"] == pytest.approx(row["reward/a/mean"] + 2 * row["reward/b/mean"])
+    assert unknown_metrics([row]) == []
 
 
 # -- what is recorded -----------------------------------------------------------------------------------------------
