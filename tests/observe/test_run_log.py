@@ -34,7 +34,13 @@ def play(config, steps=range(1, 8), start: int = 0, status: str = "complete") ->
     run.close(status)
 
 
-def test_a_run_leaves_every_file_and_a_summary(config, run_dir, capsys):
+@pytest.fixture
+def patient(monkeypatch):
+    """A busy machine's disk is not slow."""
+    monkeypatch.setattr(sample_writer, "_SLOW_S", 3600.0)
+
+
+def test_a_run_leaves_every_file_and_a_summary(config, run_dir, capsys, patient):
     play(config)
     assert {p.name for p in run_dir.iterdir()} == {
         "metrics.jsonl",
@@ -146,7 +152,7 @@ def test_the_report_command_redraws_a_run_from_its_files(config, run_dir, capsys
     assert "holds no metrics" in capsys.readouterr().err
 
 
-def test_picture_and_report_are_renewed_while_the_run_goes_on(config, run_dir):
+def test_picture_and_report_are_renewed_while_the_run_goes_on(config, run_dir, patient):
     config.logger.report_period = 2
     run = RunLog(config, run_dir)
     for step in (1, 2, 3):
@@ -181,7 +187,7 @@ def test_a_drawing_under_way_is_not_begun_again_and_is_gone_after_the_end(run_di
     assert process.returncode == -9 and (run_dir / "started").read_text() == "x"
 
 
-def test_a_drawing_that_fails_is_an_alert_and_no_end(config, run_dir, monkeypatch):
+def test_a_drawing_that_fails_is_an_alert_and_no_end(config, run_dir, monkeypatch, patient):
     monkeypatch.setattr(redraw, "_PROGRAM", "raise SystemExit(3)")
     config.logger.report_period = 1
     run = RunLog(config, run_dir)
