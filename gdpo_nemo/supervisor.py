@@ -29,6 +29,10 @@ from gdpo_nemo.observe.alerts import write_alert
 from gdpo_nemo.observe.metrics import read_metrics
 from gdpo_nemo.observe.status import amend_status
 
+METRICS = {
+    "driver/restarts": ("restarts", "Times that the supervisor had started the run again (`run.max_restarts`)"),
+    "driver/recovery": ("s", "From the failure before a restart to the end of the first step after it; in its row"),
+}
 _BACKOFF_S = (1.0, 60.0)
 """The first pause and the longest; each is twice the one before, as long as no step is gained."""
 _STUCK = 2
@@ -51,6 +55,17 @@ class Attempt:
     """Starts before it."""
     lost_at: float | None = None
     """When the one before failed, in seconds since the epoch."""
+
+    def metrics(self, first_step_at: float | None) -> dict[str, float]:
+        """The keys ``driver/...`` of a step's row; none before the first restart.
+
+        Args:
+            first_step_at: the end of the step, if it is the attempt's first; in seconds since the epoch.
+        """
+        row = {"driver/restarts": float(self.restarts)} if self.restarts else {}
+        if first_step_at is not None and self.lost_at is not None:
+            row["driver/recovery"] = first_step_at - self.lost_at
+        return row
 
 
 @dataclass(frozen=True)

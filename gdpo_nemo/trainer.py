@@ -49,8 +49,6 @@ METRICS = {
         },
     ),
     "time/train": ("s", "Log-probs, advantages and optimizer updates"),
-    "driver/restarts": ("restarts", "Times that the supervisor had started the run again (`run.max_restarts`)"),
-    "driver/recovery": ("s", "From the failure before a restart to the end of the first step after it; in its row"),
     "throughput/tokens_per_second": (
         "tokens/s",
         "Trained tokens over time/step",
@@ -165,13 +163,12 @@ class Trainer:
         return True
 
     def _recovery(self, now: float) -> dict[str, float]:
-        """The keys ``driver/...`` of a run that its supervisor watches; nothing before its first restart."""
+        """What the supervisor's restarts add to a row; of the first step after one, and what that took."""
         attempt = current_attempt()
-        row = {"driver/restarts": float(attempt.restarts)} if attempt.restarts else {}
-        if attempt.lost_at is not None and not self.recovered:
-            self.recovered = True
-            row["driver/recovery"] = now - attempt.lost_at
-            self.log.note(f"restart {attempt.restarts}: trained again {row['driver/recovery']:.0f} s after the failure")
+        row = attempt.metrics(None if self.recovered else now)
+        if not self.recovered and attempt.lost_at is not None:
+            self.log.note(f"restart {attempt.restarts}: trained again {now - attempt.lost_at:.0f} s after the failure")
+        self.recovered = True
         return row
 
     def schedule(self) -> None:

@@ -69,12 +69,12 @@ OWN_PROCESSES = """
 SOCKETS = """
         import ipaddress, psutil
         listening = [
-            (process.name(), connection.laddr)
+            (process.name(), connection.laddr.ip.removeprefix("::ffff:"))  # Ray's sockets are those of IPv6
             for process in [psutil.Process(), *psutil.Process().children(recursive=True)]
             for connection in process.net_connections("inet")
             if not connection.raddr
         ]
-        print(len(listening), [found for found in listening if not ipaddress.ip_address(found[1].ip).is_loopback])
+        print(len(listening), [found for found in listening if not ipaddress.ip_address(found[1]).is_loopback])
 """
 
 

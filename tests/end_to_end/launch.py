@@ -106,7 +106,7 @@ class Launch:
         own = psutil.Process(self.process.pid)
         for process in (own, *own.children(recursive=True)):
             with contextlib.suppress(psutil.NoSuchProcess):
-                bound = [c.laddr.ip for c in process.net_connections("inet") if not c.raddr]
+                bound = [c.laddr.ip.removeprefix("::ffff:") for c in process.net_connections("inet") if not c.raddr]
                 found.setdefault(process.name(), []).extend(bound)
         return found
 

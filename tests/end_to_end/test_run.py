@@ -180,7 +180,6 @@ def test_data_parallel_ranks_make_the_same_first_update_and_train_one_step_stale
         "loss_fn.old_logprobs=trainer",
         "gdpo.max_num_steps=3",
         "weights.transport=gloo",
-        "rollout.endpoint.enabled=true",
         *QUICK,
     )
     launch.wait_for_step(1)
@@ -189,7 +188,7 @@ def test_data_parallel_ranks_make_the_same_first_update_and_train_one_step_stale
     assert status == 0, (out, err)
     _same_first_update(rows(undisturbed[0].run_dir), rows(launch.run_dir))
     assert [row["staleness/max"] for row in rows(launch.run_dir) if "loss" in row] == [0.0, 1.0, 1.0]
-    # The world of the policy's ranks, the group of the weights, Ray, the endpoint: on one node none is for others.
+    # The world of the policy's ranks, the group of the weights, Ray: on one node none is for others.
     listening = {name for name, addresses in bound.items() if addresses}
     assert {"gcs_server", "raylet"} < listening and any("PolicyRank" in name for name in listening), bound
     assert {address for addresses in bound.values() for address in addresses} == {"127.0.0.1"}, bound
