@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from gdpo_nemo.config.algorithm_choice import samples
 from gdpo_nemo.config.layout import resolve_layout, updates_per_step
 from gdpo_nemo.config.load import load_config
 from gdpo_nemo.config.placement import place
+from gdpo_nemo.data.packing import TrainSequence
 from gdpo_nemo.data.prompts import PromptSource
 from gdpo_nemo.data.records import Prompt
 from gdpo_nemo.errors import ConfigError
@@ -200,3 +202,34 @@ def test_the_example_trains_the_answer_and_its_end_each_token_alike():
     for update in updates:
         assert sum(s.weight * len(s.completion_ids) for s in update) == pytest.approx(1)
         assert {s.advantage for s in update} == {1.0}
+
+
+@pytest.mark.parametrize(
+    "scored, overrides, expected",
+    [
+        (True, [], [1.0, None, 3.0]),
+        (False, [], None),
+        (False, ["rollout.save_trainer_logprobs=true"], [-9.0, -9.0, -9.0]),
+        (True, ["rollout.save_trainer_logprobs=true"], [1.0, -9.0, 3.0]),
+    ],
+)
+def test_trainer_logprobs_are_recorded_where_they_are_known_or_asked_for(scored, overrides, expected):
+    def sequence(old):
+        tokens = np.arange(2, dtype=np.int32)
+        made = TrainSequence(tokens, tokens, np.zeros(2, np.float32))
+        made.old_logprobs = None if old is None else np.full(2, old, np.float32)
+        return made
+
+    asked = []
+
+    def logprobs(sequences):
+        asked.extend(sequences)
+        return [np.full(2, -9.0, np.float32) for _ in sequences]
+
+    algorithm = GDPO.__new__(GDPO)
+    algorithm.config = load_config(None, overrides)
+    algorithm.policy = SimpleNamespace(logprobs=logprobs)
+    updates = [[sequence(1.0), sequence(None)], [sequence(3.0)]]
+    found = algorithm._known_logprobs(updates, scored)
+    assert (found and [None if values is None else values[0] for values in found]) == expected
+    assert len(asked) == sum(value == -9.0 for value in expected or ())

@@ -222,8 +222,8 @@ class RolloutConfig:
     """Seconds one step's training may take, at most: once there were three, ten times the longest so far, and five
     minutes."""
     save_samples: bool = True
-    """Write rollouts/step_*.parquet, and validation_*.parquet beside them: every sample with its tokens, log-probs,
-    rewards and advantage. Some 7 bytes a token and 200 a sample on the disk (docs/inspector.md)."""
+    """Write rollouts/step_*.parquet, and those of validations to validation/: every sample with its tokens, log-probs,
+    rewards and advantage (docs/inspector.md says how many bytes)."""
     save_trainer_logprobs: bool = False
     """Score every sample with the trainer before the step trains it, and write its log-probs beside the sampler's: one
     more forward pass. Without, they are written where the step computes them anyhow, which is with several updates."""

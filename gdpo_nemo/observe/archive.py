@@ -9,7 +9,7 @@ from gdpo_nemo.errors import RunError
 from gdpo_nemo.observe import alerts, journal, metrics, rollouts, trace
 
 FOLDER = "archive"
-_PARTS = (journal.FILE, rollouts.FOLDER, alerts.FILE, trace.FILE, metrics.FILE)
+_PARTS = (journal.FILE, rollouts.FOLDER, rollouts.VALIDATION, alerts.FILE, trace.FILE, metrics.FILE)
 """The metrics last: as long as they are there, a move that was interrupted is seen to be needed."""
 
 

@@ -1,5 +1,5 @@
 """``rollouts/step_*.parquet``: every sample of a step with its rewards and advantage; a file a step, a row a sample.
-``validation_*.parquet`` beside it are alike, of the held-out prompts after so many steps.
+``validation/step_*.parquet`` are alike, of the held-out prompts after so many steps.
 
 Parquet, compressed with zstd; ``sample_columns.SCHEMA`` says what the columns are. Numbers keep their bits, so a step
 can be computed again. A file appears whole or not at all. Older runs have ``step_*.jsonl``, one JSON object per sample,
@@ -26,8 +26,9 @@ if TYPE_CHECKING:  # pyarrow takes 0.2 s to import: commands that read no sample
     import pyarrow.parquet as pq
 
 FOLDER = "rollouts"
+VALIDATION = "validation"
+"""A folder of its own: what reads all of ``rollouts`` reads what was trained."""
 _NAME = re.compile(r"step_(\d+)\.(parquet|jsonl)")
-_VALIDATION = re.compile(r"validation_(\d+)\.parquet")
 _PARTIAL = ".partial"
 _TOKENS_AT_ONCE = 1 << 22
 """Tokens of a row group: what writer and readers hold beside the samples, some 50 MB."""
@@ -51,22 +52,23 @@ def rollout_files(run_dir: str | Path) -> Iterator[tuple[int, Path]]:
 
 def validation_path(run_dir: str | Path, step: int) -> Path:
     """The file of the validation after ``step`` steps."""
-    return Path(run_dir) / FOLDER / f"validation_{step:04d}.parquet"
+    return Path(run_dir) / VALIDATION / f"step_{step:04d}.parquet"
 
 
 def validation_files(run_dir: str | Path) -> Iterator[tuple[int, Path]]:
     """(step, file) of every validation whose samples were written, in order."""
-    folder = Path(run_dir) / FOLDER
-    found = {int(match[1]): path for path in folder.glob("*_*") if (match := _VALIDATION.fullmatch(path.name))}
-    yield from sorted(found.items())
+    folder = Path(run_dir) / VALIDATION
+    found = {int(match[1]) for path in folder.glob("step_*.parquet") if (match := _NAME.fullmatch(path.name))}
+    yield from ((step, validation_path(run_dir, step)) for step in sorted(found))
 
 
 def remove_rollouts_after(run_dir: str | Path, step: int) -> None:
     """Remove the files of later steps, which a resumed run will write again, and what a dead writer left."""
-    for path in (Path(run_dir) / FOLDER).glob("*_*"):
-        match = _NAME.fullmatch(path.name) or _VALIDATION.fullmatch(path.name)
-        if (match and int(match[1]) > step) or path.suffix == _PARTIAL:
-            path.unlink()
+    for folder in (FOLDER, VALIDATION):
+        for path in (Path(run_dir) / folder).glob("step_*"):
+            match = _NAME.fullmatch(path.name)
+            if (match and int(match[1]) > step) or path.suffix == _PARTIAL:
+                path.unlink()
 
 
 # -- writing --------------------------------------------------------------------------------------------------------

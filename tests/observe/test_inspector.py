@@ -316,7 +316,7 @@ def test_outcomes_and_environments_are_told_by_name(run):
     assert found == [Outcome.TRUNCATED, Outcome.OK, Outcome.OK] * 6 and names[1:] == [["digit_sort"], ["stop"]]
 
 
-def test_samples_of_a_validation_are_written_beside_the_steps_and_told_apart(config, run_dir):
+def test_samples_of_a_validation_are_kept_and_told_apart_from_the_steps(config, run_dir):
     log = RunLog(config, run_dir)
     log.validation({"step": 0, "validation/format": 0.5}, demo_groups(9))
     log.step(demo_row(1), demo_groups(1))

@@ -114,13 +114,13 @@ def build(
         raise ConfigError(f"{run_dir} holds no samples (rollout.save_samples writes them)")
     config, note = _config(run_dir)
     try:
-        scripts = Scripts(out / FOLDER)
-        index, used, starts = _write_samples(files, scripts, dict(config.gdpo.rewards) if config else {}, report)
-        note = note or _write_vocabulary(scripts, run_dir, config, used)
-        scripts.write("snippets", index.snippets)
-        scripts.write("index", _index(run_dir, index, starts, live))
-        scripts.write("stamp", _stamp(files))
-        scripts.remove_others()
+        with Scripts(out / FOLDER) as scripts:
+            weights = dict(config.gdpo.rewards) if config else {}
+            index, used, starts = _write_samples(files, scripts, weights, report)
+            note = note or _write_vocabulary(scripts, run_dir, config, used)
+            scripts.write("snippets", index.snippets)
+            scripts.write("index", _index(run_dir, index, starts, live))
+            scripts.write("stamp", _stamp(files))
         _write_page(out / PAGE, run_dir.resolve().name)
         size = sum(path.stat().st_size for path in (out / FOLDER).glob("*.js"))
     except OSError as error:

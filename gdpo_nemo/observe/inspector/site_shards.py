@@ -8,8 +8,10 @@ which UTF-8 has no bytes for, among them.
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any, Sequence
 
@@ -25,7 +27,7 @@ TOKENS = 1 << 17
 
 
 class Scripts:
-    """The scripts of a site: written one by one, each whole or not at all.
+    """The scripts of a site. They appear together, when all of them are written; until then those of before stay.
 
     Args:
         folder: is made where it is missing.
@@ -33,23 +35,41 @@ class Scripts:
 
     def __init__(self, folder: Path):
         self._folder = folder
-        self._written: set[str] = set()
-        self._folder.mkdir(parents=True, exist_ok=True)
+        self._partial = folder.with_name(f"{folder.name}.partial")
+        self._made = [place for place in (folder.parent, folder) if not place.exists()]
+
+    def __enter__(self) -> Scripts:
+        shutil.rmtree(self._partial, ignore_errors=True)  # of one that was killed
+        self._partial.mkdir(parents=True)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Put them in place; where the block failed, leave everything as it was."""
+        try:
+            if kind is None:
+                self._put()
+        finally:
+            shutil.rmtree(self._partial, ignore_errors=True)
+            if kind is not None:
+                for place in reversed(self._made):
+                    with contextlib.suppress(OSError):
+                        place.rmdir()
+
+    def _put(self) -> None:
+        self._folder.mkdir(exist_ok=True)
+        # The index after the shards that it counts on.
+        names = sorted(os.listdir(self._partial), key=lambda name: (name in ("index.js", "stamp.js"), name))
+        for name in names:
+            os.replace(self._partial / name, self._folder / name)
+        for path in self._folder.glob("*.js"):
+            if path.name not in names:
+                path.unlink()
 
     def write(self, name: str, value: Any) -> None:
         """Write ``name``.js, which gives ``value`` to the page. Raises OSError."""
-        path = self._folder / f"{name}.js"
-        partial = path.with_name(path.name + ".partial")
         # NaN and Infinity, which JSON has not, are JavaScript's names for them.
-        partial.write_text(f"gdpoData({json.dumps(name)},{json.dumps(value, separators=(',', ':'))});\n", "ascii")
-        os.replace(partial, path)
-        self._written.add(path.name)
-
-    def remove_others(self) -> None:
-        """Remove scripts of an earlier, longer run in this folder. Raises OSError."""
-        for path in self._folder.glob("*.js"):
-            if path.name not in self._written:
-                path.unlink()
+        content = f"gdpoData({json.dumps(name)},{json.dumps(value, separators=(',', ':'))});\n"
+        (self._partial / f"{name}.js").write_text(content, "ascii")
 
 
 def packed(values: np.ndarray) -> str:
