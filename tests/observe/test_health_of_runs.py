@@ -69,6 +69,13 @@ def test_a_run_that_falls_apart_is_named_while_it_does(config, name):
     assert "reward/total/mean" in named(alerts_of(config, rows_of(name)))
 
 
+def test_a_learning_rate_a_hundred_times_too_large_is_named_within_ten_steps(config):
+    rows = rows_of("lr_100")
+    early = {"policy/entropy", "rollout/duplicates", "rollout/truncated", "advantage/dead_groups"}
+    assert named(alerts_of(config, rows[:10])) == early
+    assert named(alerts_of(config, rows)) == early | {"reward/total/mean"}
+
+
 CHANGES = {
     "entropy explodes": ("policy/entropy", lambda row: row["policy/entropy"] * 1.08 ** row["step"]),
     "entropy collapses": ("policy/entropy", lambda row: row["policy/entropy"] * 0.9 ** row["step"]),
