@@ -188,7 +188,7 @@ def _start_processes(
     inputs: Inputs,
     checkpoint: Path | None,
     begin: float | None,
-    lost: Callable[[str], None],
+    lost: Callable[[str], None] | None = None,
 ) -> None:
     """Ray and the policy's ranks; engines and verifiers beside them, where the algorithm samples."""
     from gdpo_nemo.cluster.session import keep_logs, session

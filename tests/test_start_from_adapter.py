@@ -50,7 +50,7 @@ class Algorithm:
     ],
 )
 def test_an_adapter_is_loaded_once_and_a_resume_goes_by_its_checkpoint(checkpoint, adapter, last, monkeypatch):
-    monkeypatch.setattr("gdpo_nemo.cluster.session.session", lambda cluster: contextlib.nullcontext())
+    monkeypatch.setattr("gdpo_nemo.cluster.session.session", lambda *_: contextlib.nullcontext())
     monkeypatch.setattr("gdpo_nemo.cluster.reservation.reserve", lambda config, folders: None)
     monkeypatch.setattr("gdpo_nemo.cluster.policy_group.PolicyGroup", Policy)
     for name in ("total_updates", "PromptStream"):
