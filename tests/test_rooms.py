@@ -75,7 +75,9 @@ def test_every_command_is_a_file_that_registers_itself():
 
 
 OUTSIDE = sorted(
-    path for folder in ("examples", "tests/benchmarks", "tests/soak") for path in (ROOT.parent / folder).glob("*.py")
+    path
+    for folder in ("examples", "tests/benchmarks", "tests/browser", "tests/soak")
+    for path in (ROOT.parent / folder).glob("*.py")
 )
 
 
