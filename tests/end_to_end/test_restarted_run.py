@@ -10,7 +10,12 @@ from launch import START_S, Launch, rows, timeless
 
 from gdpo_nemo.observe.alerts import read_alerts
 
-QUICK = ("logger.plot=false", "logger.tensorboard.enabled=false", "gdpo.val_at_start=true")
+QUICK = (
+    "logger.plot=false",
+    "logger.tensorboard.enabled=false",
+    "gdpo.val_at_start=true",
+    "checkpointing.save_period=1",
+)
 
 
 def _status(launch: Launch) -> dict:
