@@ -145,9 +145,11 @@ class PreferenceTuning(Algorithm):
         values = np.concatenate([s.where_written(found) for s, found in zip(sequences, now)])
         loss, metrics = preference_loss(torch.from_numpy(values), None, _fields(sequences), told)
         found = preference_metrics({name: float(value) for name, value in metrics.sums.items()})
-        named = {f"validation/{name.rpartition('/')[2]}": value for name, value in found.items()}
-        kept = {key: value for key, value in named.items() if key in METRICS}
-        return {**kept, "validation/loss": float(loss)}
+        row = {"validation/loss": float(loss)}
+        if "rewards/margins" in found:
+            row["validation/margins"] = found["rewards/margins"]
+            row["validation/accuracies"] = found["rewards/accuracies"]
+        return row
 
     def _told(self, update: Sequence[TrainSequence], kl: float) -> PreferenceUpdate:
         chosen = sum(s.num_policy_tokens for s in update if s.pair > 0)

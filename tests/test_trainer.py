@@ -55,7 +55,8 @@ class Recorder:
         self.spans = []
         self.trained = []
         checkpoints = SimpleNamespace(pending=False, begin=self.begin, finish=self.finish)
-        log = SimpleNamespace(step=self.row, validation=lambda row: self.calls.append(f"validate {row['step']}"),
+        log = SimpleNamespace(step=self.row,
+                              validation=lambda row, groups: self.calls.append(f"validate {row['step']}"),
                               span=lambda *span: self.spans.append(span), alert=self.alerts.append,
                               trained=lambda *trained: self.trained.append(trained),
                               flush=lambda step: self.calls.append(f"samples {step}"))  # fmt: skip
@@ -128,7 +129,9 @@ class Recorder:
         self.calls.append("checkpoint is whole")
         self.checkpoints.pending = False
 
-    def row(self, row, groups, advantages, terms) -> None:
+    def row(self, row, groups, advantages, trainer_logprobs, terms, turn_advantages) -> None:
+        assert trainer_logprobs is None or len(trainer_logprobs) == len(advantages)
+        assert turn_advantages is None
         assert {name: len(column) for name, column in terms.items()} == dict.fromkeys("ab", len(advantages))
         self.rows.append((row, groups, advantages))
 

@@ -22,31 +22,35 @@ def _status(launch: Launch) -> dict:
     return json.loads((launch.run_dir / "status.json").read_text())
 
 
-def _kill(launch: Launch, name: str, after_restarts: int, step: int) -> None:
-    """Kill the driver, or the process of that name, in the attempt after so many restarts, once ``step`` is done."""
+def _trained(launch: Launch) -> int:
+    """The last step that is recorded and saved."""
+    recorded = max((row["step"] for row in rows(launch.run_dir) if "loss" in row), default=0)
+    return recorded if (launch.run_dir / "checkpoints" / f"step_{recorded}").exists() else 0
+
+
+def _kill(launch: Launch, name: str, after_restarts: int, beyond: int) -> int:
+    """Kill the driver, or the process of that name, in the attempt after so many restarts, as soon as a step after
+    ``beyond`` is trained: two attempts in a row that gain none would be the last. Returns the step."""
     deadline = time.monotonic() + START_S
-    while _status(launch).get("restarts") != after_restarts or _status(launch)["step"] < step:
+    while (status := _status(launch)).get("restarts") != after_restarts or (step := _trained(launch)) <= beyond:
         assert launch.process.poll() is None, launch.process.communicate()
-        assert time.monotonic() < deadline, _status(launch)
+        assert time.monotonic() < deadline, status
         time.sleep(0.05)
     if name == "driver":
-        psutil.Process(_status(launch)["driver"]).kill()
-        return
+        psutil.Process(status["driver"]).kill()
+        return step
     children = psutil.Process(launch.process.pid).children(recursive=True)
     next(child for child in children if name in " ".join(child.cmdline()) and child.status() != "zombie").kill()
+    return step
 
 
 def test_a_supervised_run_that_loses_driver_gcs_and_rank_equals_the_undisturbed_one(undisturbed, tmp_path, digit_model):
     launch = Launch(tmp_path / "run", digit_model, *QUICK)
-    launch.wait_for_step(2)
-    # A run without a checkpoint begins again, and what was recorded before, the first alert too, goes to its archive.
-    deadline = time.monotonic() + START_S
-    while not (launch.run_dir / "checkpoints" / "step_2").exists():
-        assert time.monotonic() < deadline and launch.process.poll() is None
-        time.sleep(0.05)
-    _kill(launch, "driver", 0, 2)
-    _kill(launch, "gcs_server", 1, 3)
-    _kill(launch, "ray::PolicyRank", 2, 4)
+    launch.wait_for_step(1)
+    # A run without a checkpoint would begin again, and its alert would go to the archive with the rest.
+    step = _kill(launch, "driver", 0, 0)
+    step = _kill(launch, "gcs_server", 1, step)
+    _kill(launch, "ray::PolicyRank", 2, step)
     status, out, err = launch.finish()
     assert status == 0, (out, err)
     assert launch.left_behind() == []

@@ -42,7 +42,7 @@ def run(tmp_path: Path) -> Path:
     """Three steps of six samples, with advantages, terms and the trainer's log-probs."""
     folder = tmp_path / "run"
     folder.mkdir()
-    save_config(load_config(DEMO), folder / "config.yaml")
+    save_config(load_config(DEMO, [f"policy.model_name={tmp_path / 'gone'}"]), folder / "config.yaml")
     log = MetricsLog(folder)
     for step in (1, 2, 3):
         log.append(demo_row(step))
