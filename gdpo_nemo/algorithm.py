@@ -24,16 +24,8 @@ from gdpo_nemo.data.packing import TrainSequence, with_gradient
 from gdpo_nemo.data.results import UpdateResult
 from gdpo_nemo.errors import ConfigError, GdpoError, UserCodeFailed
 from gdpo_nemo.observe.component_alerts import ComponentAlerts
-from gdpo_nemo.rollouts.learning import (
-    advantages_of,
-    check_failures,
-    log_ratios,
-    old_logprobs_source,
-    rollout_metrics,
-    update_metrics,
-    updates_of,
-    validation_metrics,
-)
+from gdpo_nemo.rollouts.learning import advantages_of, log_ratios, old_logprobs_source, updates_of
+from gdpo_nemo.rollouts.step_metrics import check_failures, rollout_metrics, update_metrics, validation_metrics
 from gdpo_nemo.rollouts.turn_credit import TurnAdvantages
 
 if TYPE_CHECKING:

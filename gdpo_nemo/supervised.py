@@ -18,7 +18,7 @@ from gdpo_nemo.config.schema import Config
 from gdpo_nemo.data.packing import TrainSequence
 from gdpo_nemo.data.records import Prompt
 from gdpo_nemo.data.results import UpdateResult
-from gdpo_nemo.rollouts.learning import update_metrics
+from gdpo_nemo.rollouts.step_metrics import update_metrics
 
 if TYPE_CHECKING:
     from gdpo_nemo.cluster.policy_group import PolicyGroup

@@ -222,8 +222,8 @@ def _sampled(config: Config, subject: Subject) -> list[Group]:
         from gdpo_nemo.config.placement import Places
         from gdpo_nemo.environments.execution.dispatch import EnvironmentPools
         from gdpo_nemo.inputs import read_inputs
-        from gdpo_nemo.rollouts.learning import check_failures
         from gdpo_nemo.rollouts.scheduler import RolloutScheduler
+        from gdpo_nemo.rollouts.step_metrics import check_failures
 
     inputs = read_inputs(config, ("validation",))
     for line in inputs.refused:

@@ -32,7 +32,8 @@ from gdpo_nemo.data.packing import attention_cost
 from gdpo_nemo.data.records import Group, Outcome, Prompt, Trajectory
 from gdpo_nemo.data.results import TokenValues, UpdateResult
 from gdpo_nemo.data.shares import FlatValues, Share
-from gdpo_nemo.rollouts.learning import advantages_of, check_failures, rollout_metrics, update_metrics, updates_of
+from gdpo_nemo.rollouts.learning import advantages_of, updates_of
+from gdpo_nemo.rollouts.step_metrics import check_failures, rollout_metrics, update_metrics
 
 DEMO = Path(__file__).resolve().parents[2] / "configs" / "gdpo_tiny_cpu.yaml"
 SECONDS = 3.0

@@ -25,7 +25,7 @@ from gdpo_nemo.environments.nemo_gym.server_settings import read_settings
 from gdpo_nemo.environments.preview import announced_components
 from gdpo_nemo.environments.registry import load_environment
 from gdpo_nemo.errors import ConfigError
-from gdpo_nemo.rollouts.learning import rollout_metrics
+from gdpo_nemo.rollouts.step_metrics import rollout_metrics
 from gdpo_nemo.validation import validate
 
 SERVERS = {"servers": {"one": "http://127.0.0.1:1"}}

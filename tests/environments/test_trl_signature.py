@@ -20,8 +20,8 @@ from gdpo_nemo.environments.registry import load_environment
 from gdpo_nemo.environments.tasks.reward_functions import Functions
 from gdpo_nemo.errors import ConfigError, RunError
 from gdpo_nemo.observe.rollouts import read_rollouts, write_rollouts
-from gdpo_nemo.rollouts.learning import rollout_metrics, validation_metrics
 from gdpo_nemo.rollouts.rollout_batch import apply_verdicts
+from gdpo_nemo.rollouts.step_metrics import rollout_metrics, validation_metrics
 
 PLACE = str(Path(trl_functions.__file__))
 STATE = TrainerState(global_step=3, max_steps=12, epoch=0.5)

@@ -40,7 +40,7 @@ from gdpo_nemo.observe.metric_registry import (
 from gdpo_nemo.observe.metrics import MetricsLog
 from gdpo_nemo.observe.summary import facts
 from gdpo_nemo.observe.tensorboard import TensorboardLog
-from gdpo_nemo.rollouts.learning import rollout_metrics, update_metrics, validation_metrics
+from gdpo_nemo.rollouts.step_metrics import rollout_metrics, update_metrics, validation_metrics
 
 SOURCES = {path: ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")}
 GROUPS = {metric.group for metric in metrics().values()} - {""}

@@ -19,14 +19,13 @@ from gdpo_nemo.environments.tasks.digit_sort import DigitSort
 from gdpo_nemo.errors import RunError
 from gdpo_nemo.rollouts.learning import (
     advantages_of,
-    check_failures,
     has_signal,
     log_ratios,
     part_with_signal,
     reward_columns,
-    update_metrics,
     updates_of,
 )
+from gdpo_nemo.rollouts.step_metrics import check_failures, update_metrics
 
 DEMO = Path(__file__).resolve().parents[2] / "configs" / "gdpo_tiny_cpu.yaml"
 C = "correctness"

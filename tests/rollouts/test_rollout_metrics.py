@@ -13,8 +13,8 @@ from gdpo_nemo.data.results import UpdateResult
 from gdpo_nemo.errors import RunError
 from gdpo_nemo.generation.requests import Completion
 from gdpo_nemo.observe.metric_registry import about_of, unknown_metrics
-from gdpo_nemo.rollouts.learning import check_failures, rollout_metrics, update_metrics, validation_metrics
 from gdpo_nemo.rollouts.rollout_batch import apply_verdicts, decode, sample_seed, sampled
+from gdpo_nemo.rollouts.step_metrics import check_failures, rollout_metrics, update_metrics, validation_metrics
 
 
 def sample(version: int = 0, tokens: int = 3, environment: str = "toy", **changes) -> Trajectory:
