@@ -6,7 +6,7 @@ import argparse
 import os
 import sys
 from pathlib import Path
-from typing import NoReturn
+from typing import Callable, NoReturn
 
 from gdpo_nemo.config.files import DEMO as DEFAULT_CONFIG
 from gdpo_nemo.observe.display import NORMAL, QUIET, VERBOSE
@@ -51,6 +51,18 @@ def add_layout(command: argparse.ArgumentParser) -> None:
         "--layout", default="", metavar="SIZES", help="for instance tensor=2,pipeline=2,sequence; default: one rank"
     )
     command.add_argument("--precision", default="float32", choices=("float32", "bfloat16"), help="default: %(default)s")
+
+
+def between(kind: Callable[[str], float], low: float, high: float) -> Callable[[str], float]:
+    """The type of an argument that is a number of ``kind`` from ``low`` to ``high``."""
+
+    def number(text: str) -> float:
+        value = kind(text)
+        if not low <= value <= high:
+            raise argparse.ArgumentTypeError(f"must be between {low} and {high}, not {text}")
+        return value
+
+    return number
 
 
 def rollout_file(path: str) -> str:

@@ -6,7 +6,7 @@ import argparse
 import contextlib
 from pathlib import Path
 
-from gdpo_nemo.commands.arguments import terminal
+from gdpo_nemo.commands.arguments import between, terminal
 
 
 def add(commands) -> None:
@@ -20,24 +20,14 @@ def add(commands) -> None:
     command.add_argument("--out", metavar="DIR", help="default: inspect/ in the run's folder")
     command.add_argument("--open", action="store_true", help="open the page in a browser")
     command.add_argument("--serve", action="store_true", help="serve the page to this machine until Ctrl-C")
-    command.add_argument("--port", type=_port, default=0, metavar="N", help="of --serve; default: a free one")
+    command.add_argument(
+        "--port", type=between(int, 0, 65535), default=0, metavar="N", help="of --serve; default: a free one"
+    )
     command.add_argument("--follow", action="store_true", help="write it anew while the run goes on, until Ctrl-C")
-    command.add_argument("--every", type=_seconds, default=5.0, metavar="SECONDS", help="of --follow: %(default)g")
+    command.add_argument(
+        "--every", type=between(float, 1, 3600), default=5.0, metavar="SECONDS", help="of --follow: %(default)g"
+    )
     command.set_defaults(command=run)
-
-
-def _port(text: str) -> int:
-    port = int(text)
-    if not 0 <= port <= 65535:
-        raise argparse.ArgumentTypeError(f"must be between 0 and 65535, not {text}")
-    return port
-
-
-def _seconds(text: str) -> float:
-    seconds = float(text)
-    if not 1 <= seconds <= 3600:
-        raise argparse.ArgumentTypeError(f"must be between 1 and 3600, not {text}")
-    return seconds
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from gdpo_nemo.commands.arguments import terminal
+from gdpo_nemo.commands.arguments import between, terminal
 
 
 def add(commands) -> None:
@@ -16,15 +16,10 @@ def add(commands) -> None:
     )
     command.add_argument("run_dir", metavar="RUN_DIR", help="the folder of the run")
     command.add_argument("--once", action="store_true", help="draw it once, as is done where there is no terminal")
-    command.add_argument("--every", type=_seconds, default=1.0, metavar="SECONDS", help="default: %(default)g")
+    command.add_argument(
+        "--every", type=between(float, 0.1, 3600), default=1.0, metavar="SECONDS", help="default: %(default)g"
+    )
     command.set_defaults(command=run)
-
-
-def _seconds(text: str) -> float:
-    seconds = float(text)
-    if not 0.1 <= seconds <= 3600:
-        raise argparse.ArgumentTypeError(f"must be between 0.1 and 3600, not {text}")
-    return seconds
 
 
 def run(arguments: argparse.Namespace) -> int:
