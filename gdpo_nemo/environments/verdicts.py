@@ -54,7 +54,7 @@ def _checked(reward_names: Sequence[str], trajectory: Trajectory, verdict: Verdi
     for component in dict.fromkeys(name for earned in of_turns for name in earned):
         if component not in rewards:
             raise RunError(f"verify returned turn_rewards of {component!r} for {where}, whose rewards do not have it")
-    return replace(verdict, rewards=rewards, turn_rewards=of_turns)
+    return replace(verdict, rewards=rewards, turn_rewards=tuple(of_turns))
 
 
 def _checked_rewards(

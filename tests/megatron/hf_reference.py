@@ -60,7 +60,7 @@ def _adam(model, options: OptimizerConfig) -> torch.optim.AdamW:
     return torch.optim.AdamW(groups, lr=options.lr, betas=betas, eps=options.adam_eps)
 
 
-def _loss(model, batch, temperature, objective):
+def _loss(model, batch, temperature, objective=None):
     lengths = [len(s) for s in batch]
     ids = torch.zeros(len(batch), max(lengths), dtype=torch.int64)
     for row, s in zip(ids, batch):
