@@ -259,7 +259,9 @@ class GDPO(Algorithm):
         found = prepared.advantages
         terms = dict(zip(found.names, found.components.numpy().T))
         by_turn = found.by_turn if isinstance(found, TurnAdvantages) else None
-        self.log.step(row, rollout.groups, found.values.numpy(), prepared.trainer_logprobs, terms, by_turn)
+        self.log.step(
+            row, rollout.groups, found.values.numpy(), prepared.trainer_logprobs, terms=terms, turn_advantages=by_turn
+        )
         self.component_alerts.update(prepared.advantages.diagnostics.alerts, [t.rewards for t in rollout.trajectories])
 
     def _kl(self, rollout: Rollout) -> np.ndarray | None:

@@ -160,7 +160,9 @@ def loop(name: str) -> Damage:
 
 def snapshot(d: Path) -> dict[str, str]:
     """Every path below ``d`` with what it holds."""
-    return {str(path.relative_to(d)): _content(path) for path in sorted(d.rglob("*"))}
+    # Python itself keeps the bytecode of what it imports, where it may.
+    found = (path for path in sorted(d.rglob("*")) if "__pycache__" not in path.parts)
+    return {str(path.relative_to(d)): _content(path) for path in found}
 
 
 def _content(path: Path) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 
 import numpy as np
 import pytest
@@ -104,6 +105,8 @@ def test_tensorboard_shows_each_step_once_after_a_resume(tmp_path):
     for step in (1, 2, 3, 4):
         first.write({"step": step, "reward/a/mean": step / 10, "lost": float("nan")})
     first.close()
+    # TensorBoard reads the files of one second by a counter, as text: the tenth of a process before its ninth.
+    time.sleep(1.1)
     second = TensorboardLog(tmp_path, start_step=2)
     second.write({"step": 3, "reward/a/mean": 9.0})
     second.close()

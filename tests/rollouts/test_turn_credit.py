@@ -248,7 +248,7 @@ def test_a_verdict_may_say_what_each_turn_earned_and_is_held_to_it():
     t = group("p", [{}, {}]).trajectories[0]
     good = Verdict({"a": 1.0, "b": 0.0}, turn_rewards=[{"a": 1}, {"a": float("nan"), "b": 0.0}])
     (checked,) = checked_verdicts(("a", "b"), [t], [good])
-    assert checked.turn_rewards == [{"a": 1.0}, {"a": None, "b": 0.0}]
+    assert checked.turn_rewards == ({"a": 1.0}, {"a": None, "b": 0.0})
     for wrong, said in (
         ([{"a": 1.0}], "turn_rewards of 1 turns for sample 0 of prompt p, which has 2"),
         ([{"a": 1.0}, {"c": 1.0}], "'c', which is not in its reward_names"),
