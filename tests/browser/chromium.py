@@ -7,6 +7,7 @@ import contextlib
 import hashlib
 import io
 import os
+import subprocess
 import tarfile
 import urllib.request
 from pathlib import Path
@@ -14,8 +15,8 @@ from typing import Any, Iterator
 
 VERSION = "147.0.0"
 _SHA512 = "4ZKeAQQa8up2mt675qSitztLdbQrlf8BKdC5naeap+5Mv1OV1OlJdPoU+EJC/p5sQUJUQmN4r+q5+EhaaOUHpQ=="
-_ADDRESS = f"https://registry.npmjs.org/@sparticuz/chromium/-/chromium-{VERSION}.tgz"
-"""68 MB; MIT, Chromium's own licences within."""
+_PACKAGE = f"@sparticuz/chromium/-/chromium-{VERSION}.tgz"
+"""Below an npm registry: 68 MB; MIT, Chromium's own licences within."""
 
 
 def fetched(folder: Path) -> Path:
@@ -25,9 +26,10 @@ def fetched(folder: Path) -> Path:
         return program
     import brotli
 
-    content = urllib.request.urlopen(_ADDRESS, timeout=600).read()
+    address = f"{_registry()}/{_PACKAGE}"
+    content = urllib.request.urlopen(address, timeout=600).read()
     if base64.b64encode(hashlib.sha512(content).digest()).decode() != _SHA512:
-        raise SystemExit(f"{_ADDRESS}: another file than it was")
+        raise SystemExit(f"{address}: another file than it was")
     with tarfile.open(fileobj=io.BytesIO(content)) as package:
 
         def part(name: str) -> bytes:
@@ -44,6 +46,18 @@ def fetched(folder: Path) -> Path:
     partial.chmod(0o755)
     partial.rename(program)
     return program
+
+
+def _registry() -> str:
+    """The address of the npm registry that this machine uses."""
+    if (given := os.environ.get("NPM_CONFIG_REGISTRY")) is None:
+        try:
+            given = subprocess.run(
+                ["npm", "config", "get", "registry"], capture_output=True, text=True, check=True
+            ).stdout
+        except (OSError, subprocess.CalledProcessError) as error:
+            raise SystemExit(f"npm does not say its registry ({error}): set NPM_CONFIG_REGISTRY") from None
+    return given.strip().rstrip("/")
 
 
 @contextlib.contextmanager
