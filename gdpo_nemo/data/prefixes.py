@@ -94,6 +94,8 @@ def shared_layout(
     """
     groups = _by_prompt(sequences)
     lengths = [len(s) for s in sequences]
+    # With its padding: no piece is smaller, so that halving the limit any further would go on for ever.
+    longest = max((_padded(length, multiple) for length in lengths), default=1)
     limit = token_budget
     best: Layout | None = None
     while True:
@@ -104,7 +106,7 @@ def shared_layout(
         costs = rank_costs(found.assignment, lengths, found.shared, quadratic)
         largest = max((_piece_tokens(piece, sequences, multiple) for piece in pieces), default=1)
         limit = largest // 2
-        if max(costs) <= (1 + _EVEN) * sum(costs) / ranks or limit < max(lengths):
+        if max(costs) <= (1 + _EVEN) * sum(costs) / ranks or limit < longest:
             return best
 
 

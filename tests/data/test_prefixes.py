@@ -58,6 +58,7 @@ def test_every_sequence_has_one_place_and_shares_what_its_predecessor_has(groups
             assert whole(batch[i])[:count] == whole(batch[before])[:count]
 
 
+@example(groups=[([2], [[]])], multiple=2, ranks=2)  # one sequence, most of which is padding: nothing to split
 @given(groups=groups, multiple=st.sampled_from([2, 4]), ranks=st.integers(1, 2))
 def test_what_is_computed_keeps_the_budget_with_the_padding_of_the_layout(groups, multiple, ranks):
     batch = flat(groups)
