@@ -1,4 +1,4 @@
-"""Synchronous runs whose samples several engines draw beside each other: real Ray, a rank and three engines."""
+"""Synchronous runs whose samples several engines draw beside each other: real Ray, a rank, two and three engines."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from launch import REPOSITORY, START_S, rows, timeless
 
 TWICE = """
 import sys
 from gdpo_nemo import train
 
-folder, model = sys.argv[1:]
+engines, folder, model = sys.argv[1:]
 small = {
-    "policy.model_name": model, "policy.generation.engines": 3, "gdpo.max_num_steps": 2,
+    "policy.model_name": model, "policy.generation.engines": int(engines), "gdpo.max_num_steps": 2,
     "gdpo.num_prompts_per_step": 4, "gdpo.num_generations_per_prompt": 4, "gdpo.val_period": 0,
     "gdpo.val_at_start": False, "checkpointing.metric_name": None, "logger.plot": False,
     "logger.tensorboard.enabled": False, "logger.console": "plain",
@@ -24,9 +25,10 @@ for name in ("first", "second"):
 """
 
 
-def test_a_synchronous_run_of_several_engines_is_the_same_twice_bit_for_bit(digit_model, tmp_path):
+@pytest.mark.parametrize("engines", [2, 3])
+def test_a_synchronous_run_of_several_engines_is_the_same_twice_bit_for_bit(engines, digit_model, tmp_path):
     """One process for both, which imports once; ranks and engines are started anew."""
-    command = [sys.executable, "-W", "ignore", "-c", TWICE, str(tmp_path), str(digit_model)]
+    command = [sys.executable, "-W", "ignore", "-c", TWICE, str(engines), str(tmp_path), str(digit_model)]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=2 * START_S)
     assert done.returncode == 0, (done.stdout, done.stderr)
     first, second = (tmp_path / name for name in ("first", "second"))
