@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
 from gdpo_nemo.algorithms import LossSettings
+from gdpo_nemo.algorithms.adaptive_entropy import AdaptiveEntropy
 from gdpo_nemo.algorithms.own_functions import loss_entry
 from gdpo_nemo.config.algorithm_choice import ALGORITHMS, samples
+from gdpo_nemo.config.layout import updates_per_step
 from gdpo_nemo.config.messages import first_line
 from gdpo_nemo.config.objective_checks import kl_in_reward
 from gdpo_nemo.config.objects import absolute_place, load_object
@@ -24,7 +26,13 @@ from gdpo_nemo.data.packing import TrainSequence, with_gradient
 from gdpo_nemo.data.results import UpdateResult
 from gdpo_nemo.errors import ConfigError, GdpoError, UserCodeFailed
 from gdpo_nemo.observe.component_alerts import ComponentAlerts
-from gdpo_nemo.rollouts.learning import advantages_of, log_ratios, old_logprobs_source, updates_of
+from gdpo_nemo.rollouts.learning import (
+    advantages_of,
+    choose_by_covariance,
+    log_ratios,
+    old_logprobs_source,
+    updates_of,
+)
 from gdpo_nemo.rollouts.step_metrics import check_failures, rollout_metrics, update_metrics, validation_metrics
 from gdpo_nemo.rollouts.turn_credit import TurnAdvantages
 
@@ -41,6 +49,11 @@ METRICS = {
         "nats",
         "KL to the starting model that gdpo.kl_in_reward takes from the advantages, mean over trajectories",
     ),
+    "policy/entropy_coefficient": (
+        "",
+        "Weight of the entropy in the next update, if the entropy is low then (loss_fn.use_adaptive_entropy)",
+    ),
+    "policy/covariance_tokens": ("share", "Tokens of the step's last update that the loss clip_cov or kl_cov chose"),
     "time/rollout": ("s", "Sampling of the step's batch; with max_staleness it overlaps the training before it"),
     "time/verify": ("s", "Waiting for the environments' verdicts on the batch"),
     "time/advantages": ("s", "Advantages on the driver, part of time/train"),
@@ -89,6 +102,22 @@ class Algorithm(ABC):
         """The sequences of each optimizer update in turn, as many as ``config.layout.updates_per_step`` counts. In a
         generator, what stands behind a ``yield`` sees the weights after that update. Token weights add up per update.
         """
+
+    def observe(self, result: UpdateResult) -> None:
+        """Called behind every update with what it measured."""
+        return
+
+    def state(self) -> dict[str, Any]:
+        """What of the algorithm's own a checkpoint has to keep, as JSON takes it."""
+        return {}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from what ``state`` returned; empty where a checkpoint has none."""
+        return
+
+    def count_tokens(self, update: Sequence[TrainSequence]) -> int:
+        """Tokens of an update that ``throughput/tokens_per_second`` counts."""
+        return sum(sequence.num_policy_tokens for sequence in update)
 
     def metrics(self, prepared: Any, results: Sequence[UpdateResult], version: int) -> dict[str, float]:
         """What the step's row says besides times. ``version``: of the weights before the step."""
@@ -167,6 +196,47 @@ class PreparedRollout:
     measured: dict[str, float]
     trainer_logprobs: list[np.ndarray | None] | None = None
     """Per trajectory, [completion tokens], as far as the trainer computed them; None: of none."""
+    entropies: list[np.ndarray | None] | None = None
+    """Likewise, of the policy's distribution at each token, in nats."""
+
+
+class TokenScores:
+    """What the trainer says of a step's tokens before it trains them: log-probs, and entropies where they are recorded.
+    Each sequence is scored once."""
+
+    def __init__(self, policy: PolicyGroup, config: Config):
+        self._policy = policy
+        rollout = config.rollout
+        self._entropies = rollout.save_entropies and rollout.save_samples
+        self._all = self._entropies or (rollout.save_trainer_logprobs and rollout.save_samples)
+        self._found: dict[int, np.ndarray] = {}
+        """By sequence (its ``id``), [completion tokens, 1 or 2]."""
+
+    def logprobs(self, sequences: list[TrainSequence]) -> list[np.ndarray]:
+        """float32 [completion tokens] for each sequence under the current weights."""
+        if self._entropies:
+            found = self._policy.logprobs_and_entropies(sequences)
+        else:
+            found = [values[:, None] for values in self._policy.logprobs(sequences)]
+        self._found |= {id(sequence): values for sequence, values in zip(sequences, found, strict=True)}
+        return [np.ascontiguousarray(values[:, 0]) for values in found]
+
+    def recorded(
+        self, sequences: list[TrainSequence]
+    ) -> tuple[list[np.ndarray | None] | None, list[np.ndarray | None] | None]:
+        """Log-probs and entropies by sequence, None for what is not known; those not scored yet are where
+        ``rollout.save_trainer_logprobs`` or ``save_entropies`` asks for it."""
+        unknown = [sequence for sequence in sequences if id(sequence) not in self._found]
+        if unknown and self._all:
+            self.logprobs(unknown)
+        if not self._found:
+            return None, None
+        found = [self._found.get(id(sequence)) for sequence in sequences]
+
+        def column(place: int) -> list[np.ndarray | None]:
+            return [None if values is None else values[:, place] for values in found]
+
+        return column(0), column(1) if self._entropies else None
 
 
 class GDPO(Algorithm):
@@ -178,6 +248,8 @@ class GDPO(Algorithm):
     def __init__(self, config: Config, policy: PolicyGroup, tokenizer: Any, log: RunLog):
         super().__init__(config, policy, tokenizer, log)
         self.component_alerts = ComponentAlerts(log)
+        adapts = config.loss_fn.use_adaptive_entropy
+        self.entropy = AdaptiveEntropy(config.loss_fn.entropy_bonus) if adapts else None
 
     @classmethod
     def needs_reference(cls, config: Config) -> bool:
@@ -191,50 +263,74 @@ class GDPO(Algorithm):
             RunError: too many verifications failed; no trajectory has a reward.
         """
         check_failures(batch.trajectories, self.config.rollout.max_env_failure_share)
+        advantages, of_sequences, measured = self._credit(batch)
+        updates = updates_of(batch.trajectories, of_sequences, self.config, batch.version)
+        several = updates_per_step(self.config) > 1 and old_logprobs_source(self.config) == "trainer"
+        # TargetPO's coefficients, which are yet to come, need the whole group, and a covariance the whole update.
+        skips = self.config.policy.skip_zero_advantage and not self._rewrites
+        scores = TokenScores(self.policy, self.config)
+        for update in updates:
+            # Later updates of a step start from other weights; their ratios refer to the weights that sampled.
+            if several:
+                scored = with_gradient(update) if skips else update
+                for sequence, values in zip(scored, scores.logprobs(scored)):
+                    sequence.old_logprobs = values
+            if self.loss.reference_policy_kl_penalty:
+                for sequence, values in zip(update, self.policy.logprobs(update, reference=True)):
+                    sequence.reference_logprobs = values
+        known = scores.recorded([sequence for update in updates for sequence in update])
+        return PreparedRollout(batch, advantages, updates, measured, *known)
+
+    @property
+    def _rewrites(self) -> bool:
+        """Whether the advantages that an update is sent with depend on the weights that it starts from."""
+        entry = loss_entry(self.loss.type)
+        return entry.by_group or entry.by_covariance
+
+    def _credit(
+        self, batch: Rollout
+    ) -> tuple[Advantages | TurnAdvantages, np.ndarray | Sequence[float | np.ndarray], dict[str, float]]:
+        """Advantages from the rewards, what each trajectory is trained with (``TrainSequence.advantage``), and what was
+        measured on the way."""
         divergence = self._kl(batch)
         start = time.time()
         advantages = advantages_of(batch.groups, self.config, divergence)
         measured = {"time/advantages": time.time() - start}
         if divergence is not None and not np.isnan(divergence).all():
             measured["rollout/reference_kl"] = float(np.nanmean(divergence))
-        of_sequences = (
-            advantages.of_sequences(batch.trajectories)
-            if isinstance(advantages, TurnAdvantages)
-            else advantages.values.numpy()
-        )
-        updates = updates_of(batch.trajectories, of_sequences, self.config, batch.version)
-        several = len(updates) > 1 and old_logprobs_source(self.config) == "trainer"
-        # TargetPO's coefficients, which are yet to come, need the whole group.
-        skips = self.config.policy.skip_zero_advantage and not loss_entry(self.loss.type).by_group
-        for update in updates:
-            # Later updates of a step start from other weights; their ratios refer to the weights that sampled.
-            if several:
-                scored = with_gradient(update) if skips else update
-                for sequence, values in zip(scored, self.policy.logprobs(scored)):
-                    sequence.old_logprobs = values
-            if self.loss.reference_policy_kl_penalty:
-                for sequence, values in zip(update, self.policy.logprobs(update, reference=True)):
-                    sequence.reference_logprobs = values
-        return PreparedRollout(batch, advantages, updates, measured, self._known_logprobs(updates, several))
-
-    def _known_logprobs(self, updates: list[list[TrainSequence]], scored: bool) -> list[np.ndarray | None] | None:
-        """The trainer's log-probs at the start of the step: those that the updates refer to, where they are its own
-        (``scored``), and of the others where ``rollout.save_trainer_logprobs`` asks."""
-        sequences = [sequence for update in updates for sequence in update]
-        known = [sequence.old_logprobs if scored else None for sequence in sequences]
-        rollout = self.config.rollout
-        unknown = [place for place, values in enumerate(known) if values is None]
-        if unknown and rollout.save_trainer_logprobs and rollout.save_samples:
-            for place, values in zip(unknown, self.policy.logprobs([sequences[place] for place in unknown])):
-                known[place] = values
-        return known if any(values is not None for values in known) else None
+        if isinstance(advantages, TurnAdvantages):
+            return advantages, advantages.of_sequences(batch.trajectories), measured
+        return advantages, advantages.values.numpy(), measured
 
     def updates(self, prepared: PreparedRollout) -> Iterator[list[TrainSequence]]:
-        """The step's sequences, ``policy.train_global_batch_size`` at a time."""
-        for update in prepared.updates:
-            if loss_entry(self.loss.type).by_group:
+        """The step's sequences, ``policy.train_global_batch_size`` at a time, ``gdpo.num_iterations`` times over."""
+        entry = loss_entry(self.loss.type)
+        # Copies share their arrays; what an update rewrites, the next iteration has as it was.
+        for number in range(self.config.gdpo.num_iterations * len(prepared.updates)):
+            update = prepared.updates[number % len(prepared.updates)]
+            if self._rewrites:
+                update = [replace(sequence) for sequence in update]
+            if entry.by_group:
                 self._apply_target_po(update)
+            if entry.by_covariance:
+                self._choose_by_covariance(update, prepared, number)
+            if self.entropy is not None:
+                self.loss = replace(self.loss, entropy_bonus=self.entropy.applied(self.loss))
             yield update
+
+    def observe(self, result: UpdateResult) -> None:
+        """Move the weight of the entropy, where that adapts."""
+        if self.entropy is not None and result.sums.get("tokens"):
+            self.entropy.update(result.sums["entropy"] / result.sums["tokens"], self.loss)
+
+    def state(self) -> dict[str, Any]:
+        """Weight and last entropy, where the weight adapts."""
+        return {} if self.entropy is None else {"entropy": asdict(self.entropy)}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Go on with the weight of the entropy that a checkpoint has."""
+        if self.entropy is not None and "entropy" in state:
+            self.entropy = AdaptiveEntropy(**state["entropy"])
 
     def metrics(self, prepared: PreparedRollout, results: Sequence[UpdateResult], version: int) -> dict[str, float]:
         """Loss, rewards and advantages by component, rollouts, staleness; parity where the rollout is on-policy."""
@@ -251,6 +347,7 @@ class GDPO(Algorithm):
             "time/rollout": rollout.generation_s,
             "time/verify": rollout.verify_s,
             **prepared.measured,
+            **({} if self.entropy is None else {"policy/entropy_coefficient": self.entropy.coefficient}),
         }
 
     def record(self, row: Mapping[str, Any], prepared: PreparedRollout) -> None:
@@ -260,7 +357,13 @@ class GDPO(Algorithm):
         terms = dict(zip(found.names, found.components.numpy().T))
         by_turn = found.by_turn if isinstance(found, TurnAdvantages) else None
         self.log.step(
-            row, rollout.groups, found.values.numpy(), prepared.trainer_logprobs, terms=terms, turn_advantages=by_turn
+            row,
+            rollout.groups,
+            found.values.numpy(),
+            prepared.trainer_logprobs,
+            terms=terms,
+            turn_advantages=by_turn,
+            entropies=prepared.entropies,
         )
         self.component_alerts.update(prepared.advantages.diagnostics.alerts, [t.rewards for t in rollout.trajectories])
 
@@ -294,6 +397,21 @@ class GDPO(Algorithm):
         )
         for sequence, value in zip(update, coefficients.tolist()):
             sequence.advantage = value
+
+    def _choose_by_covariance(self, update: list[TrainSequence], prepared: PreparedRollout, number: int) -> None:
+        """Clip-Cov and KL-Cov: mark tokens of an update, the ``number``-th of its step, by their covariance under the
+        weights that it starts from.
+
+        Log-probs of the first update are those that the step began with; of the others they cost a forward pass.
+        """
+        known = number == 0 and old_logprobs_source(self.config) == "trainer"
+        if known and all(s.old_logprobs is not None for s in update):
+            now = [s.old_logprobs for s in update if s.old_logprobs is not None]
+        else:
+            now = self.policy.logprobs(update)
+        prepared.measured["policy/covariance_tokens"] = choose_by_covariance(
+            update, now, self.loss, (self.config.run.seed, prepared.rollout.next_position, number)
+        )
 
 
 def _weighted_mean(diagnostics: Any, weights: Mapping[str, float]) -> float:

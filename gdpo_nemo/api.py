@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Mapping
 
 from gdpo_nemo.config.files import check_folder_can_be
+from gdpo_nemo.config.import_trial import imports_tried
 from gdpo_nemo.config.load import ConfigSource, Overrides
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.errors import RunError
@@ -80,7 +81,7 @@ def train(
     wanted = inline_run(config, rewards, data, validation, overrides)
     check_folder_can_be("run.dir", wanted.config.run.dir)
     check_free(Path(wanted.config.run.dir))
-    with written(Path(wanted.config.run.dir), wanted.files):
+    with written(Path(wanted.config.run.dir), wanted.files), imports_tried():
         validate(wanted.config)
         return run(wanted.config, begin)
 

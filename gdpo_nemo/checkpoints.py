@@ -49,6 +49,8 @@ class RunState:
     checkpoints."""
     metrics: dict[str, float] = field(default_factory=dict)
     """The newest value of the metric that ranks checkpoints."""
+    algorithm: dict[str, Any] = field(default_factory=dict)
+    """``Algorithm.state``; empty where it has none, and in older checkpoints."""
 
 
 class Checkpoints:
@@ -189,6 +191,7 @@ def _is_state(state: RunState) -> bool:
         all(type(count) is int and least <= count for count, least in counts)
         and all(isinstance(text, str) for text in texts)
         and isinstance(state.ledger, dict)
+        and isinstance(state.algorithm, dict)
         and isinstance(state.metrics, dict)
         and all(isinstance(value, (int, float)) for value in state.metrics.values())
     )

@@ -17,6 +17,7 @@ from typing import Any, Sequence
 
 from gdpo_nemo import __version__
 from gdpo_nemo.commands import (
+    chain,
     chat,
     compare,
     config,
@@ -40,11 +41,13 @@ from gdpo_nemo.commands import (
     watch,
 )
 from gdpo_nemo.commands.arguments import Parser
+from gdpo_nemo.config.import_trial import imports_tried
 from gdpo_nemo.endings import answered_by, leave_lost_terminal
 from gdpo_nemo.errors import ConfigError, GdpoError
 
 COMMANDS = (
     train,
+    chain,
     plan,
     simulate,
     watch,
@@ -80,7 +83,7 @@ def main(argv: Sequence[str] | None = None, alone: bool | None = None) -> int:
     _quiet_torch()
     terminated = _Terminated()
     try:
-        with answered_by(terminated):
+        with answered_by(terminated), imports_tried():
             status: int = arguments.command(arguments)
             return status
     except ConfigError as error:

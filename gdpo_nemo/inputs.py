@@ -26,7 +26,7 @@ from gdpo_nemo.data.examples import source_of
 from gdpo_nemo.data.prompts import PromptSource
 from gdpo_nemo.data.records import Prompt
 from gdpo_nemo.data.splits import room_for_prompts
-from gdpo_nemo.data.tokenizer import load_tokenizer
+from gdpo_nemo.data.tokenizer import check_same_tokens, load_tokenizer
 from gdpo_nemo.environments.registry import check_rewards, load_environments
 from gdpo_nemo.errors import ConfigError, GdpoError, RunError
 from gdpo_nemo.formats.converted import huggingface_folder
@@ -98,6 +98,8 @@ def read_inputs(config: Config, splits: Sequence[str]) -> Inputs:
         folder = model_folder(config)
     with phase("tokenizer"):
         tokenizer = load_tokenizer(config, folder)
+        if config.teacher.model_name:
+            check_same_tokens(tokenizer, config.teacher.model_name, "teacher.model_name")
     check_own_functions(config)
     algorithm = load_algorithm(config)
     if algorithm.samples:
@@ -207,6 +209,7 @@ def _make_model(config: Config) -> None:
     path, function = find_function("policy.model_factory", config.policy.model_factory)
     threads = str(config.cluster.cpus_per_node or len(os.sched_getaffinity(0)))
     environment = {**os.environ, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": threads, "OMP_WAIT_POLICY": "PASSIVE"}
+    environment.setdefault("TQDM_DISABLE", "1")  # its bars on stderr would go across the phases
     display = active()
     write = display.write if display else partial(print, flush=True)
     write(f"{name} does not exist: making it with {path.name}:{function}")

@@ -18,6 +18,7 @@ from gdpo_nemo.algorithm import load_algorithm
 from gdpo_nemo.checkpoints import UPDATES_UNKNOWN, Checkpoints, RunState, check_whole, model_fingerprint, read_state
 from gdpo_nemo.config.files import check_folder_can_be
 from gdpo_nemo.config.layout import updates_per_step
+from gdpo_nemo.config.reuse_checks import saves_all_groups
 from gdpo_nemo.config.rollout_bounds import resolved_window
 from gdpo_nemo.config.saved_config import load_saved_config
 from gdpo_nemo.config.schema import Config, LoggerConfig
@@ -114,6 +115,11 @@ def plan_rerun(run_dir: Path, to: int | None, out: Path | None, start: int = 0, 
         check_own_functions(segment.config)
         if not load_algorithm(segment.config).samples:
             raise ConfigError(f"{run_dir}: algorithm.type {segment.config.algorithm.type} samples nothing; train again")
+        if not saves_all_groups(segment.config):
+            raise ConfigError(
+                f"{run_dir}: of the {segment.config.gdpo.num_prompts_per_step} groups of steps {segment.first} to "
+                f"{segment.last} the samples of {segment.config.rollout.save_groups} were written (rollout.save_groups)"
+            )
     if state.updates == UPDATES_UNKNOWN:  # written before checkpoints knew it
         state.updates = state.step * updates_per_step(segments[0].config)
     out = run_dir / f"replay_{last}" if out is None else out
@@ -266,6 +272,7 @@ def _trainer(plan: Plan, segment: Segment, state: RunState, checkpoint: Path | N
             policy.load_adapter(adapter)
         parts.policy = policy
         parts.algorithm = kind(config, policy, load_tokenizer(config, plan.model), log)
+        parts.algorithm.load_state(state.algorithm)
         parts.stream = RecordedStream(plan.run_dir, plan.entries)
         yield Trainer(config, parts, state)
     finally:
@@ -278,7 +285,7 @@ def _quiet(config: Config, out: Path) -> Config:
         config,
         run=replace(config.run, dir=str(out)),
         gdpo=replace(config.gdpo, val_period=0, val_at_start=False),
-        rollout=replace(config.rollout, save_samples=False, save_trainer_logprobs=False),
+        rollout=replace(config.rollout, save_samples=False, save_trainer_logprobs=False, save_entropies=False),
         cluster=replace(config.cluster, env_nodes=0),
         checkpointing=replace(config.checkpointing, enabled=True, async_save=False),
         logger=LoggerConfig(console=config.logger.console, plot=config.logger.plot),

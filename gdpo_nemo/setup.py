@@ -37,6 +37,7 @@ from gdpo_nemo.observe.status import StatusFile
 from gdpo_nemo.phases import phase
 from gdpo_nemo.resume import find_start, record_config, total_updates
 from gdpo_nemo.rollouts.prompt_stream import BatchStream, PromptStream
+from gdpo_nemo.startup import importing
 from gdpo_nemo.supervisor import current_attempt, report
 from gdpo_nemo.waits import WaitExpired
 
@@ -149,7 +150,8 @@ def run_context(config: Config, begin: float | None = None) -> Iterator[RunCompo
         start = find_start(config, run_dir, inputs)
         start.checkpoints.set_aside()
         record_config(config, run_dir, start.state.step)
-        log = RunLog(config, run_dir, start.state.step, last_step(config, limit), owner.check)
+        last, reason = last_step(config, limit), current_attempt().reason
+        log = RunLog(config, run_dir, start.state.step, last, owner.check, reason)
         outcome = ["failed"]
         stack.callback(lambda: log.close(outcome[0]))
         for line in (*inputs.refused, *start.damaged):
@@ -224,6 +226,7 @@ def _start_processes(
         policy.load_adapter(inputs.adapter)
         lap("adapter")
     parts.algorithm = inputs.algorithm(parts.config, policy, inputs.tokenizer, parts.log)
+    parts.algorithm.load_state(parts.state.algorithm)
     if sampling and pool:
         sampling.connect(stack, pool)
     else:
@@ -265,7 +268,7 @@ def _imported_meanwhile() -> Iterator[None]:
 
     def load() -> None:
         # What fails here fails again, and is reported, where it is wanted.
-        with contextlib.suppress(Exception):
+        with contextlib.suppress(Exception), importing(freeze=False):
             for name in _WANTED_SOON:
                 importlib.import_module(name)
 
@@ -402,7 +405,11 @@ def _probe(config: Config, inputs: Inputs, fleet: EngineFleet) -> Probe | None:
 def point_to_logs(error: BaseException | None, keep_logs: Callable[[Path], Path | None], run_dir: Path) -> bool:
     """After a failure keep the workers' logs in the run folder and say so."""
     if isinstance(error, GdpoError):
-        folder = keep_logs(run_dir)
+        try:
+            folder = keep_logs(run_dir)
+        except OSError as problem:  # a full disk, which may be what the error is about
+            error.args = (f"{error} (the worker logs could not be kept: {problem.strerror})",)
+            return False
         if folder is not None:
             error.add_note(f"logs: {folder}")
             error.args = (f"{error} (worker logs: {folder})",)

@@ -36,6 +36,7 @@ METRICS = {
     "rewards/accuracies": ("share", "Pairs whose chosen answer has the larger implicit reward", {"label": "accuracy"}),
     "logps/chosen": ("nats", "Log-prob of a chosen answer, summed over its tokens, mean"),
     "logps/rejected": ("nats", "Log-prob of a rejected answer, summed over its tokens, mean"),
+    "rewards/mean": ("", "Mean of a reward model's scores of all answers"),
     "validation/margins": ("", "rewards/margins on the held-out pairs"),
     "validation/accuracies": ("share", "rewards/accuracies on the held-out pairs"),
 }
@@ -124,7 +125,9 @@ class PreferenceTuning(Algorithm):
         for result in results:
             for name, value in result.sums.items():
                 sums[name] = sums.get(name, 0.0) + value
-        kept = [replace(r, sums={name: r.sums[name] for name in ("tokens", "entropy")}, maxima={}) for r in results]
+        kept = [
+            replace(r, sums={n: r.sums[n] for n in ("tokens", "entropy") if n in r.sums}, maxima={}) for r in results
+        ]
         row = {**_update_metrics(kept), **preference_metrics(sums), "train/tokens": sums["tokens"]}
         if self.kind == "kto":
             row["preference/kl"] = float(np.mean(prepared.kl))
@@ -136,7 +139,7 @@ class PreferenceTuning(Algorithm):
 
         from gdpo_nemo.algorithms.preference_losses import preference_loss
 
-        sequences = _numbered(evaluated)
+        sequences = self._held_out(evaluated)
         now = self.policy.logprobs(sequences)
         if self._reference:
             for sequence, values in zip(sequences, self.policy.logprobs(sequences, reference=True)):
@@ -150,6 +153,9 @@ class PreferenceTuning(Algorithm):
             row["validation/margins"] = found["rewards/margins"]
             row["validation/accuracies"] = found["rewards/accuracies"]
         return row
+
+    def _held_out(self, evaluated: Sequence[Prompt]) -> list[TrainSequence]:
+        return _numbered(evaluated)
 
     def _told(self, update: Sequence[TrainSequence], kl: float) -> PreferenceUpdate:
         chosen = sum(s.num_policy_tokens for s in update if s.pair > 0)
@@ -173,6 +179,45 @@ class PreferenceTuning(Algorithm):
             for s, a, b in zip(mismatched, now, reference)
         ]
         return max(float(np.mean(gaps)), 0.0)
+
+
+class RewardModelTraining(PreferenceTuning):
+    """A model that scores answers, trained on pairs of them (``algorithm.type: reward_model``).
+
+    The policy ends in a linear head. It scores a sequence at its last token, behind which one more stands whose
+    "log-prob" the score is; no token of the sequence sees that one.
+    """
+
+    def prepare(self, batch: PromptBatch) -> PreparedPairs:
+        """The sequences of each update."""
+        updates = _updates(_scored(_numbered(batch.prompts)), self.config)
+        return PreparedPairs(updates, [0.0] * len(updates))
+
+    def count_tokens(self, update: Sequence[TrainSequence]) -> int:
+        """Tokens of the answers."""
+        return sum(len(sequence.completion_ids) - 1 for sequence in update)
+
+    def metrics(self, prepared: PreparedPairs, results: Sequence[UpdateResult], version: int) -> dict[str, float]:
+        """Loss, rewards, norm and packing."""
+        row = super().metrics(prepared, results, version)
+        row["rewards/mean"] = (row["rewards/chosen"] + row["rewards/rejected"]) / 2
+        row["train/tokens"] = float(sum(map(self.count_tokens, prepared.updates)))
+        return {name: value for name, value in row.items() if not name.startswith("logps/")}
+
+    def _held_out(self, evaluated: Sequence[Prompt]) -> list[TrainSequence]:
+        return _scored(_numbered(evaluated))
+
+
+def _scored(sequences: Sequence[TrainSequence]) -> list[TrainSequence]:
+    """The same with one more token, at which the score of all before it stands."""
+    found = []
+    for sequence in sequences:
+        count = len(sequence.completion_ids) + 1
+        ids = np.append(sequence.completion_ids, np.int32(0))
+        unknown = np.full(count, np.nan, np.float32)
+        behind = np.arange(count) == count - 1
+        found.append(replace(sequence, completion_ids=ids, sampler_logprobs=unknown, loss_mask=behind))
+    return found
 
 
 def sequences_of(prompt: Prompt) -> list[TrainSequence]:

@@ -55,6 +55,8 @@ class Attempt:
     """Starts before it."""
     lost_at: float | None = None
     """When the one before failed, in seconds since the epoch."""
+    reason: str | None = None
+    """What was said of that."""
 
     def metrics(self, first_step_at: float | None) -> dict[str, float]:
         """The keys ``driver/...`` of a step's row; none before the first restart.
@@ -116,15 +118,26 @@ def supervised(config: Config, attempt: Callable[[float | None], int]) -> int:
             return status
         restarts += 1
         pause = min(_BACKOFF_S[0] * 2**stuck, _BACKOFF_S[1])
-        _tell(
-            run_dir,
-            step,
+        sentence = (
             f"{failure.sentence}; the run is started again in {pause:.0f} s (restart {restarts} of at most "
-            f"{config.run.max_restarts}, run.max_restarts)",
-            "restarting",
+            f"{config.run.max_restarts}, run.max_restarts)"
         )
+        _tell(run_dir, step, sentence, "restarting")
         time.sleep(pause)
-        _attempt = Attempt(restarts, lost_at)
+        _attempt = Attempt(restarts, lost_at, sentence)
+
+
+def in_child(work: Callable[[], int]) -> int:
+    """Call ``work`` in a child of this process and return the exit status; signals are passed on as to a run, and one
+    that comes while the child ends counts.
+
+    The child does not return: it ends with its status, or with what ``work`` raises, which the caller must not catch.
+    """
+    child = _Child.forked()
+    if child is None:
+        raise SystemExit(work())
+    status, _ = child.outcome()
+    return status or (128 + child.asked if child.asked else 0)
 
 
 def _hopeless(restarts: int, most: int, stuck: int, furthest: int) -> str | None:

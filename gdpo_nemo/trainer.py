@@ -132,6 +132,8 @@ class Trainer:
         self.state.step += 1
         self.state.position = batch.next_position
         self.state.updates += updates_per_step(self.config)
+        if self.config.policy.sync_ref_model and self.state.step % self.config.policy.ref_model_sync_steps == 0:
+            self.policy.sync_reference(self.config.policy.ref_model_mixup_alpha)
         if self.sync is not None and isinstance(batch, TrainedBatch):
             self.log.trained(self.state.step, batch, self.sync.version, self.total_updates)
         published = self.publish()
@@ -198,7 +200,8 @@ class Trainer:
         updates = iter(ask(self.algorithm, "updates", prepared))
         while (update := ask_next(self.algorithm, updates)) is not None:
             results.append(self.policy.train(update, self.algorithm.loss))
-            tokens += sum(sequence.num_policy_tokens for sequence in update)
+            ask(self.algorithm, "observe", results[-1])
+            tokens += self.algorithm.count_tokens(update)
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if any(r.skipped for r in results) else 0
         if self.skipped_in_a_row > self.config.gdpo.max_skipped_steps:
             raise NumericsFailed(f"loss or gradient was not finite in {self.skipped_in_a_row} steps in a row")
@@ -242,6 +245,7 @@ class Trainer:
             if section.metric_name:
                 self.finish_validation()
             self.state.ledger = self.stream.ledger()
+            self.state.algorithm = ask(self.algorithm, "state")
             self.saving = self.state.step
             self.checkpoints.begin(self.state, self._write_checkpoint)
             if not section.async_save:

@@ -79,6 +79,27 @@ class Patience:
         self._longest_s = max(self._longest_s, seconds)
 
 
+def work_done(pid: int) -> tuple[float, int]:
+    """Seconds of CPU, and bytes read and written, by a process and its descendants so far: what tells one that is slow
+    from one that is stopped or hangs. Where one waits for a disk, or may not be looked into, another value each time.
+    """
+    import psutil
+
+    seconds, amount = 0.0, 0
+    try:
+        own = psutil.Process(pid)
+        for process in (own, *own.children(recursive=True)):
+            times, io = process.cpu_times(), process.io_counters()
+            waits_for_disk = process.status() == psutil.STATUS_DISK_SLEEP
+            seconds += times.user + times.system + (time.monotonic() if waits_for_disk else 0.0)
+            amount += io.read_chars + io.write_chars
+    except psutil.AccessDenied:
+        seconds += time.monotonic()
+    except psutil.NoSuchProcess:
+        pass  # whoever asks is about to find that out
+    return seconds, amount
+
+
 class WaitExpired(InfrastructureFailed):
     """A deadline passed; ``waits`` are the waits under way at that moment."""
 

@@ -24,6 +24,13 @@ policy:
 data: {train: {path: "{d}/rows.jsonl"}, validation: {path: "{d}/rows.jsonl"}}
 env: {gsm8k: {}}
 """
+PAIRS = """\
+run: {name: pairs, dir: "{d}/out"}
+algorithm: {type: dpo}
+gdpo: {num_prompts_per_step: 2, max_num_steps: 2}
+policy: {model_name: "{d}/model", precision: float32, max_total_sequence_length: 96}
+data: {train: {path: "{d}/pairs.jsonl"}, validation: {path: "{d}/pairs.jsonl"}}
+"""
 MODEL = {
     "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "vocab_size": 259, "hidden_size": 64,
     "num_hidden_layers": 2,
@@ -35,7 +42,7 @@ BINARY = bytes(range(128, 256)) + b"\x00\xff"
 
 
 def make_world(d: Path) -> Path:
-    """A config, rows, a model, a recipe, thresholds, an environment, and a run of one step with a checkpoint."""
+    """Two configs with their rows, a model, a recipe, thresholds, an environment, and a run with a checkpoint."""
     d.mkdir()
     write(d, "good.yaml", CONFIG.replace("{d}", str(d)))
     write(
@@ -43,6 +50,8 @@ def make_world(d: Path) -> Path:
         "rows.jsonl",
         "".join(json.dumps({"question": f"{i}+{i}?", "answer": f"#### {2 * i}"}) + "\n" for i in range(4)),
     )
+    write(d, "pairs.yaml", PAIRS.replace("{d}", str(d)))
+    write(d, "pairs.jsonl", (json.dumps({"prompt": "a", "chosen": "a", "rejected": "a a"}) + "\n") * 4)
     write(d, "model/config.json", json.dumps(MODEL))
     (d / "model" / "model.safetensors").write_bytes(EMPTY_SAFETENSORS)
     write(d, "model/tokenizer.json", json.dumps(TOKENIZER))

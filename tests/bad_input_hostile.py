@@ -210,5 +210,23 @@ CODE = [
         ("def f(): f()\nf()\n", ""),
     )
     for command in (ENV + MINE, TRAIN + MINE, DRY + " gdpo.estimator={d}/mine.py:mine")
+] + [
+    (command, text("mine.py", content + WHOLE), said)
+    for command, content, said in (
+        (TRAIN + MINE, "import ctypes\nctypes.string_at(0)\n", "a process that imports it is killed by SIGSEGV"),
+        (
+            DRY + " gdpo.estimator={d}/mine.py:mine",
+            "import os\nos.abort()\n",
+            "a process that imports it is killed by SIG",
+        ),
+        (ENV + MINE, "import os\nos.kill(os.getpid(), 9)\n", "a process that imports it is killed by SIGKILL"),
+        (ENV + MINE, "import ctypes\nctypes.CDLL(None)._exit(0)\n", "a process that imports it ends with status 0"),
+        (ENV + MINE, "import os\nos.kill(os.getpid(), 15)\n", "a process that imports it is killed by SIGTERM"),
+        (
+            TRAIN + MINE,
+            "import threading\nthreading.Event().wait()\n",
+            "its import hangs: it has done nothing for 10 s",
+        ),
+    )
 ]
 HOSTILE = [*FILES, *YAMLS, *NUMBERS, *OPTIONS, *MODELS, *PATHS, *CODE]

@@ -11,11 +11,20 @@ import hypothesis
 import pytest
 from filelock import FileLock
 
+from gdpo_nemo.startup import importing
+
 # A property that is slow once because the machine is busy is not broken.
 hypothesis.settings.register_profile("shared machine", deadline=None)
 hypothesis.settings.load_profile("shared machine")
 
 REPOSITORY = Path(__file__).resolve().parents[1]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """What test files import stays until the end."""
+    with importing():
+        return (yield)
 
 
 def pytest_addoption(parser):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from gdpo_nemo import cli
-from gdpo_nemo.algorithm import GDPO, Algorithm, load_algorithm, with_absolute_places
+from gdpo_nemo.algorithm import GDPO, Algorithm, TokenScores, load_algorithm, with_absolute_places
 from gdpo_nemo.algorithms import LossSettings, OffPolicySettings
 from gdpo_nemo.config.algorithm_choice import samples
 from gdpo_nemo.config.layout import resolve_layout, updates_per_step
@@ -205,31 +205,38 @@ def test_the_example_trains_the_answer_and_its_end_each_token_alike():
 
 
 @pytest.mark.parametrize(
-    "scored, overrides, expected",
+    "scored, key, expected",
     [
-        (True, [], [1.0, None, 3.0]),
-        (False, [], None),
-        (False, ["rollout.save_trainer_logprobs=true"], [-9.0, -9.0, -9.0]),
-        (True, ["rollout.save_trainer_logprobs=true"], [1.0, -9.0, 3.0]),
+        ([0, 2], None, [0.0, None, -2.0]),
+        ([], None, None),
+        ([], "save_trainer_logprobs", [0.0, -1.0, -2.0]),
+        ([0, 2], "save_trainer_logprobs", [0.0, -1.0, -2.0]),
+        ([0, 2], "save_entropies", [0.0, -1.0, -2.0]),
+        ([], "save_entropies", [0.0, -1.0, -2.0]),
     ],
 )
-def test_trainer_logprobs_are_recorded_where_they_are_known_or_asked_for(scored, overrides, expected):
-    def sequence(old):
-        tokens = np.arange(2, dtype=np.int32)
-        made = TrainSequence(tokens, tokens, np.zeros(2, np.float32))
-        made.old_logprobs = None if old is None else np.full(2, old, np.float32)
-        return made
-
+def test_scores_of_tokens_are_recorded_where_they_are_known_or_asked_for_from_one_pass(scored, key, expected):
+    tokens = np.arange(2, dtype=np.int32)
+    sequences = [TrainSequence(np.full(2, n, np.int32), tokens, np.zeros(2, np.float32)) for n in range(3)]
     asked = []
 
-    def logprobs(sequences):
-        asked.extend(sequences)
-        return [np.full(2, -9.0, np.float32) for _ in sequences]
+    def logprobs(given):
+        asked.extend(int(sequence.prompt_ids[0]) for sequence in given)
+        return [np.full(2, -sequence.prompt_ids[0], np.float32) for sequence in given]
 
-    algorithm = GDPO.__new__(GDPO)
-    algorithm.config = load_config(None, overrides)
-    algorithm.policy = SimpleNamespace(logprobs=logprobs)
-    updates = [[sequence(1.0), sequence(None)], [sequence(3.0)]]
-    found = algorithm._known_logprobs(updates, scored)
+    def both(given):
+        return [np.stack((values, values + 10), axis=-1) for values in logprobs(given)]
+
+    way = {"logprobs_and_entropies": both} if key == "save_entropies" else {"logprobs": logprobs}
+    policy = SimpleNamespace(**way)
+    scores = TokenScores(policy, load_config(None, [f"rollout.{key}=true"] if key else []))
+    if scored:
+        old = scores.logprobs([sequences[place] for place in scored])
+        assert [values.tolist() for values in old] == [[-place, -place] for place in scored]
+    found, entropies = scores.recorded(sequences)
     assert (found and [None if values is None else values[0] for values in found]) == expected
-    assert len(asked) == sum(value == -9.0 for value in expected or ())
+    assert sorted(asked) == ([0, 1, 2] if key else scored)
+    if key == "save_entropies":
+        assert [values.tolist() for values in entropies] == [[10 - n, 10 - n] for n in range(3)]
+    else:
+        assert entropies is None

@@ -4,6 +4,7 @@ removed."""
 from __future__ import annotations
 
 import contextlib
+import os
 import shlex
 import shutil
 import signal
@@ -12,6 +13,7 @@ import bad_input
 import pytest
 from bad_input import added, binary, empty, folder, gone, loop, replaced, snapshot, text
 from bad_input_hostile import HOSTILE
+from bad_input_objectives import CHECK, OBJECTIVES
 from bad_input_of_runs import EVAL, EXPLAIN, HEALTH, PLAN, RECIPES, ROLLOUTS, RUNS
 
 from gdpo_nemo import cli
@@ -296,8 +298,10 @@ ENVIRONMENTS = [
     ("env new empty --dir {d}", None, "exists already"),
     ("env new mine --dir {d}/rows.jsonl", None, "rows.jsonl"),
 ]
-CASES = [*COMMAND_LINE, *CONFIGS, *ROWS, *MODELS, *ENVIRONMENTS, *RUNS, *RECIPES, *HOSTILE]
+CASES = [*COMMAND_LINE, *CONFIGS, *ROWS, *MODELS, *ENVIRONMENTS, *RUNS, *OBJECTIVES, *RECIPES, *HOSTILE]
 _DEADLINE_S = 300
+_MOST_S = 10.0
+"""Seconds of CPU that a refusal may cost, with those of child processes: time depends on the load."""
 
 
 @pytest.fixture(scope="module")
@@ -310,7 +314,7 @@ def world(good, tmp_path, monkeypatch):
     """A copy of the good world at a place of its own, named in its configs; commands start in an empty folder there."""
     d = tmp_path / "w"
     shutil.copytree(good, d)
-    for name in ("good.yaml", "run/config.yaml"):
+    for name in ("good.yaml", "pairs.yaml", "run/config.yaml"):
         (d / name).write_text((d / name).read_text().replace(str(good), str(d)))
     monkeypatch.chdir(d / "empty")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
@@ -334,6 +338,11 @@ def _in_time():
         signal.signal(signal.SIGALRM, before)
 
 
+def _seconds_of_cpu() -> float:
+    used = os.times()
+    return used.user + used.system + used.children_user + used.children_system
+
+
 @pytest.mark.parametrize(
     "command, damage, expected", CASES, ids=[f"{n:03d} {case[0][:40]}" for n, case in enumerate(CASES)]
 )
@@ -341,6 +350,7 @@ def test_wrong_input_is_one_line_and_changes_nothing(command, damage, expected, 
     if damage is not None:
         damage(world)
     before = snapshot(world)
+    begin = _seconds_of_cpu()
     try:
         with _in_time():
             status = cli.main(shlex.split(command.replace("{d}", str(world))))
@@ -351,6 +361,7 @@ def test_wrong_input_is_one_line_and_changes_nothing(command, damage, expected, 
     assert said.err.count("\n") == 1 and said.err.startswith("error: "), said.err
     assert expected.replace("{d}", str(world)) in said.err
     assert snapshot(world) == before
+    assert _seconds_of_cpu() - begin < _MOST_S
 
 
 def test_there_are_enough_cases_and_each_command_has_some():
@@ -378,5 +389,12 @@ def test_there_are_enough_cases_and_each_command_has_some():
 
 
 def test_the_world_is_good_before_it_is_spoilt(world, capsys):
-    for command in ("train --dry-run --config {d}/good.yaml", HEALTH, EXPLAIN, ENV, "plan --config {d}/good.yaml"):
+    for command in (
+        "train --dry-run --config {d}/good.yaml",
+        CHECK,
+        HEALTH,
+        EXPLAIN,
+        ENV,
+        "plan --config {d}/good.yaml",
+    ):
         assert cli.main(shlex.split(command.replace("{d}", str(world)))) == 0, capsys.readouterr().err

@@ -191,6 +191,12 @@ def test_a_record_that_is_not_whole_is_refused_and_what_is_missing_is_named(run,
     assert "\n" not in str(refused.value)
 
 
+def test_a_run_that_wrote_the_samples_of_some_groups_only_is_not_replayed(run, tmp_path):
+    record_config(config(tmp_path, "rollout.save_groups=1"), run, 2)
+    with pytest.raises(ConfigError, match=r"groups of steps 3 to 4 the samples of 1 were written \(rollout.save_gro"):
+        rerun.plan_rerun(run, None, None)
+
+
 def test_an_algorithm_that_samples_nothing_is_not_replayed(run, tmp_path):
     own = "algorithm.type=examples/custom_sft.py:SupervisedFineTuning"
     record_config(config(tmp_path, own, "gdpo.num_generations_per_prompt=1"), run, 0)

@@ -11,10 +11,10 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1] / "gdpo_nemo"
 ORDER = (
-    "errors", "waits", "phases", "endings", "algorithms", "config", "weights", "data", "observe", "environments",
-    "supervisor", "generation", "megatron", "checkpoints", "formats",
-    "cluster", "endpoint", "rollouts", "planning", "algorithm", "supervised", "validation", "inputs", "resume", "setup",
-    "trainer", "rerun", "inline", "api", "interop", "commands", "cli", "__main__",
+    "errors", "waits", "phases", "startup", "endings", "algorithms", "config", "weights", "data", "observe",
+    "environments", "supervisor", "generation", "megatron", "checkpoints", "formats",
+    "cluster", "endpoint", "rollouts", "planning", "algorithm", "supervised", "distillation", "validation", "inputs",
+    "resume", "setup", "trainer", "rerun", "inline", "api", "interop", "commands", "cli", "__main__",
 )  # fmt: skip
 """Packages and top-level modules; each imports from those before it only. docs/design.md has them with what they
 are."""

@@ -34,7 +34,10 @@ class Algorithm:
     samples = False
 
     def __init__(self, *given):
-        """Keep nothing."""
+        self.loaded = []
+
+    def load_state(self, state):
+        self.loaded.append(state)
 
     @staticmethod
     def needs_reference(config):
@@ -57,8 +60,10 @@ def test_an_adapter_is_loaded_once_and_a_resume_goes_by_its_checkpoint(checkpoin
         monkeypatch.setattr(setup, name, lambda *given: None)
     inputs = SimpleNamespace(folder=Path("/base"), adapter=adapter, prompts=[], tokenizer=None, algorithm=Algorithm)
     log = SimpleNamespace(stopwatch=lambda name, begin: lambda lap: None)
-    parts = SimpleNamespace(config=Config(), log=log, run_dir=Path("/run"), state=SimpleNamespace(position=0))
+    state = SimpleNamespace(position=0, algorithm={"kept": 1})
+    parts = SimpleNamespace(config=Config(), log=log, run_dir=Path("/run"), state=state)
     with contextlib.ExitStack() as stack:
         setup._start_processes(parts, stack, inputs, checkpoint, None)
     assert parts.policy.asked[:2] == ["model /base", "ready"] and parts.policy.asked[-1] == last
     assert len(parts.policy.asked) == (2 if last == "ready" else 3)
+    assert parts.algorithm.loaded == [{"kept": 1}]

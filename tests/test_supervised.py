@@ -15,12 +15,13 @@ from gdpo_nemo.data.examples import Answer
 from gdpo_nemo.data.records import Prompt
 from gdpo_nemo.data.results import UpdateResult
 from gdpo_nemo.rollouts.prompt_stream import PromptBatch
-from gdpo_nemo.supervised import PreferenceTuning, SupervisedFineTuning
+from gdpo_nemo.supervised import PreferenceTuning, RewardModelTraining, SupervisedFineTuning
 from gdpo_nemo.validation import validate
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 SFT = CONFIGS / "sft_tiny_cpu.yaml"
 DPO = CONFIGS / "dpo_tiny_cpu.yaml"
+REWARD = CONFIGS / "reward_model_tiny_cpu.yaml"
 KINDS = ("dpo", "kto", "orpo", "simpo", "cpo")
 
 
@@ -144,7 +145,45 @@ def test_metrics_are_means_over_pairs():
     assert row["train/tokens"] == 7.0 and not [key for key in row if key.startswith("policy/rewards")]
 
 
+def test_a_reward_model_scores_an_answer_behind_its_last_token():
+    tuning, policy = algorithm(REWARD)
+    (update,) = tuning.updates(tuning.prepare(PromptBatch(PAIRS, 2)))
+    assert type(tuning) is RewardModelTraining and not policy.asked and [s.pair for s in update] == [1, -1, 2, -2]
+    assert update[3].completion_ids.tolist() == [5, 6, 4, 0]
+    assert update[3].loss_mask.tolist() == [False, False, False, True] and tuning.count_tokens(update) == 7
+    assert (tuning.loss.kind, tuning.loss.count) == ("reward_model", 2)
+
+
+def test_held_out_pairs_of_a_reward_model_are_measured_by_their_scores():
+    tuning, policy = algorithm(REWARD, "preference.center_rewards_coefficient=0.5")
+    scores = iter([0.7, -0.2, 0.1, 0.4])
+    policy.logprobs = lambda sequences: [
+        np.where(s.loss_mask, next(scores), np.nan).astype(np.float32) for s in sequences
+    ]
+    found = tuning.validate(PAIRS)
+    expected = [softplus(-0.9) + 0.5 * 0.5**2, softplus(0.3) + 0.5 * 0.5**2]
+    assert found["validation/loss"] == pytest.approx(np.mean(expected), rel=1e-5)
+    assert found["validation/margins"] == pytest.approx(0.3, rel=1e-5) and found["validation/accuracies"] == 0.5
+
+
+def test_a_reward_models_row_has_scores_and_the_tokens_of_the_answers():
+    tuning, _ = algorithm(REWARD)
+    prepared = tuning.prepare(PromptBatch(PAIRS, 2))
+    sums = dict(
+        preference_loss=1.2, rewards_chosen=4.0, rewards_rejected=2.0, rewards_margins=2.0, rewards_accuracies=1.0,
+        logps_chosen=4.0, logps_rejected=2.0, chosen=2.0, rejected=2.0, pairs=2.0, tokens=4.0,
+    )  # fmt: skip
+    row = tuning.metrics(prepared, [UpdateResult(0.6, 1.0, 1e-4, False, sums, {})], 0)
+    assert (row["rewards/chosen"], row["rewards/rejected"], row["rewards/mean"]) == (2.0, 1.0, 1.5)
+    assert row["train/tokens"] == 7.0 and not [key for key in row if "logps" in key or "entropy" in key]
+
+
 REFUSED = [
+    (REWARD, "preference.beta=0.5", "preference.beta: has no effect on reward_model"),
+    (REWARD, "preference.center_rewards_coefficient=.nan", "preference.center_rewards_coefficient: expected a number"),
+    (REWARD, "policy.lora.rank=4", "policy.lora.rank: reward_model trains the whole model"),
+    (REWARD, "policy.train_global_batch_size=1", "cuts a pair of answers in two"),
+    (DPO, "preference.center_rewards_coefficient=1", "has no effect unless algorithm.type is reward_model"),
     (DPO, "preference.loss_type=simpo", "preference.loss_type: 'simpo' is none of algorithm dpo"),
     (DPO, "preference.beta=-1", "preference.beta: must be more than 0"),
     (DPO, "preference.label_smoothing=0.5", "preference.label_smoothing: must be 0 or more and below 0.5"),
@@ -163,6 +202,11 @@ REFUSED = [
     (SFT, "gdpo.num_generations_per_prompt=4", "gdpo.num_generations_per_prompt: has no effect with"),
     (CONFIGS / "gdpo_tiny_cpu.yaml", "data.train.train_on=last", "data.train.train_on: has no effect with"),
     (CONFIGS / "gdpo_tiny_cpu.yaml", "preference.beta=1", "preference.beta: has no effect unless"),
+    (CONFIGS / "gdpo_tiny_cpu.yaml", "data.train.type=examples/custom_reward.py:absent", "data.train.type: has no"),
+    (SFT, "data.train.type=examples/custom_reward.py:absent", "data.train.type: "),
+    (SFT, "data.train.type=absent.py:absent", "data.train.type: absent.py does not exist"),
+    (SFT, "data.train.remove_columns=[answr]", "data.train.remove_columns: there is no column 'answr'; did you mean"),
+    (CONFIGS / "gdpo_tiny_cpu.yaml", "data.train.remove_columns=[a]", "data.train.remove_columns: has no effect"),
     (SFT, "data.train.columns={completion: prompt}", "data.train: row 0: no column 'prompt'"),
     (DPO, "data.train.path=examples/data/sorted_digits.jsonl", "data.train: row 0: no column 'chosen'"),
 ]

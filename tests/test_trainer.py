@@ -102,7 +102,7 @@ class Recorder:
         self.calls.append("train")
         self.updates.append((update, loss))
         self.version += 1
-        sums = {"tokens": 12.0, "parity_abs": 0.0, "parity_kl": 0.0}
+        sums = {"tokens": 12.0, "entropy": 6.0, "parity_abs": 0.0, "parity_kl": 0.0}
         maxima = {"parity_abs": 0.0, "parity_prob": 0.0}
         return UpdateResult(
             loss=0.5, grad_norm=1.0, lr=1e-4, skipped=self.skipped, sums=sums, maxima=maxima, packing={}
@@ -129,9 +129,9 @@ class Recorder:
         self.calls.append("checkpoint is whole")
         self.checkpoints.pending = False
 
-    def row(self, row, groups, advantages, trainer_logprobs, terms, turn_advantages) -> None:
+    def row(self, row, groups, advantages, trainer_logprobs, terms, turn_advantages, entropies) -> None:
         assert trainer_logprobs is None or len(trainer_logprobs) == len(advantages)
-        assert turn_advantages is None
+        assert turn_advantages is None and entropies is None
         assert {name: len(column) for name, column in terms.items()} == dict.fromkeys("ab", len(advantages))
         self.rows.append((row, groups, advantages))
 
@@ -352,10 +352,12 @@ def test_updates_that_were_not_finite_are_counted_and_too_many_in_a_row_end_the_
 
 
 def test_a_step_writes_every_metric_that_the_trainer_describes_and_no_other():
-    recorder = Recorder("gdpo.kl_in_reward=0.1")
-    recorder.trainer.step()
-    row = recorder.rows[0][0]
-    assert {*METRICS, *algorithm.METRICS} <= row.keys() and unknown_metrics([row]) == []
+    rows = []
+    for overrides in (["gdpo.kl_in_reward=0.1"], ["loss_fn.type=kl_cov", "loss_fn.use_adaptive_entropy=true"]):
+        recorder = Recorder(*overrides)
+        recorder.trainer.step()
+        rows.append(recorder.rows[0][0])
+    assert {*METRICS, *algorithm.METRICS} <= rows[0].keys() | rows[1].keys() and unknown_metrics(rows) == []
 
 
 class Halving(Algorithm):

@@ -1,8 +1,15 @@
-"""Deadlines that are learnt."""
+"""Deadlines that are learnt, and what a process has done."""
 
 from __future__ import annotations
 
-from gdpo_nemo.waits import Patience
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+
+from gdpo_nemo.waits import Patience, work_done
 
 
 def test_a_deadline_follows_what_was_measured_within_its_bounds():
@@ -19,3 +26,37 @@ def test_a_deadline_of_the_user_that_is_shorter_stays():
     for _ in range(5):
         patience.took(1.0)
     assert patience.limit_s == 60.0
+
+
+def test_work_of_a_descendant_counts_and_a_stopped_family_does_none():
+    busy = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'while True: pass'])"
+    parent = subprocess.Popen([sys.executable, "-c", busy])
+    try:
+        deadline = time.monotonic() + 60
+        while not (family := psutil.Process(parent.pid).children()):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        for process in (parent, *family):
+            process.send_signal(signal.SIGSTOP)
+        time.sleep(0.5)  # a signal arrives when the processor is had again
+        before = work_done(parent.pid)
+        time.sleep(0.5)
+        assert work_done(parent.pid) == before
+        family[0].send_signal(signal.SIGCONT)
+        while work_done(parent.pid) == before:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+    finally:
+        for process in (*family, parent):
+            process.kill()
+        parent.wait()
+
+
+def test_work_that_may_not_be_looked_at_is_taken_for_some(monkeypatch):
+    """``/proc/PID/io`` is closed in some containers."""
+
+    def denied(process):
+        raise psutil.AccessDenied(process.pid)
+
+    monkeypatch.setattr(psutil.Process, "io_counters", denied)
+    assert work_done(psutil.Process().pid) != work_done(psutil.Process().pid)

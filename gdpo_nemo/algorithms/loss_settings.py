@@ -9,6 +9,7 @@ read-only.
 from __future__ import annotations
 
 import contextlib
+import math
 from dataclasses import dataclass, field
 from typing import Any, Dict, Iterable, Iterator, Mapping, Optional
 
@@ -71,11 +72,12 @@ class OffPolicySettings:
 class LossSettings:
     """The policy-gradient loss. Every mean is over the global batch, whatever the layout."""
 
-    # The driver spends `aggregation`, `constant_length`, `old_logprobs`, `mask_truncated` and `target_*`: they are in
-    # the token weights, the old log-probs and the advantages that reach a rank.
+    # The driver spends `aggregation`, `constant_length`, `old_logprobs`, `mask_truncated`, `target_*` and `*_cov_*`:
+    # they are in the token weights, the old log-probs, the advantages and the marks that reach a rank; and it gives
+    # `entropy_bonus` the value that `use_adaptive_entropy` found.
     type: str = "clipped_pg"
-    """clipped_pg, gspo, cispo, target_po or reinforce, or a function of your own by its place, `file.py:name` (see
-    `examples/sapo.py`). gspo takes importance corrections (off_policy) of whole sequences only."""
+    """clipped_pg, gspo, cispo, clip_cov, kl_cov, target_po or reinforce, or a function of your own by its place,
+    `file.py:name` (see `examples/sapo.py`). gspo takes importance corrections (off_policy) of whole sequences only."""
     ratio_clip_min: float = 0.2
     """Lower clip: the ratio is clipped at 1 - ratio_clip_min."""
     ratio_clip_max: float = 0.28
@@ -104,13 +106,35 @@ class LossSettings:
     kl_output_clamp_value: Optional[float] = None
     """A token's KL estimate is clamped to plus and minus this, and has no gradient beyond it; null: not clamped."""
     entropy_bonus: float = 0.0
-    """Weight of the policy's entropy, added to the objective."""
+    """Weight of the policy's entropy, added to the objective; with use_adaptive_entropy the one to begin with."""
+    use_adaptive_entropy: bool = False
+    """Move the weight of the entropy after every update, by entropy_coef_delta, up where the entropy is at
+    entropy_target or below and else down, and use it only where the last update's was (Skywork-OR1; TRL)."""
+    entropy_target: float = 0.2
+    """Entropy that use_adaptive_entropy aims at, nats per token."""
+    entropy_coef_delta: float = 0.005
+    """Change of the weight in one update."""
+    entropy_coef_min: float = 0.0
+    """Smallest weight."""
+    entropy_coef_max: float = 1.0
+    """Largest weight."""
     mask_truncated: bool = False
     """Leave samples that hit the length limit out of the loss."""
     target_temperature: float = 1.0
     """Temperature eta of target_po's target distribution."""
     target_length_normalize: bool = True
     """Whether target_po divides sequence log-probs by the sequence length."""
+    clip_cov_ratio: float = 0.0002
+    """Share of an update's tokens that clip_cov takes the gradient from, at least one token; its paper takes 2e-4."""
+    clip_cov_lb: float = 1.0
+    """Lower bound of the covariance of log-prob and advantage of those tokens."""
+    clip_cov_ub: float = 5.0
+    """Upper bound of that covariance."""
+    kl_cov_ratio: float = 0.002
+    """Share of an update's tokens, those of the largest covariance, that kl_cov holds near the old policy, at least one
+    token; its paper takes 2e-3 for 7B and 2e-4 for 32B."""
+    kl_cov_coef: float = 1.0
+    """Weight of the absolute log-ratio to the old policy of those tokens."""
     options: Dict[str, Any] = field(default_factory=dict)
     """Options of a function of your own: its parameters behind (logprobs, fields, settings)."""
     off_policy: OffPolicySettings = field(default_factory=OffPolicySettings)
@@ -134,6 +158,8 @@ class LossSettings:
         _among("old_logprobs", self.old_logprobs, (None, *OLD_LOGPROBS))
         if self.ratio_clip_c is not None and not self.ratio_clip_c > 1:
             raise ValueError(f"ratio_clip_c: must be above 1, got {self.ratio_clip_c}")
+        self._check_entropy()
+        self._check_covariance()
         if not self.target_temperature > 0:
             raise ValueError(f"target_temperature: must be more than 0, got {self.target_temperature}")
         self.off_policy.check(functions)
@@ -148,12 +174,38 @@ class LossSettings:
                 "sequence or geometric, or mode none"
             )
 
+    def _check_entropy(self) -> None:
+        if not 0 <= self.entropy_coef_min <= self.entropy_coef_max < math.inf:
+            raise ValueError(
+                "entropy_coef_min: must be 0 or more and at most entropy_coef_max, got "
+                f"{self.entropy_coef_min} and {self.entropy_coef_max}"
+            )
+        for name in ("entropy_target", "entropy_coef_delta"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name}: must be more than 0 and finite, got {getattr(self, name)}")
+        if self.use_adaptive_entropy and not self.entropy_coef_min <= self.entropy_bonus <= self.entropy_coef_max:
+            raise ValueError(
+                "entropy_bonus: use_adaptive_entropy begins with it, so it must be between entropy_coef_min and "
+                f"entropy_coef_max, got {self.entropy_bonus}"
+            )
+
+    def _check_covariance(self) -> None:
+        for name in ("clip_cov_ratio", "kl_cov_ratio"):
+            if not 0 < getattr(self, name) <= 1:
+                raise ValueError(f"{name}: must be more than 0 and at most 1, got {getattr(self, name)}")
+        if not -math.inf < self.clip_cov_lb < self.clip_cov_ub:
+            raise ValueError(
+                f"clip_cov_lb: must be finite and below clip_cov_ub, got {self.clip_cov_lb} and {self.clip_cov_ub}"
+            )
+        if not 0 <= self.kl_cov_coef < math.inf:
+            raise ValueError(f"kl_cov_coef: must be 0 or more and finite, got {self.kl_cov_coef}")
+
     def why_all_sequences(self, functions: Functions | None = None) -> str | None:
         """What the gradient takes from sequences of advantage 0; None: nothing, they may be left out of an update."""
         if self.reference_policy_kl_penalty:
             return "loss_fn.reference_policy_kl_penalty holds every sequence near the starting model"
-        if self.entropy_bonus:
-            return "loss_fn.entropy_bonus counts every sequence"
+        if self.entropy_bonus or self.use_adaptive_entropy:
+            return f"loss_fn.{'entropy_bonus' if self.entropy_bonus else 'use_adaptive_entropy'} counts every sequence"
         entries: dict[str, Loss | Correction] = {
             f"type {self.type}": loss_entry(self.type, functions),
             f"off_policy.mode {self.off_policy.mode}": correction_entry(self.off_policy.mode, functions),

@@ -142,6 +142,17 @@ def cispo(logprobs: Tensor, fields: TokenFields, settings: LossSettings) -> Toke
     return -fields.advantages * bounded * logprobs, {"ratio": ratio, "clipped": (bounded != ratio).to(ratio.dtype)}
 
 
+def kl_cov(logprobs: Tensor, fields: TokenFields, settings: LossSettings) -> TokenLoss:
+    """-A r, and for the tokens that `covariance.kl_cov` chose kl_cov_coef x |log r| besides (KL-Cov, arXiv 2505.22617
+    eq. 13)."""
+    log_ratio = logprobs - required(fields.old_logprobs, "old_logprobs")
+    ratio = importance_ratio(log_ratio)
+    loss = -fields.advantages * ratio
+    if fields.chosen is not None:
+        loss = loss + settings.kl_cov_coef * fields.chosen * log_ratio.abs()
+    return loss, {"ratio": ratio.detach()}
+
+
 def reinforce(logprobs: Tensor, fields: TokenFields, settings: LossSettings) -> TokenLoss:
     """-A x logprob (REINFORCE). With A = 1 it is the cross-entropy of supervised fine-tuning; and any objective of
     whole sequences is trained by it whose derivative by each sequence's log-prob the driver puts into A."""
@@ -164,6 +175,8 @@ class Loss:
     """Whether its gradient is right only where the tokens of a sequence have equal weights."""
     by_group: bool = False
     """Whether its coefficients couple the samples of a group, which then have to be in one update."""
+    by_covariance: bool = False
+    """Whether the driver chooses tokens of every update by the covariance of their log-prob and advantage."""
     reads_staleness: bool = False
     """Whether it reads `TokenFields.staleness`, which is made and sent only then. One of one's own may."""
     skips_zero_advantage: bool = False
@@ -173,11 +186,20 @@ class Loss:
 
 _CLIP = ("ratio_clip_min", "ratio_clip_max")
 _TARGET = ("target_temperature", "target_length_normalize")
+_CLIP_COV = ("clip_cov_ratio", "clip_cov_lb", "clip_cov_ub")
 
 LOSSES: dict[str, Loss] = {
     "clipped_pg": Loss(clipped_pg, reads=(*_CLIP, "ratio_clip_c", "aggregation"), skips_zero_advantage=True),
     "gspo": Loss(gspo, reads=(*_CLIP, "ratio_clip_c", "aggregation"), by_sequence=True, skips_zero_advantage=True),
     "cispo": Loss(cispo, reads=(*_CLIP, "aggregation"), skips_zero_advantage=True),
+    # The tokens that `covariance.clip_cov` chose have the advantage 0.
+    "clip_cov": Loss(
+        clipped_pg,
+        reads=(*_CLIP, "ratio_clip_c", "aggregation", *_CLIP_COV),
+        by_covariance=True,
+        skips_zero_advantage=True,
+    ),
+    "kl_cov": Loss(kl_cov, reads=("aggregation", "kl_cov_ratio", "kl_cov_coef"), by_covariance=True),
     # The advantages hold the coefficients of `target_po_coefficients`, which weigh the sequences themselves.
     "target_po": Loss(reinforce, reads=_TARGET, by_group=True, skips_zero_advantage=True),
     "reinforce": Loss(reinforce, reads=("aggregation",), skips_zero_advantage=True),

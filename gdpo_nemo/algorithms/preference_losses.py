@@ -1,4 +1,4 @@
-"""Losses of preferences between completions: DPO, KTO, ORPO, SimPO, CPO.
+"""Losses of preferences between completions: DPO, KTO, ORPO, SimPO, CPO, and Bradley-Terry of a reward model.
 
 A loss here is a function of whole completions: of the sums of their tokens' log-probs. The loss of an update is its
 mean over pairs (KTO: over completions), with `rpo_alpha` times the mean cross-entropy of the chosen tokens beside it.
@@ -29,7 +29,7 @@ class PairSums:
     """
 
     chosen: Tensor
-    """Log-probs of the policy, summed."""
+    """Log-probs of the policy, summed; of a reward model the completion's score."""
     rejected: Tensor
     reference_chosen: Tensor
     """Log-probs of the starting model, summed; 0 where none is kept."""
@@ -56,6 +56,8 @@ def preference_losses(sums: PairSums, update: PreferenceUpdate) -> Tensor:
         return _kto(sums, update)
     if update.kind == "orpo":
         return _orpo(sums, update.settings.strength("orpo"))
+    if update.kind == "reward_model":
+        return _bradley_terry(sums, update.settings.center_rewards_coefficient or 0.0)
     if update.kind not in ("dpo", "cpo", "simpo"):
         raise ValueError(f"unknown objective {update.kind!r}")
     return _contrast(sums, update.kind, update.settings)
@@ -107,8 +109,17 @@ def _kto(sums: PairSums, update: PreferenceUpdate) -> Tensor:
     return torch.where(sums.chosen_tokens > 0, desirable, undesirable)
 
 
+def _bradley_terry(sums: PairSums, centering: float) -> Tensor:
+    """-log sigmoid(chosen - rejected) of the scores of a reward model (arXiv 2203.02155 eq. 1), and ``centering`` times
+    the square of their sum (arXiv 2312.09244)."""
+    return -logsigmoid(sums.chosen - sums.rejected) + centering * (sums.chosen + sums.rejected) ** 2
+
+
 def rewards(sums: PairSums, update: PreferenceUpdate) -> tuple[Tensor, Tensor]:
-    """Implicit rewards, beta times the scores, of chosen and rejected completions: what TRL logs."""
+    """Implicit rewards, beta times the scores, of chosen and rejected completions, or those that a reward model gives:
+    what TRL logs."""
+    if update.kind == "reward_model":
+        return sums.chosen, sums.rejected
     beta = update.settings.strength(update.kind)
     chosen, rejected = sums.scores(update.settings.averages(update.kind) and update.kind != "dpo")
     return beta * chosen, beta * rejected

@@ -7,7 +7,7 @@ with this before anything else is imported.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Optional
 
 from gdpo_nemo.algorithms.own_functions import Functions
@@ -18,18 +18,27 @@ LOSS_TYPES = {
     "simpo": ("sigmoid",),
     "orpo": ("sigmoid",),
     "kto": ("sigmoid",),
+    "reward_model": ("sigmoid",),
 }
 """Objectives, and the values of `preference.loss_type` that each knows."""
-PAIRED = ("dpo", "cpo", "simpo", "orpo")
+PAIRED = ("dpo", "cpo", "simpo", "orpo", "reward_model")
 """Objectives of pairs; KTO's is one of single completions."""
 WITH_REFERENCE = ("dpo", "kto")
 """Objectives that ask for log-probs of the starting model."""
 _SMOOTHED = ("sigmoid", "robust")
+_SINGLE_READERS = {
+    "simpo_gamma": "simpo",
+    "desirable_weight": "kto",
+    "undesirable_weight": "kto",
+    "center_rewards_coefficient": "reward_model",
+}
+"""Options that one objective alone reads."""
 
 
 @dataclass
 class PreferenceSettings:
-    """The objective of `algorithm.type` dpo, kto, orpo, simpo and cpo. Names are TRL's where it has them."""
+    """The objective of `algorithm.type` dpo, kto, orpo, simpo, cpo and reward_model. Names are TRL's where it has
+    them."""
 
     loss_type: str = "sigmoid"
     """Of dpo: sigmoid, hinge, ipo or robust; of cpo: sigmoid, hinge or ipo. The others have one form each."""
@@ -53,6 +62,9 @@ class PreferenceSettings:
     """Weight of kto's desirable answers."""
     undesirable_weight: float = 1.0
     """Weight of kto's undesirable answers."""
+    center_rewards_coefficient: Optional[float] = None
+    """Weight of the squared sum of both rewards of a pair in the loss of reward_model, which keeps their mean near 0
+    (arXiv 2312.09244); TRL suggests 0.01. Null: no such term."""
 
     def check(self, kind: str) -> None:
         """Refuse values that mean nothing to the objective ``kind``. Raises ValueError; the message begins with the
@@ -72,16 +84,26 @@ class PreferenceSettings:
             raise ValueError(f"length_normalize: {kind} is published with {str(kind == 'orpo').lower()} alone")
         if kind == "kto" and self.rpo_alpha:
             raise ValueError("rpo_alpha: kto has no chosen answers whose cross-entropy could be added")
-        for name in ("rpo_alpha", "simpo_gamma", "desirable_weight", "undesirable_weight"):
+        for name in (
+            "rpo_alpha",
+            "simpo_gamma",
+            "desirable_weight",
+            "undesirable_weight",
+            "center_rewards_coefficient",
+        ):
             value = getattr(self, name)
             if value is not None and not 0 <= value < math.inf:
                 raise ValueError(f"{name}: must be 0 or more and finite, got {value}")
         self._check_readers(kind)
 
     def _check_readers(self, kind: str) -> None:
-        for name, reader in (("simpo_gamma", "simpo"), ("desirable_weight", "kto"), ("undesirable_weight", "kto")):
-            if kind != reader and getattr(self, name) != getattr(PreferenceSettings(), name):
+        changed = {name for name in vars(self) if getattr(self, name) != getattr(PreferenceSettings(), name)}
+        for name, reader in _SINGLE_READERS.items():
+            if kind != reader and name in changed:
                 raise ValueError(f"{name}: has no effect unless algorithm.type is {reader}")
+        for option in fields(self) if kind == "reward_model" else ():
+            if option.name in changed and option.name != "center_rewards_coefficient":
+                raise ValueError(f"{option.name}: has no effect on reward_model, whose scores are no log-probs")
 
     def strength(self, kind: str) -> float:
         """``beta`` with its default for the objective."""
@@ -107,7 +129,7 @@ class PreferenceUpdate:
     """What every rank is told of an update of preference training, in place of ``LossSettings``."""
 
     kind: str
-    """dpo, kto, orpo, simpo or cpo"""
+    """dpo, kto, orpo, simpo, cpo or reward_model"""
     settings: PreferenceSettings = field(default_factory=PreferenceSettings)
     count: int = 1
     """Pairs of the whole update; of kto: its completions."""

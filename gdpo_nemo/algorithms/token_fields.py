@@ -53,6 +53,8 @@ class TokenFields:
     pairs: Tensor | None = None
     """int64; number of the token's pair of completions within the micro-batch, from 1 to at most `num_sequences`,
     negative for the rejected one of the two. None: there are no pairs."""
+    chosen: Tensor | None = None
+    """bool; tokens that the driver chose by their covariance for the loss kl_cov. None: none."""
     reduce: Reduce | None = None
     """Of the ranks that share the sequences; None where each rank has whole ones."""
 

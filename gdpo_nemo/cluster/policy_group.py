@@ -14,6 +14,7 @@ import numpy as np
 from gdpo_nemo.cluster.network import stay_on
 from gdpo_nemo.cluster.reservation import Placement, here
 from gdpo_nemo.cluster.session import answered, cores, gather, ray, thread_environment
+from gdpo_nemo.config.algorithm_choice import has_score_head
 from gdpo_nemo.config.objective_checks import kl_in_reward
 from gdpo_nemo.config.objects import load_functions, load_object, place_of
 from gdpo_nemo.config.prompt_sharing import prompt_sharing
@@ -29,6 +30,7 @@ from gdpo_nemo.data.prefixes import Layout, choose_layout, pair_layout
 from gdpo_nemo.data.results import UpdateResult
 from gdpo_nemo.data.shares import SCORING, TRAINING, FlatValues, Share, by_sequence
 from gdpo_nemo.phases import phase
+from gdpo_nemo.startup import importing
 from gdpo_nemo.waits import Patience
 
 if TYPE_CHECKING:
@@ -39,7 +41,7 @@ if TYPE_CHECKING:
 _START_S = 900.0
 _SHORTEST_DEADLINE_S = 300.0
 """Of what ranks compute, however fast they were: a busy machine or file system may hold them up."""
-_COMPUTES = ("train", "logprobs")
+_COMPUTES = ("train", "logprobs", "teacher_logprobs")
 """Calls whose deadline is learnt. The others wait for disks, which may be fast for days and then full of other work."""
 
 
@@ -78,21 +80,23 @@ class PolicyRank:
         init_method: str,
         total_updates: int,
         reference: bool,
+        scores: bool,
     ) -> int:
         """Join the process group and build the model; returns the number of parameters on this rank."""
         stay_on(ray.util.get_node_ip_address())
         # Not at the top: the driver imports this module, and Megatron may only be imported after ``prepare``.
-        from gdpo_nemo.megatron import runtime
+        with importing():
+            from gdpo_nemo.megatron import runtime
 
-        chosen = runtime.prepare()
-        import torch
+            chosen = runtime.prepare()
+            import torch
+
+            from gdpo_nemo.megatron.policy import Policy
 
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
         runtime.initialize(chosen, self.rank, self.world_size, init_method, self._listener)
         runtime.lay_out(config.megatron_cfg, seed)
-        from gdpo_nemo.megatron.policy import Policy
-
-        self.policy = Policy(config, folder, chosen, total_updates, reference, seed)
+        self.policy = Policy(config, folder, chosen, total_updates, reference, seed, scores)
         with self.policy.optimizer_on_device():
             pass  # leaving the block offloads it, if configured: engines need the room before the first update
         return sum(p.numel() for chunk in self.policy.chunks for p in chunk.parameters())
@@ -106,10 +110,23 @@ class PolicyRank:
         result = self.policy.train(share.sequences(), share.micro_batches, settings)
         return result if self.rank == 0 else None
 
-    def logprobs(self, share: Share, reference: bool, temperature: float | None) -> FlatValues | None:
-        """This rank's part of the log-probs of the share's completion tokens, or None."""
-        found = self.policy.logprobs(share.sequences(), share.micro_batches, reference, temperature)
+    def logprobs(self, share: Share, reference: bool, temperature: float | None, entropies: bool) -> FlatValues | None:
+        """This rank's part of the log-probs, and entropies, of the share's completion tokens, or None."""
+        found = self.policy.logprobs(share.sequences(), share.micro_batches, reference, temperature, entropies)
         return None if found is None else share.flat(found, self.policy.layout.context_parallel_size == 1)
+
+    def sync_reference(self, alpha: float) -> None:
+        """Move the reference towards the policy."""
+        self.policy.sync_reference(alpha)
+
+    def load_teacher(self, folder: str) -> None:
+        """Load a frozen model beside the policy, in the same layout."""
+        self.policy.load_teacher(folder)
+
+    def teacher_logprobs(self, share: Share, temperature: float | None) -> FlatValues | None:
+        """As ``logprobs``, under the teacher's weights."""
+        with self.policy.teacher_in_place():
+            return self.logprobs(share, False, temperature, False)
 
     def run_sender(self, place: str, method: str, *arguments: Any) -> Any:
         """Call a method of the transport's sender at ``place``, which is made at its first call and kept."""
@@ -172,6 +189,7 @@ class PolicyRank:
     def export(self, folder: str) -> None:
         """Write the weights as a Hugging Face folder (rank 0), and LoRA's adapter as ``adapter`` next to it."""
         from gdpo_nemo.megatron.hf_files import write_model
+        from gdpo_nemo.megatron.reward_head import write_classifier
         from gdpo_nemo.weights.adapters import write_adapter
 
         if self.policy.adapters:
@@ -179,7 +197,8 @@ class PolicyRank:
             if self.rank == 0:
                 write_adapter(Path(folder).parent / "adapter", matrices, self.policy.adapters)
         if self.rank == 0:
-            write_model(folder, self.policy.weights(), self.policy.built.hf_config, self.policy.folder)
+            write = write_classifier if self.policy.scores else write_model
+            write(folder, self.policy.weights(), self.policy.built.hf_config, self.policy.folder)
         else:
             for _ in self.policy.weights():
                 pass
@@ -240,7 +259,7 @@ class PolicyGroup:
         self._devices = [rank.device.remote() for rank in self.ranks]
         if reference is None:
             reference = config.loss_fn.reference_policy_kl_penalty > 0 or kl_in_reward(config)
-        self._model = (config.policy, config.run.seed, folder), (total_updates, reference)
+        self._model = (config.policy, config.run.seed, folder), (total_updates, reference, has_score_head(config))
         self._building: list[Any] = []
         self._data_ranks: list[int] = []
         """Of every rank its data-parallel rank, once it has been asked."""
@@ -358,18 +377,35 @@ class PolicyGroup:
         reference: bool = False,
         temperature: float | None = None,
         packed: bool = True,
+        teacher: bool = False,
     ) -> list[np.ndarray]:
-        """float32 [completion tokens] for each sequence, under the current (or reference) weights; NaN under its mask.
+        """float32 [completion tokens] for each sequence, under the current (or reference) weights, or the teacher's;
+        NaN under its mask.
 
         ``temperature`` replaces the sampling temperature; without ``packed`` each sequence is a micro-batch of its own.
         """
+        if teacher:
+            return self._scores("teacher_logprobs", sequences, packed, temperature)
+        return self._scores("logprobs", sequences, packed, reference, temperature, False)
+
+    def logprobs_and_entropies(self, sequences: list[TrainSequence]) -> list[np.ndarray]:
+        """float32 [completion tokens, 2] for each sequence under the current weights, from one pass: the token's
+        log-prob, and the entropy in nats of the distribution that it was drawn from; NaN under its mask."""
+        return self._scores("logprobs", sequences, True, False, None, True)
+
+    def _scores(
+        self, method: str, sequences: list[TrainSequence], packed: bool, *arguments: bool | float | None
+    ) -> list[np.ndarray]:
+        """What a method of the ranks finds for the completion tokens of each sequence."""
         data = self.layout.data_parallel_size or 1
         alone = Layout(assign_singly(len(sequences), data, self._chunks), [0] * len(sequences))
         layout = self._lay_out(sequences) if packed else alone
-        found = self._call_with_shares(
-            "logprobs", sequences, layout, SCORING, reference, temperature, what="evaluating log-probs"
-        )
+        found = self._call_with_shares(method, sequences, layout, SCORING, *arguments, what="evaluating log-probs")
         return by_sequence(sequences, layout.assignment, list(zip(self._data_ranks, found, strict=True)))
+
+    def sync_reference(self, alpha: float) -> None:
+        """Let the reference be ``alpha`` of the policy's weights and 1 - ``alpha`` of its own."""
+        self._call("sync_reference", alpha, what="moving the reference")
 
     @property
     def engine_processes(self) -> int:
@@ -422,6 +458,11 @@ class PolicyGroup:
     def load_adapter(self, folder: Path) -> None:
         """Start LoRA's matrices as those of a PEFT adapter of this model."""
         self._call("load_adapter", str(folder), what=f"reading {folder}")
+
+    def load_teacher(self, folder: Path) -> None:
+        """Load the Hugging Face model in ``folder`` beside the policy, for ``logprobs(teacher=True)``."""
+        with phase("teacher"):
+            self._call("load_teacher", str(folder), what=f"reading {folder}")
 
     def next_learning_rate(self) -> float:
         """The learning rate of the next update."""

@@ -21,6 +21,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Iterable
@@ -48,22 +49,41 @@ class Reaper:
     def __init__(self, scratch: str):
         self.mark = uuid.uuid4().hex
         os.environ[MARK] = self.mark
+        self._scratch = scratch
+        self._lock = threading.Lock()
+        self._closed = False
+        self._process = self._started()
+        threading.Thread(target=self._keep, name="reaper", daemon=True).start()
+
+    def _started(self) -> subprocess.Popen[bytes]:
         # The watcher is not one of the processes to end.
         environment = {k: v for k, v in os.environ.items() if k != MARK}
-        self._process = subprocess.Popen(
-            [*_THIS, "run", f"{MARK}={self.mark}", scratch],
+        return subprocess.Popen(
+            [*_THIS, "run", f"{MARK}={self.mark}", self._scratch],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             env=environment,
             start_new_session=True,  # Ctrl-C in the terminal must reach the driver only
         )
 
+    def _keep(self) -> None:
+        """Start the watcher again where it ends before the driver: without one a killed driver leaves all behind."""
+        while True:
+            self._process.wait()
+            with self._lock:
+                if self._closed:
+                    return
+                self._process = self._started()
+
     def close(self) -> None:
         """Let the watcher end the processes that are left, and wait for it."""
         os.environ.pop(MARK, None)
-        if self._process.stdin is not None:
-            self._process.stdin.close()
-        self._process.wait()
+        with self._lock:
+            self._closed = True
+            process = self._process
+        if process.stdin is not None:
+            process.stdin.close()
+        process.wait()
 
 
 def guard_children() -> None:
@@ -143,7 +163,7 @@ def _ends_with_its_users(pid: int) -> bool:
         return False
 
 
-def _shared_memory(pids: Iterable[int]) -> set[tuple[str, int]]:
+def shared_memory(pids: Iterable[int]) -> set[tuple[str, int]]:
     """(path, inode) of the named shared memory that these processes have mapped."""
     found = set()
     for pid in pids:
@@ -178,9 +198,9 @@ def _watch(mark: str, scratch: str) -> None:
         known.update(family(mark))
         looks += 1
         if looks % _LOOKS_AT_MEMORY == 0:
-            shared |= _shared_memory(known)
+            shared |= shared_memory(known)
     known.update(family(mark))
-    shared |= _shared_memory(known)
+    shared |= shared_memory(known)
     _end(mark, known, _GRACE_S)
     _remove(shared)
     shutil.rmtree(scratch, ignore_errors=True)

@@ -17,6 +17,7 @@ from gdpo_nemo.config.model_sources import described_by
 from gdpo_nemo.config.schema import Config, DatasetConfig
 from gdpo_nemo.data.rows import Row, environment_of_row, load_rows
 from gdpo_nemo.data.splits import room_for_prompts, wanted_splits
+from gdpo_nemo.data.tokenizer import check_same_tokens
 from gdpo_nemo.errors import ConfigError
 from gdpo_nemo.formats.converted import converted_path
 
@@ -51,6 +52,8 @@ def _check_local(config: Config, splits: Mapping[str, DatasetConfig]) -> list[tu
     environments = load_environments(config.env)
     check_rewards(config, environments)
     tokenizer = _local_tokenizer(config)
+    if tokenizer is not None and config.teacher.model_name:
+        check_same_tokens(tokenizer, config.teacher.model_name, "teacher.model_name")
     found = []
     first: dict[str, tuple[Any, Any]] = {}
     for split, data in splits.items():

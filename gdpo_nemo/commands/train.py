@@ -51,20 +51,36 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _dry_run(config: Config, notes: Sequence[str]) -> int:
     """Check the data that is here and print the plan, as comments: the output as a whole is a config file again."""
-    from gdpo_nemo.commands.dry_run import check_data
     from gdpo_nemo.observe.installation import missing_libraries
-    from gdpo_nemo.planning.plan_report import brief, text
-    from gdpo_nemo.resume import planned_changes
-    from gdpo_nemo.rollouts.own_objective import check_own_functions
 
     if config.cluster.gpus_per_node == 0 and (missing := missing_libraries()):
         notes = [*notes, missing]
+    print(to_yaml(config) + "\n" + plan_of(config, notes, check_inputs(config)))
+    return 0
+
+
+def check_inputs(config: Config) -> list[tuple[str, str]]:
+    """Read the data that is here, load the user's own functions, and compare with the run that is to be resumed; what
+    was found, a (subject, sentence) each.
+
+    Raises:
+        ConfigError, RunError: what the run would refuse.
+    """
+    from gdpo_nemo.commands.dry_run import check_data
+    from gdpo_nemo.resume import planned_changes
+    from gdpo_nemo.rollouts.own_objective import check_own_functions
+
     check_own_functions(config)
     if is_place(config.algorithm.type):
         from gdpo_nemo.algorithm import load_algorithm
 
         load_algorithm(config)
-    found = [*check_data(config), *(("resume", sentence) for sentence in planned_changes(config))]
+    return [*check_data(config), *(("resume", sentence) for sentence in planned_changes(config))]
+
+
+def plan_of(config: Config, notes: Sequence[str], found: Sequence[tuple[str, str]]) -> str:
+    """What the run would be, as comments of a config file."""
+    from gdpo_nemo.planning.plan_report import brief, text
+
     lines = [*describe(config, notes).splitlines(), *text([*brief(config), *found]).splitlines()]
-    print(to_yaml(config) + "\n" + "\n".join(f"# {line}" for line in lines))
-    return 0
+    return "\n".join(f"# {line}" for line in lines)

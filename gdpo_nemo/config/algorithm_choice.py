@@ -8,14 +8,25 @@ from functools import cache
 from gdpo_nemo.config.files import find_definition
 from gdpo_nemo.config.schema import Config
 
-PREFERENCES = {"dpo": "pairs", "cpo": "pairs", "simpo": "pairs", "orpo": "pairs", "kto": "single"}
+PREFERENCES = {
+    "dpo": "pairs",
+    "cpo": "pairs",
+    "simpo": "pairs",
+    "orpo": "pairs",
+    "kto": "single",
+    "reward_model": "pairs",
+}
 """Algorithms of the section `preference`, and what their rows are: pairs of answers, or single ones with a label."""
 ROWS = {"sft": "sft", **PREFERENCES}
 """What a row is to each built-in algorithm that does not sample (``data.example_rows``)."""
+DISTILLATION = "distillation"
+"""Name of the algorithm that reads the section `teacher`."""
 ALGORITHMS = {
     "gdpo": "gdpo_nemo.algorithm:GDPO",
+    DISTILLATION: "gdpo_nemo.distillation:OnPolicyDistillation",
     "sft": "gdpo_nemo.supervised:SupervisedFineTuning",
     **dict.fromkeys(PREFERENCES, "gdpo_nemo.supervised:PreferenceTuning"),
+    "reward_model": "gdpo_nemo.supervised:RewardModelTraining",
 }
 """Built-in algorithms by name: where their classes are."""
 
@@ -23,6 +34,11 @@ ALGORITHMS = {
 def rows_of(config: Config) -> str | None:
     """What a row is to the run's algorithm (see ``ROWS``); None where it reads prompts."""
     return ROWS.get(config.algorithm.type)
+
+
+def has_score_head(config: Config) -> bool:
+    """Whether the policy ends in one score of a sequence in place of its next token's distribution."""
+    return config.algorithm.type == "reward_model"
 
 
 def sequences_per_prompt(config: Config) -> int:

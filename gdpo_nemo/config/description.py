@@ -7,7 +7,7 @@ from typing import Sequence
 
 from gdpo_nemo.config.algorithm_choice import samples, sequences_per_prompt
 from gdpo_nemo.config.files import model_source
-from gdpo_nemo.config.layout import Layout, resolve_layout, samples_per_step, updates_per_step
+from gdpo_nemo.config.layout import Layout, resolve_layout, samples_per_step, samples_per_update, updates_per_step
 from gdpo_nemo.config.placement import describe_places
 from gdpo_nemo.config.rollout_bounds import (
     arithmetic,
@@ -86,7 +86,7 @@ def _batch(config: Config) -> str:
     updates = updates_per_step(config)
     return (
         f"{config.gdpo.num_prompts_per_step} prompts x {sequences_per_prompt(config)} samples = {samples} "
-        f"samples = {_count(updates, 'optimizer update')} of {samples // updates}"
+        f"samples = {_count(updates, 'optimizer update')} of {samples_per_update(config)}"
     )
 
 

@@ -18,7 +18,8 @@ from gdpo_nemo.algorithms.losses import LOSSES
 from gdpo_nemo.algorithms.offpolicy import CORRECTIONS
 from gdpo_nemo.algorithms.own_functions import correction_entry, loss_entry
 from gdpo_nemo.algorithms.preference_settings import PreferenceSettings
-from gdpo_nemo.config.algorithm_choice import PREFERENCES, rows_of, samples
+from gdpo_nemo.config.algorithm_choice import ALGORITHMS, DISTILLATION, PREFERENCES, rows_of, samples
+from gdpo_nemo.config.example_types import is_transform
 from gdpo_nemo.config.rollout_bounds import steps_ahead
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.config.transports import chosen_transport, declared
@@ -40,6 +41,14 @@ def _validates(config: Config) -> bool:
     return config.gdpo.val_period > 0 or config.gdpo.val_at_start
 
 
+def _has_reference(config: Config) -> bool:
+    kind = config.algorithm.type
+    if kind in PREFERENCES:
+        return config.preference.needs_reference(kind)
+    own = kind not in ALGORITHMS  # which may ask for it or not
+    return own or config.loss_fn.reference_policy_kl_penalty > 0 or config.gdpo.kl_in_reward is not None
+
+
 def _standardises(config: Config) -> bool:
     batch_norm = config.gdpo.batch_norm
     return ESTIMATORS[config.gdpo.estimator].batch_norm if batch_norm is None else batch_norm
@@ -49,6 +58,12 @@ def _reads_file(split: str, config: Config) -> bool:
     """Whether the split's rows come from a file; true, too, where there is no such split."""
     dataset = getattr(config.data, split)
     return dataset is None or dataset.path is not None
+
+
+def _reads_type(split: str, config: Config) -> bool:
+    """Whether the split's type says something: the form of answers, or a transform of rows that are read."""
+    how = value_of(config, f"data.{split}.type")
+    return _reads_file(split, config) if is_transform(how) else rows_of(config) is not None
 
 
 _VLLM = "policy.generation.vllm_cfg"
@@ -61,7 +76,8 @@ _SECTIONS = ("off_policy", "aggregation")
 def _loss_reads(config: Config) -> tuple[str, ...]:
     """Keys of `loss_fn` that the loss reads. The KL penalty and the entropy bonus are weighed by the aggregation."""
     loss = config.loss_fn
-    beside = ("aggregation",) if loss.reference_policy_kl_penalty or loss.entropy_bonus else ()
+    weighed = loss.reference_policy_kl_penalty or loss.entropy_bonus or loss.use_adaptive_entropy
+    beside = ("aggregation",) if weighed else ()
     return (*loss_entry(loss.type).reads, *beside)
 
 
@@ -106,16 +122,38 @@ EFFECTS = (
             "gdpo.batch_norm",
             "gdpo.kl_in_reward",
             "gdpo.credit",
+            "gdpo.num_iterations",
             "gdpo.dynamic_sampling.enabled",
             "rollout.max_staleness",
             "rollout.group_timeout_s",
             "rollout.replay_buffer.groups",
             "rollout.function",
             "rollout.save_trainer_logprobs",
+            "rollout.save_entropies",
+            "rollout.save_groups",
             "rollout.endpoint.enabled",
         ),
         samples,
         "with an algorithm that does not sample",
+    ),
+    Effect(
+        (
+            "gdpo.estimator",
+            "gdpo.preset",
+            "gdpo.batch_norm",
+            "gdpo.epsilon",
+            "gdpo.options",
+            "gdpo.kl_in_reward",
+            "gdpo.credit",
+            "gdpo.dynamic_sampling.enabled",
+        ),
+        lambda c: c.algorithm.type != DISTILLATION,
+        "with algorithm distillation, whose advantages are the teacher's",
+    ),
+    Effect(
+        ("teacher.model_name",),
+        lambda c: c.algorithm.type == DISTILLATION,
+        "unless algorithm.type is distillation",
     ),
     Effect(
         (*(f"loss_fn.{f.name}" for f in fields(LossSettings) if f.name not in _SECTIONS), f"{_OFF_POLICY}.mode"),
@@ -139,9 +177,17 @@ EFFECTS = (
     ),
     *(
         Effect(
-            (f"data.{split}.type", f"data.{split}.train_on"),
+            (f"data.{split}.train_on",),
             lambda c: rows_of(c) is not None,
             "with an algorithm that reads no answers from the data",
+        )
+        for split in ("train", "validation")
+    ),
+    *(
+        Effect(
+            (f"data.{split}.type",),
+            partial(_reads_type, split),
+            "with an algorithm that reads no answers from the data; file.py:function transforms rows of a path",
         )
         for split in ("train", "validation")
     ),
@@ -174,6 +220,23 @@ EFFECTS = (
         ),
         lambda c: c.loss_fn.reference_policy_kl_penalty != 0,
         "while loss_fn.reference_policy_kl_penalty is 0",
+    ),
+    Effect(
+        tuple(
+            f"loss_fn.{key}" for key in ("entropy_target", "entropy_coef_delta", "entropy_coef_min", "entropy_coef_max")
+        ),
+        lambda c: c.loss_fn.use_adaptive_entropy,
+        "without loss_fn.use_adaptive_entropy",
+    ),
+    Effect(
+        ("policy.sync_ref_model",),
+        _has_reference,
+        "where nothing refers to a reference: no KL penalty in loss or reward, and neither dpo nor kto",
+    ),
+    Effect(
+        ("policy.ref_model_sync_steps", "policy.ref_model_mixup_alpha"),
+        lambda c: c.policy.sync_ref_model,
+        "without policy.sync_ref_model",
     ),
     *_read_by_some(_OFF_POLICY, CORRECTIONS, lambda c: correction_entry(c.loss_fn.off_policy.mode).reads),
     Effect(
@@ -228,7 +291,7 @@ EFFECTS = (
         "while no sample is under way when weights change (rollout.max_staleness is not above sync_every - 1)",
     ),
     Effect(
-        ("rollout.save_trainer_logprobs",),
+        ("rollout.save_trainer_logprobs", "rollout.save_entropies", "rollout.save_groups"),
         lambda c: c.rollout.save_samples,
         "while rollout.save_samples is false",
     ),
@@ -259,7 +322,7 @@ EFFECTS = (
     ),
     *(
         Effect(
-            tuple(f"data.{split}.{key}" for key in ("prompt_key", "columns", "environment_key")),
+            tuple(f"data.{split}.{key}" for key in ("prompt_key", "columns", "environment_key", "remove_columns")),
             partial(_reads_file, split),
             f"without data.{split}.path: the environment makes the prompts",
         )

@@ -27,10 +27,15 @@ TRAINED = ("assistant", "last", "all")
 """Values of ``data.<split>.train_on``."""
 
 
+def is_transform(how: Any) -> bool:
+    """Whether a type names a function that is called with each row, by its place."""
+    return isinstance(how, str) and ":" in how
+
+
 def check_example_type(split: str, how: Any, kind: str) -> None:
     """The type of a split is one that rows of this kind can have. Raises ConfigError."""
     key = f"data.{split}.type"
-    if how is None:
+    if how is None or is_transform(how):
         return
     if isinstance(how, dict):
         known = [*_USER_DEFINED, *(f"field_{name}" for name in FIELDS[kind]), *_formats(kind)]

@@ -17,6 +17,7 @@ from gdpo_nemo.config.architectures import (
     key_value_heads,
     num_experts,
 )
+from gdpo_nemo.config.example_types import is_transform
 from gdpo_nemo.config.families import FAMILIES
 from gdpo_nemo.config.json_files import read_json_object
 from gdpo_nemo.config.model_formats import Format, Source, recognise
@@ -329,10 +330,12 @@ def check_tokenizer(config: Config) -> None:
 
 
 def check_data_file(key: str, data: DatasetConfig) -> None:
-    """Every path of a split is a file that rows can be read from, a folder, a function, or may be a dataset on the hub.
-    Raises ConfigError."""
+    """Every path of a split is a file that rows can be read from, a folder, a function, or may be a dataset on the hub,
+    and a transform is there. Raises ConfigError."""
     for place in data_places(key, data):
         _check_place(f"{key}.path", place)
+    if is_transform(data.type) and is_rows_function(data.type):
+        find_function(f"{key}.type", data.type)
 
 
 def data_places(key: str, data: DatasetConfig) -> list[str]:

@@ -173,6 +173,11 @@ def last_step(config: Config, limit: int | None) -> int:
     return steps if limit is None else min(steps, limit // prompts_per_round(config))
 
 
+def samples_per_update(config: Config) -> int:
+    """Sequences in one optimizer update. Raises ConfigError as ``updates_per_step`` does."""
+    return samples_per_step(config) * config.gdpo.num_iterations // updates_per_step(config)
+
+
 def updates_per_step(config: Config) -> int:
     """Optimizer updates in one step.
 
@@ -187,4 +192,4 @@ def updates_per_step(config: Config) -> int:
             f"(num_prompts_per_step {config.gdpo.num_prompts_per_step} x num_generations_per_prompt "
             f"{sequences_per_prompt(config)}); null makes one update"
         )
-    return samples // size
+    return samples // size * config.gdpo.num_iterations

@@ -256,6 +256,7 @@ def _read_override(text: str) -> tuple[str, dict[str, Any]]:
 def build_config(merged: DictConfig) -> Config:
     """Resolve interpolations, check what only shows then, and build the dataclasses. Raises ConfigError."""
     try:
+        _check_chosen(merged, "algorithm.type")  # first, because what must be set depends on it
         if not declares_sampling(merged.algorithm.type) and OmegaConf.is_missing(merged.gdpo, "rewards"):
             merged.gdpo.rewards = {}
         if OmegaConf.is_missing(merged.gdpo, "rewards"):
@@ -272,11 +273,16 @@ def build_config(merged: DictConfig) -> Config:
     except OmegaConfBaseException as error:
         raise _translated(error, "") from None
     _check(content, Config, "", "")
-    for key, names in CHOICES.items():
-        value = OmegaConf.select(merged, key)
-        if not (key in OWN_FUNCTIONS and ":" in value):
-            _check_choice(key, value, names)
+    for key in CHOICES:
+        _check_chosen(merged, key)
     return config
+
+
+def _check_chosen(merged: DictConfig, key: str) -> None:
+    """Refuse a value of a key of ``CHOICES`` that is none of them, nor the place of a function. Raises ConfigError."""
+    value = OmegaConf.select(merged, key)
+    if not (key in OWN_FUNCTIONS and ":" in str(value)):
+        _check_choice(key, value, CHOICES[key])
 
 
 def _check(node: Any, hint: Any, key: str, source: str) -> None:

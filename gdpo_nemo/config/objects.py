@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import Any, Callable, Iterable, Iterator, NoReturn
 
 from gdpo_nemo.config.files import find_file
+from gdpo_nemo.config.import_trial import try_import
 from gdpo_nemo.config.messages import first_line, nearest
 from gdpo_nemo.config.trl_openenv import offered
 from gdpo_nemo.errors import ConfigError
@@ -117,14 +118,21 @@ def staying() -> Iterator[None]:
         os._exit = leave
 
 
+def _not_importable(place: str, error: BaseException) -> ConfigError:
+    said = str(error) if isinstance(error, ConfigError) else first_line(error)
+    return ConfigError(f"cannot import {place}: {said}")
+
+
 def _load_module(place: str) -> ModuleType:
     try:
+        if place.partition(".")[0] != __package__.partition(".")[0]:
+            try_import(place)
         with staying():
             return importlib.import_module(place)
     except BaseException as error:  # the module is the user's: whatever its import raises is theirs to read
         if isinstance(error, KeyboardInterrupt):
             raise
-        raise ConfigError(f"cannot import {place}: {first_line(error)}") from error
+        raise _not_importable(place, error) from error
 
 
 def _load_file(place: str) -> ModuleType:
@@ -141,8 +149,9 @@ def _load_file(place: str) -> ModuleType:
     if spec is None or spec.loader is None:
         raise ConfigError(f"cannot import {place}: no Python file")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
     try:
+        try_import(name, path)
+        sys.modules[name] = module
         with staying():
             try:
                 spec.loader.exec_module(module)
@@ -151,8 +160,8 @@ def _load_file(place: str) -> ModuleType:
                     raise
                 spec.loader.exec_module(module)
     except BaseException as error:
-        del sys.modules[name]
+        sys.modules.pop(name, None)
         if isinstance(error, KeyboardInterrupt):
             raise
-        raise ConfigError(f"cannot import {place}: {first_line(error)}") from error
+        raise _not_importable(place, error) from error
     return module

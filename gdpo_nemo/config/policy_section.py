@@ -205,6 +205,13 @@ class PolicyConfig:
     offload_reference: bool = True
     """Keep the weights of the KL penalty's reference in host memory and copy them to the GPU for every pass under them;
     false: keep them on the GPU, beside the policy's."""
+    sync_ref_model: bool = False
+    """Let the reference, which KL penalties and dpo's and kto's scores refer to, follow the policy (TR-DPO, arXiv
+    2404.09656)."""
+    ref_model_sync_steps: int = 512
+    """Steps of the run between two such changes of the reference."""
+    ref_model_mixup_alpha: float = 0.6
+    """Share of the policy's weights in the changed reference, the rest being its own: above 0, to 1 (a copy)."""
     num_threads: Optional[int] = None
     """CPU threads per policy rank; null: the cores divided by the ranks."""
     lora: LoraConfig = field(default_factory=LoraConfig)

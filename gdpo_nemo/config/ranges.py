@@ -25,9 +25,11 @@ _AT_LEAST_ONE = (
     "policy.generation.vllm_cfg.tensor_parallel_size", "policy.generation.vllm_cfg.kv_cache_memory_bytes",
     "policy.generation.vllm_cfg.max_num_seqs", "rollout.env_workers", "rollout.turns.max_turns",
     "rollout.turns.max_tokens", "rollout.window", "rollout.sync_every",
-    "rollout.replay_buffer.reuse", "rollout.replay_buffer.max_age", "gdpo.dynamic_sampling.max_rerolls",
+    "rollout.save_groups", "rollout.replay_buffer.reuse", "rollout.replay_buffer.max_age",
+    "gdpo.dynamic_sampling.max_rerolls",
     "data.train.size", "data.validation.size", "weights.bucket_mib", "cluster.num_nodes", "cluster.cpus_per_node",
-    "checkpointing.save_period", "checkpointing.keep_last", "logger.completions_period",
+    "checkpointing.save_period", "checkpointing.keep_last", "logger.completions_period", "gdpo.num_iterations",
+    "policy.ref_model_sync_steps",
 )  # fmt: skip
 _NOT_NEGATIVE = (
     "run.seed", "run.max_restarts", "policy.lora.rank", "gdpo.discount", "gdpo.val_period", "gdpo.val_temperature",
@@ -126,6 +128,10 @@ def check_ranges(config: Config) -> None:
     loss = config.loss_fn
     if not 0 <= config.rollout.endpoint.port <= 65535:
         raise ConfigError(f"rollout.endpoint.port: must be 0 (any) to 65535, got {config.rollout.endpoint.port}")
+    if not 0 < config.policy.ref_model_mixup_alpha <= 1:
+        raise ConfigError(
+            f"policy.ref_model_mixup_alpha: must be above 0 and at most 1, got {config.policy.ref_model_mixup_alpha}"
+        )
     if not 0 < generation.top_p <= 1:
         raise ConfigError(f"policy.generation.top_p: must be above 0 and at most 1, got {generation.top_p}")
     if generation.top_k != -1 and generation.top_k < 1:

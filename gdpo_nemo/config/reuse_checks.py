@@ -9,12 +9,24 @@ from gdpo_nemo.errors import ConfigError
 _KEY = "rollout.replay_buffer"
 
 
+def saves_all_groups(config: Config) -> bool:
+    """Whether the samples of every group are written, where any are (``rollout.save_groups``)."""
+    kept = config.rollout.save_groups
+    return kept is None or kept >= config.gdpo.num_prompts_per_step
+
+
 def check_reuse(config: Config) -> None:
     """Refuse what could not be used again as it was asked for.
 
     Raises:
         ConfigError: names the key, with the arithmetic.
     """
+    kept = config.rollout.save_groups
+    groups = config.gdpo.num_prompts_per_step
+    if kept is not None and kept > groups:
+        raise ConfigError(
+            f"rollout.save_groups: {kept} of the {groups} groups of a step (gdpo.num_prompts_per_step); null writes all"
+        )
     if config.rollout.replay_buffer.groups:
         _check_amount(config)
         _check_surroundings(config)
@@ -58,6 +70,11 @@ def _check_surroundings(config: Config) -> None:
     if not config.rollout.save_samples:
         raise ConfigError(
             f"{_KEY}.groups: needs rollout.save_samples, because a run that resumes reads its groups from the samples"
+        )
+    if not saves_all_groups(config):
+        raise ConfigError(
+            f"{_KEY}.groups: needs rollout.save_groups null, because a run that resumes reads its groups from the "
+            "samples"
         )
     if config.gdpo.group_by == "prompt":
         raise ConfigError(

@@ -49,11 +49,22 @@ class AlgorithmConfig:
 
     type: str = "gdpo"
     """gdpo: samples, rewards and policy gradients, as the sections gdpo and loss_fn say. sft: cross-entropy of the
-    data's answers. dpo, kto, orpo, simpo, cpo: preferences, as the section preference says. Or a class of your own by
-    its place, `file.py:Name` (see `examples/custom_sft.py`). One with `samples = False`, as all built-in ones but gdpo,
-    needs no engines, no environments and no gdpo.rewards."""
+    data's answers. dpo, kto, orpo, simpo, cpo: preferences, as the section preference says. reward_model: a model that
+    scores answers, from the same rows (Bradley-Terry). distillation: samples, and what the model of the section teacher
+    would have given for each token. Or a class of your own by its place, `file.py:Name` (see
+    `examples/custom_sft.py`). One with `samples = False`, as all built-in ones but gdpo and distillation, needs no
+    engines, no environments and no gdpo.rewards."""
     options: Dict[str, Any] = field(default_factory=dict)
     """Options of a class of your own, which reads them from the config."""
+
+
+@dataclass
+class TeacherConfig:
+    """The model that distillation learns from."""
+
+    model_name: Optional[str] = None
+    """Hugging Face folder of a model of any size with the policy's tokenizer. It lies frozen beside the policy, on the
+    same ranks and in the same layout, which has to divide it, too."""
 
 
 @dataclass
@@ -121,6 +132,9 @@ class GdpoConfig:
     num_generations_per_prompt: int = 8
     """Samples per prompt (the group size G), at least 2; where the algorithm does not sample, the sequences that it
     makes of a row."""
+    num_iterations: int = 1
+    """Times that a step trains each of its samples (mu in GRPO), one optimizer update after the other; the ratios of
+    all refer to the weights that sampled."""
     group_by: str = "row"
     """What samples are compared with: those of their row, or prompt: of all rows of the step with the same prompt
     tokens."""
@@ -227,6 +241,12 @@ class RolloutConfig:
     save_trainer_logprobs: bool = False
     """Score every sample with the trainer before the step trains it, and write its log-probs beside the sampler's: one
     more forward pass. Without, they are written where the step computes them anyhow, which is with several updates."""
+    save_entropies: bool = False
+    """Write the entropy of the policy at every token beside its log-probs, the trainer's among them, from the same
+    forward pass."""
+    save_groups: Optional[int] = None
+    """Groups of each step whose samples are written, the first of the batch; null: all of them, which replaying the run
+    takes. The plan says how many bytes."""
     function: Optional[str] = None
     """`file.py:function` or `package.module.function` that makes trajectories of prompts in place of the built-in
     loop."""
@@ -269,10 +289,15 @@ class DatasetConfig:
     of this name."""
     shuffle: bool = True
     """Shuffle the rows of every epoch anew."""
+    remove_columns: List[str] = field(default_factory=list)
+    """Columns that rows lose, as with `map` of Hugging Face's `datasets`: a transform (`type`) still sees them, and
+    what it returns under such a name stays."""
     type: Any = None
-    """Form of the rows of dpo, kto, orpo, simpo and cpo by axolotl's name: chatml., llama3. or chat_template. (the
-    tokenizer's own) before argilla, argilla_chat, icr, intel, prompt_pairs or ultra; or, for sft too, a mapping of
-    field_prompt, field_chosen, prompt_format and so on. Null: TRL's columns."""
+    """A transform of your own, `file.py:function`, for prompts too: a row in, the row's new columns out, or axolotl's
+    `function(cfg)`, which returns such a function and `{"remove_columns": [...]}`. Or the form of the rows of dpo, kto,
+    orpo, simpo, cpo and reward_model by axolotl's name: chatml., llama3. or chat_template. (the tokenizer's own) before
+    argilla, argilla_chat, icr, intel, prompt_pairs or ultra; or, for sft too, a mapping of field_prompt, field_chosen,
+    prompt_format and so on. Null: TRL's columns."""
     train_on: str = "assistant"
     """What sft trains of a conversation: assistant (every turn of the assistant), last (its last one) or all (every
     token but the first)."""
@@ -444,6 +469,7 @@ class Config:
     gdpo: GdpoConfig = field(default_factory=GdpoConfig)
     loss_fn: LossSettings = field(default_factory=LossSettings)
     preference: PreferenceSettings = field(default_factory=PreferenceSettings)
+    teacher: TeacherConfig = field(default_factory=TeacherConfig)
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     data: DataConfig = field(default_factory=DataConfig)

@@ -45,6 +45,10 @@ def _check_preferences(config: Config, name: str) -> None:
     except ValueError as error:
         raise ConfigError(f"preference.{error}") from None
     size = config.policy.train_global_batch_size or samples_per_step(config)
+    if name == "reward_model" and config.policy.lora.rank:
+        raise ConfigError(
+            "policy.lora.rank: reward_model trains the whole model; its head would be no part of an adapter"
+        )
     if PREFERENCES[name] == "pairs" and size % 2:
         raise ConfigError(f"policy.train_global_batch_size: {size} cuts a pair of answers in two; take an even number")
     if name == "kto" and size < 2:

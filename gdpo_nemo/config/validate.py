@@ -25,6 +25,7 @@ from gdpo_nemo.config.rollout_bounds import check_rollout_bounds
 from gdpo_nemo.config.schema import Config, DatasetConfig
 from gdpo_nemo.config.stages import check_stages
 from gdpo_nemo.config.supervised_checks import check_supervised
+from gdpo_nemo.config.teacher_checks import check_teacher
 from gdpo_nemo.config.transports import check_transport
 from gdpo_nemo.config.turn_limits import check_turns_kept
 from gdpo_nemo.errors import ConfigError
@@ -66,6 +67,7 @@ def validate(config: Config) -> list[str]:
     check_supervised(config)
     check_turns_kept(config)
     check_files(config, layout)
+    check_teacher(config, layout)
     return [*_notes(config, layout), *_cluster_notes(config, places), *keys_without_effect(config, SWITCHED_OFF)]
 
 
@@ -203,6 +205,10 @@ def _check_lora(config: Config) -> None:
     lora = config.policy.lora
     if not lora.rank:
         return
+    if config.policy.sync_ref_model:
+        raise ConfigError(
+            "policy.sync_ref_model: under policy.lora the reference is the model without its adapters, which stays"
+        )
     for name in lora.target_modules:
         if name not in LORA_TARGETS:
             near = difflib.get_close_matches(name, LORA_TARGETS, n=1)

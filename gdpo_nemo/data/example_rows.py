@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Callable, Mapping, Sequence
 
-from gdpo_nemo.config.example_types import FIELDS, FORMATS, PROMPT_COLUMNS
+from gdpo_nemo.config.example_types import FIELDS, FORMATS, PROMPT_COLUMNS, is_transform
 from gdpo_nemo.data.rows import Row
 from gdpo_nemo.errors import ConfigError
 
@@ -72,7 +72,7 @@ class ExampleReader:
     def _reader(self, how: Any) -> Callable[[Row], list[RawExample]]:
         if isinstance(how, Mapping):
             return lambda row: self._examples(self._user_defined(row, how))
-        if how is None:
+        if how is None or is_transform(how):  # which has been called: its rows have TRL's columns
             return lambda row: self._examples(_of_trl(self._with_prompt(row), self._kind))
         prefix, _, form = str(how).partition(".")
         return lambda row: self._examples(self._of_axolotl(row, prefix, form or "default"))

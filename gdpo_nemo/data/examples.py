@@ -12,7 +12,7 @@ from typing import Any, Callable, Mapping, Sequence
 
 import numpy as np
 
-from gdpo_nemo.config.algorithm_choice import rows_of
+from gdpo_nemo.config.algorithm_choice import has_score_head, rows_of
 from gdpo_nemo.config.messages import first_line
 from gdpo_nemo.config.schema import Config, DatasetConfig
 from gdpo_nemo.data.example_rows import ExampleReader
@@ -39,6 +39,8 @@ class ExampleSource(PromptSource):
 
     Args:
         kind: ``sft``, ``pairs`` or ``single`` (KTO).
+        whole: keep what a template writes behind the end of the last turn: a reward model's score is read at the very
+            last token.
         max_prompt_tokens: one less than what a prompt may have together with its longest answer; the other arguments
             are those of ``PromptSource``.
 
@@ -58,6 +60,7 @@ class ExampleSource(PromptSource):
         seed: int,
         max_prompt_tokens: int,
         kind: str,
+        whole: bool = False,
         rows: list[Row] | None = None,
     ):
         rows = load_rows(dataset, environments, split, seed) if rows is None else rows
@@ -76,15 +79,15 @@ class ExampleSource(PromptSource):
             max_prompt_tokens=max_prompt_tokens,
             rows=made,
         )
-        encode = _Encoder(tokenizer, split, dataset)
+        encode = _Encoder(tokenizer, split, dataset, whole)
         room = max_prompt_tokens + 1
-        whole = [encode(prompt) for prompt in self._prompts]
+        encoded = [encode(prompt) for prompt in self._prompts]
         lengths = [
             len(prompt.token_ids) + max(len(answer.token_ids) for answer in prompt.fields["answers"])
-            for prompt in whole
+            for prompt in encoded
         ]
-        self.refused += [RefusedPrompt(p.id, length) for p, length in zip(whole, lengths) if length > room]
-        self._prompts = [prompt for prompt, length in zip(whole, lengths) if length <= room]
+        self.refused += [RefusedPrompt(p.id, length) for p, length in zip(encoded, lengths) if length > room]
+        self._prompts = [prompt for prompt, length in zip(encoded, lengths) if length <= room]
         if not self._prompts:
             raise ConfigError(
                 f"data.{split}: all {len(made)} rows are longer than {room} tokens with their answers (the shortest "
@@ -95,7 +98,7 @@ class ExampleSource(PromptSource):
 def source_of(config: Config) -> Callable[..., PromptSource]:
     """What reads the rows of the run's algorithm; called as ``PromptSource`` is."""
     kind = rows_of(config)
-    return PromptSource if kind is None else partial(ExampleSource, kind=kind)
+    return PromptSource if kind is None else partial(ExampleSource, kind=kind, whole=has_score_head(config))
 
 
 def check_rows(config: Config, rows: Sequence[Row], dataset: DatasetConfig, split: str) -> None:
@@ -127,8 +130,9 @@ def _as_messages(row: Row, spoken: bool) -> Row:
 class _Encoder:
     """Tokenises the answers of a prompt."""
 
-    def __init__(self, tokenizer: Any, split: str, dataset: DatasetConfig):
+    def __init__(self, tokenizer: Any, split: str, dataset: DatasetConfig, whole: bool = False):
         self._tokenizer = tokenizer
+        self._whole = whole
         self._split = split
         self._train_on = dataset.train_on
         self._how = dict(dataset.chat_template_kwargs)
@@ -161,7 +165,7 @@ class _Encoder:
             tokens = self._tokens(text)
             spoken = self._spoken(tokens)
             if place == len(pieces) - 1:
-                tokens = tokens[:spoken] if spoken else self._closed(tokens, text)
+                tokens = tokens[: None if self._whole else spoken] if spoken else self._closed(tokens, text)
                 spoken = len(tokens)
             ids += tokens
             mask += [ours and n < (spoken or len(tokens)) for n in range(len(tokens))]

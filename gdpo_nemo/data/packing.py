@@ -43,6 +43,8 @@ class TrainSequence:
     staleness: np.ndarray | None = None
     """int32 [completion tokens]: version that is trained minus the version that sampled the token; never read where the
     mask is false. None: 0, or nobody reads it."""
+    chosen: np.ndarray | None = None
+    """bool [completion tokens]: those that the loss kl_cov penalises (``TokenFields.chosen``). None: none."""
     pair: int = 0
     """Number of its pair of completions in the update, from 1, negative for the rejected or undesirable one; both are
     computed in one micro-batch. 0: of none."""

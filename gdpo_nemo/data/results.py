@@ -37,3 +37,4 @@ class TokenValues:
     sequence: np.ndarray
     offset: np.ndarray
     values: np.ndarray
+    """float32 [tokens], or [tokens, values of each]."""

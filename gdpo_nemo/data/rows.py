@@ -13,6 +13,7 @@ from gdpo_nemo.config.messages import first_line, nearest
 from gdpo_nemo.config.objects import load_object
 from gdpo_nemo.config.reading import open_file, parse_json
 from gdpo_nemo.config.schema import DatasetConfig
+from gdpo_nemo.data.transforms import transformed
 from gdpo_nemo.errors import ConfigError
 
 PROMPT_KEYS = ("messages", "prompt", "question", "problem")
@@ -61,7 +62,7 @@ def environment_of_row(
 def load_rows(
     dataset: DatasetConfig, environments: Mapping[str, Any], split: str, seed: int, at_most: int | None = None
 ) -> list[Row]:
-    """The rows of one split, columns renamed and cut at ``dataset.size``, each with an ``id`` that is unique.
+    """The rows of one split, cut at ``dataset.size``, transformed and columns renamed, each with a unique ``id``.
 
     A column ``id`` is the id; without one it is ``<split>/<row index>``.
 
@@ -73,13 +74,13 @@ def load_rows(
         at_most: rows to read from the beginning of the data, where less of it is enough; None: all.
 
     Raises:
-        ConfigError: a missing or malformed file (with file and line), an unknown dataset or column, no rows, an id
-            that occurs twice.
+        ConfigError: a missing or malformed file (with file and line), an unknown dataset or column, a transform that
+            fails, no rows, an id that occurs twice.
     """
     if dataset.path is None:
         rows = _rows_of_environment(dataset, environments, split, seed)
     else:
-        rows = _rows_of_path(dataset, split, at_most)[: dataset.size]
+        rows = transformed(_rows_of_path(dataset, split, at_most)[: dataset.size], dataset, split)
         if dataset.columns:
             rows = [_renamed(row, dataset.columns, split, index) for index, row in enumerate(rows)]
         rows = _read_by_environment(rows, dataset, environments, split)

@@ -16,11 +16,11 @@ from gdpo_nemo.data.packing import Assignment, TrainSequence
 from gdpo_nemo.data.results import TokenValues
 from gdpo_nemo.errors import RunError
 
-TRAINING = ("sampler_logprobs", "old_logprobs", "reference_logprobs", "loss_mask", "staleness")
+TRAINING = ("sampler_logprobs", "old_logprobs", "reference_logprobs", "loss_mask", "staleness", "chosen")
 """What an update reads of every completion token besides the token itself."""
 SCORING = ("loss_mask",)
 """What evaluating log-probs reads."""
-_MISSING = {"loss_mask": (bool, True), "staleness": (np.int32, 0)}
+_MISSING = {"loss_mask": (bool, True), "staleness": (np.int32, 0), "chosen": (bool, False)}
 """(type, value) where some sequences leave out what others have; the rest is of all sequences or of none."""
 
 
@@ -125,7 +125,7 @@ class Share:
         places = starts[found.sequence] + found.offset
         if not whole:
             return FlatValues(found.values, places.astype(np.int32))
-        values = np.full(len(self.completion_ids), np.nan, np.float32)
+        values = np.full((len(self.completion_ids), *found.values.shape[1:]), np.nan, np.float32)
         values[places] = found.values
         return FlatValues(values, None)
 
@@ -135,7 +135,7 @@ class FlatValues:
     """Values of a share's completion tokens, as a rank sends them to the driver."""
 
     values: np.ndarray
-    """float32 [tokens]"""
+    """float32 [tokens], or [tokens, values of each]."""
     places: np.ndarray | None
     """int32 [tokens]: where in the share's completions; None: all of them, in order, NaN where the policy wrote
     nothing."""
@@ -144,16 +144,18 @@ class FlatValues:
 def by_sequence(
     sequences: Sequence[TrainSequence], assignment: Assignment, found: Sequence[tuple[int, FlatValues | None]]
 ) -> list[np.ndarray]:
-    """float32 [completion tokens] for each sequence, from what the ranks found; NaN where no rank has a value.
+    """float32 [completion tokens] for each sequence, or [completion tokens, values of each], from what the ranks
+    found; NaN where no rank has a value.
 
     Args:
         found: (data-parallel rank, its values) of every rank; None where a rank does not report.
     """
     out = [np.zeros(0, np.float32)] * len(sequences)
+    of_each = next((part.values.shape[1:] for _, part in found if part is not None), ())
     for rank, micro_batches in enumerate(assignment):
         members = list(chain.from_iterable(micro_batches))
         lengths = np.array([len(sequences[i].completion_ids) for i in members], np.int64)
-        flat = np.full(int(lengths.sum()), np.nan, np.float32)
+        flat = np.full((int(lengths.sum()), *of_each), np.nan, np.float32)
         for place, part in found:
             if place == rank and part is not None:
                 flat[slice(None) if part.places is None else part.places] = part.values

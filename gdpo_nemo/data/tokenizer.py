@@ -36,6 +36,25 @@ def load_tokenizer(config: Config, folder: str | Path) -> Any:
     return tokenizer
 
 
+def check_same_tokens(tokenizer: Any, folder: str | Path, key: str) -> None:
+    """The tokenizer in ``folder``, which the config names as ``key``, has the same tokens. Raises ConfigError."""
+    try:
+        other = _class_for(Path(folder)).from_pretrained(folder)
+    except Exception as error:  # noqa: BLE001 - as above
+        raise ConfigError(f"{key}: no tokenizer in {folder} ({first_line(error)})") from None
+    mine, theirs = tokenizer.get_vocab(), other.get_vocab()
+    unlike = [token for token in {*mine, *theirs} if mine.get(token) != theirs.get(token)]
+    if unlike:
+        raise ConfigError(
+            f"{key}: {folder} has another tokenizer than the policy: {len(unlike)} tokens are not the same, "
+            f"{min(unlike)!r} among them"
+        )
+    if tokenizer.eos_token_id != other.eos_token_id:
+        raise ConfigError(
+            f"{key}: {folder} ends a text with {other.eos_token!r}, the policy with {tokenizer.eos_token!r}"
+        )
+
+
 def _class_for(folder: Path) -> Any:
     """What to load the tokenizer of ``folder`` with: the class that AutoTokenizer would choose, where that is known.
 

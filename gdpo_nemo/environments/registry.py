@@ -136,9 +136,9 @@ def find_plugin(name: str, plugin: str) -> Any:
         raise ConfigError(f"env.{name}: several packages call an environment {plugin!r}: {places}; write the place")
     for point in installed.values():
         try:
-            return point.load()
-        except Exception as error:
-            raise ConfigError(f"env.{name}: plugin {plugin} cannot be imported: {first_line(error)}") from error
+            return load_object(f"{point.module}:{point.attr}")
+        except ConfigError as error:
+            raise ConfigError(f"env.{name}: plugin {plugin}: {error}") from error
     if not is_reference(plugin):
         raise ConfigError(f"env.{name}: no environment is called {plugin!r}{nearest(plugin, environment_names())}")
     try:

@@ -7,7 +7,6 @@ import os
 import socket
 import time
 from concurrent.futures import Future
-from functools import partial
 from typing import TYPE_CHECKING, Any, Collection, Mapping, Sequence
 
 import numpy as np
@@ -199,7 +198,7 @@ class Engine:
 
     def close_receiver(self, receiver: Receiver) -> None:
         """Release what a transport's receiver keeps in the engine's processes from one update to the next."""
-        self._pump.call(partial(self._core.close_receiver, receiver))
+        self._pump.close_receiver(receiver)
 
     def resume(self) -> None:
         """Go on without the update that was prepared. Raises RunError where the engine holds part of it."""

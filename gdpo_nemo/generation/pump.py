@@ -13,9 +13,15 @@ from typing import TYPE_CHECKING, Any, Callable, Collection, Iterable, Sequence,
 
 from gdpo_nemo.config.messages import first_line
 from gdpo_nemo.errors import GdpoError, RunError
-from gdpo_nemo.generation.engine_failures import engine_failure, wait_for_death
+from gdpo_nemo.generation.engine_failures import (
+    Standstill,
+    death_of,
+    engine_failure,
+    standing_still,
+)
 from gdpo_nemo.generation.requests import EngineReport, FinishedRequest
 from gdpo_nemo.generation.vllm_core import EngineOptions, Load, VllmCore, completion_of
+from gdpo_nemo.waits import work_done
 from gdpo_nemo.weights.manifest import Manifest
 
 if TYPE_CHECKING:
@@ -75,6 +81,8 @@ class Pump:
         self._recomputed = 0
         self._load = Load(0, 0, 0.0, 0, 0)
         self._measured_s = 0.0
+        self._waits_for_vllm = False
+        """Whether vLLM's processes, and nobody else, have to do something now."""
         self.core: VllmCore
         started: Future[None] = Future()
         self._thread = threading.Thread(target=self._run, args=(options, started), daemon=True, name="vllm")
@@ -161,7 +169,11 @@ class Pump:
 
     def update(self, manifest: Manifest, receiver: Receiver, data: Sequence[Any]) -> None:
         """Take new weights during a hold, and end it; see ``VllmCore.update``."""
-        self.call(partial(self._update, manifest, receiver, data))
+        self.call(partial(self._with_others, partial(self._update, manifest, receiver, data)))
+
+    def close_receiver(self, receiver: Receiver) -> None:
+        """See ``Engine``."""
+        self.call(partial(self._with_others, partial(self.core.close_receiver, receiver)))
 
     def sleep(self) -> None:
         """Finish what is in flight and release the device's memory."""
@@ -210,12 +222,19 @@ class Pump:
             self._fail(engine_failure(error) or error)
 
     def _watch(self, processes: Sequence[BaseProcess]) -> None:
-        """Answer whoever waits once a process of vLLM's has ended: this thread may be waiting for it, too."""
+        """Answer whoever waits once a process of vLLM's has ended, or all stand still while the thread waits for them:
+        it can do neither itself."""
 
         def watch() -> None:
-            death = wait_for_death(processes)
+            standstill = Standstill()
+            pids = [process.pid for process in processes if process.pid is not None]
+            while (failed := death_of(processes, Standstill.LOOK_S)) is None:
+                done = [work_done(pid) for pid in pids] if self._waits_for_vllm else None
+                if standstill.lasts(done, time.monotonic()):
+                    failed = standing_still()
+                    break
             if not self._closed:
-                self._fail(death)
+                self._fail(failed)
 
         if processes:
             threading.Thread(target=watch, daemon=True, name="vLLM's processes").start()
@@ -229,6 +248,7 @@ class Pump:
             self._pending = {answer for answer in self._pending if not answer.done()} if operations else self._pending
         if self._closed or self._failure:
             return False
+        self._waits_for_vllm = True
         for operation in operations:
             operation()
         self._reach_hold()
@@ -237,6 +257,7 @@ class Pump:
             self._reach_hold()
         elif operations:
             self._measure()
+        self._waits_for_vllm = False
         return True
 
     def _can_step(self) -> bool:
@@ -342,6 +363,14 @@ class Pump:
             self.core.release()
         self._held = False
         self._kv = None
+
+    def _with_others(self, function: Callable[[], None]) -> None:
+        """Call what may have vLLM's processes wait, too: for whoever sends the weights."""
+        self._waits_for_vllm = False
+        try:
+            function()
+        finally:
+            self._waits_for_vllm = True
 
     def _update(self, manifest: Manifest, receiver: Receiver, data: Sequence[Any]) -> None:
         if not self._held:

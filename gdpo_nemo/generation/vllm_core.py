@@ -11,6 +11,7 @@ import numpy as np
 
 from gdpo_nemo.config.schema import VllmConfig
 from gdpo_nemo.generation.requests import Completion, SampleRequest, Sampling
+from gdpo_nemo.startup import importing
 from gdpo_nemo.weights.adapters import modules_of, peft_name
 from gdpo_nemo.weights.manifest import Manifest
 from gdpo_nemo.weights.model_folder import weight_names
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
 
 _BATCHED_TOKENS = 8192
 """Most tokens of one forward pass of a CPU engine."""
+_CPU_BLOCK = 32
+"""Tokens of a block of a CPU engine's cache. Samples of a group share whole blocks of their prompt alone: with vLLM's
+128 the samples of a prompt of 49 tokens share none and take a block each. 32 is the least that its attention takes."""
 
 
 @dataclass(frozen=True)
@@ -56,9 +60,10 @@ class VllmCore:
     """One vLLM engine. All calls come from the thread that constructed it: OpenMP counts threads by their parent."""
 
     def __init__(self, options: EngineOptions):
-        from vllm import LLM
+        with importing():
+            from vllm import LLM
 
-        from gdpo_nemo.weights import vllm_receiver
+            from gdpo_nemo.weights import vllm_receiver
 
         config = options.config
         self._in_process = in_process(config)
@@ -259,6 +264,7 @@ def _placed(options: EngineOptions) -> dict[str, Any]:
         placed = dict(
             enforce_eager=True,
             kv_cache_memory_bytes=config.kv_cache_memory_bytes,
+            block_size=_CPU_BLOCK,
             # After a chunk of a prompt vLLM rewinds the generator of its sample, which CPU generators cannot do
             # ("CPU Generator does not use offset"); so prompts are prefilled whole.
             enable_chunked_prefill=False,

@@ -238,11 +238,14 @@ def _load(policy, folder: str | Path) -> None:
     # Random streams belong to ranks: with another number of ranks there are none to continue, and fresh ones are used.
     if wanted["random"].unique_key not in there:
         del wanted["random"]
+    if not any(key.startswith(_REFERENCE) for key in there):  # it began to follow after this checkpoint
+        wanted = {name: part for name, part in wanted.items() if not name.startswith(_REFERENCE)}
     apart = _rename_main_weights(wanted["optimizer"], there)
     if not any(key.startswith(_MAIN_WEIGHTS[:2]) for key in there):
         _read_apart(wanted["optimizer"], apart, str(folder))
     state = dist_checkpointing.load(wanted, str(folder))
     _fill_model(policy, state)
+    _fill_reference(policy, state)
     optimizer = policy.built.optimizer
     parts = getattr(optimizer, "chained_optimizers", [optimizer])
     saved = dist_checkpointing.load_common_state_dict(str(folder))["optimizer"]
@@ -313,6 +316,37 @@ def _model_state(policy) -> dict:
     }
 
 
+_REFERENCE = "reference."
+
+
+def _reference_state(policy) -> dict:
+    """The weights of a reference that follows the policy, described as the model's are; nothing of one that stays."""
+    if not policy.config.sync_ref_model or policy.reference is None:
+        return {}
+    found = {}
+    for name, chunk, kept in _reference_chunks(policy):
+        parts = chunk.sharded_state_dict(prefix=_REFERENCE, metadata=_metadata())
+        found[name] = {key: part for key, part in parts.items() if key.removeprefix(_REFERENCE) in kept}
+        for key, part in found[name].items():
+            part.data = kept[key.removeprefix(_REFERENCE)]
+    return found
+
+
+def _reference_chunks(policy):
+    """(name in a checkpoint, chunk, {parameter: tensor of the reference}) of every chunk."""
+    tensors = iter(policy.reference.weights)
+    for name, chunk in _named_chunks(policy):
+        yield _REFERENCE + name, chunk, {key: next(tensors) for key, _ in chunk.named_parameters()}
+
+
+def _fill_reference(policy, state: dict) -> None:
+    if policy.reference is None:
+        return
+    for name, _, kept in _reference_chunks(policy):
+        for key, value in state.get(name, {}).items():
+            kept[key.removeprefix(_REFERENCE)].copy_(value)
+
+
 def sharded_weights(policy) -> list[tuple[str, dict]]:
     """The whole model by chunk, as Megatron describes its shards; under LoRA without the adapters."""
     return [(name, chunk.sharded_state_dict(metadata=_metadata())) for name, chunk in _named_chunks(policy)]
@@ -324,6 +358,7 @@ def _state(policy, is_loading: bool) -> dict:
     model = chunks if len(chunks) > 1 else chunks["model"]
     return {
         **chunks,
+        **_reference_state(policy),
         "optimizer": policy.built.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=metadata),
         "scheduler": policy.built.scheduler.state_dict(),
         "random": _random_object(),

@@ -25,6 +25,9 @@ COLUMNS = "columns"
 QKV_ROWS = "rows by query group: its queries, its key, its value"
 GATED_ROWS = "each rank's rows of the gate, then of the other half"
 
+SCORE = "score.weight"
+"""A reward model's head, by the name that Megatron's model and transformers' classifiers give it."""
+
 ACTIVATIONS = {"silu": torch.nn.functional.silu}
 """By the name that ``hidden_act`` gives them."""
 
@@ -57,6 +60,7 @@ def top_weights(model_type: str) -> dict[str, Weight]:
         "embedding.word_embeddings.weight": _weights(ROWS, modules.embedding, vocabulary=True),
         "output_layer.weight": _weights(ROWS, modules.head, vocabulary=True),
         "decoder.final_norm.weight": _weights(REPLICATED, modules.final_norm),
+        SCORE: Weight(REPLICATED, (SCORE,)),
     }
 
 

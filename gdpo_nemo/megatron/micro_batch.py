@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Callable, Mapping, Sequence
+from typing import Any, Callable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -13,6 +13,8 @@ from gdpo_nemo.algorithms import TokenFields
 from gdpo_nemo.data.packing import PackedRows, TrainSequence
 from gdpo_nemo.megatron.attention import Packing, packing_arrays, packing_of
 
+_KINDS = {"staleness": np.int32, "chosen": bool}
+"""Types of the columns that are not float32."""
 _ALIGNMENT = 16
 """Bytes: of every type's elements, and of the widest loads of a kernel."""
 
@@ -106,17 +108,17 @@ def _field_arrays(sequences: Sequence[TrainSequence], rows: PackedRows) -> tuple
     trained = np.flatnonzero(weights > 0)
     advantages = _advantages(members, counts, offsets)
 
-    def column(name: str, kind: type) -> np.ndarray:
+    def column(name: str, kind: Any) -> np.ndarray:
         parts = [getattr(member, name)[places] for member, places in zip(members, offsets)]
         return np.asarray(np.concatenate(parts) if parts else np.zeros(0), kind)
 
     found = {"advantages": advantages, "weights": weights, "sequence_ids": rows.sequence}
     if not sequences or any(sequence.pair for sequence in sequences):
         found["pairs"] = _pair_numbers(sequences)[rows.sequence]
-    for name in ("sampler_logprobs", "old_logprobs", "reference_logprobs", "staleness"):
+    for name in ("sampler_logprobs", "old_logprobs", "reference_logprobs", *_KINDS):
         # Of a rank without a sequence nobody knows what the others have; no token of anything is right for all.
         if not sequences or getattr(sequences[0], name) is not None:
-            found[name] = column(name, np.int32 if name == "staleness" else np.float32)
+            found[name] = column(name, _KINDS.get(name, np.float32))
     if len(trained) < len(weights):
         found = {name: array[trained] for name, array in found.items()}
     return found, trained

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -67,8 +68,9 @@ class PolicyModel(HybridModel):
         hidden = self.decoder(
             hidden_states=embedded, attention_mask=None, rotary_pos_emb=angles, packed_seq_params=packing
         )
-        if not self.post_process:
-            return hidden
+        return self._output(hidden, rows, targets) if self.post_process else hidden
+
+    def _output(self, hidden, rows, targets):
         if self.config.sequence_parallel:
             hidden = tensor_parallel.gather_from_sequence_parallel_region(hidden, group=self.pg_collection.tp)
         else:
@@ -114,15 +116,40 @@ class PolicyModel(HybridModel):
         return logprobs[:, None] if entropy is None else torch.stack((logprobs, entropy), -1)
 
 
+class ScoreModel(PolicyModel):
+    """A PolicyModel whose last stage returns a score of chosen tokens in place of log-probs: that of a linear layer
+    without bias, as transformers' sequence classifiers of one label have it."""
+
+    def __init__(self, config: TransformerConfig, *arguments: Any, **options: Any):
+        # Untied, so that no embedding is kept on the last stage for an output layer that is not there.
+        super().__init__(config, *arguments, **{**options, "share_embeddings_and_output_weights": False})
+        if self.post_process:
+            del self.output_layer
+            self.score = torch.nn.Linear(config.hidden_size, 1, bias=False, dtype=config.params_dtype)
+
+    def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
+        """As of its modules: LanguageModule's own asks for the output layer."""
+        return super(LanguageModule, self).sharded_state_dict(prefix, sharded_offsets, metadata)
+
+    def _output(self, hidden, rows, targets):
+        """float32 [chosen, 1]; ``targets`` are not read."""
+        if self.config.sequence_parallel:
+            # Each tensor-parallel rank has the whole head, and so the whole gradient already: none must be added up.
+            hidden = tensor_parallel.gather_from_sequence_parallel_region(
+                hidden, tensor_parallel_output_grad=False, group=self.pg_collection.tp
+            )
+        return self.score(hidden.squeeze(1).index_select(0, rows)).float()
+
+
 @dataclasses.dataclass
 class BuiltModel:
     """Everything one rank trains with. ``chunks`` are bare models, ``wrapped`` the same inside precision and DDP
-    wrappers."""
+    wrappers; without the latter where the model is not trained."""
 
     hf_config: PretrainedConfig
     config: TransformerConfig
     chunks: list[PolicyModel]
-    wrapped: list[DistributedDataParallel]
+    wrapped: list[Any]
     optimizer: Any = None
     scheduler: Any = None
     """Megatron's MegatronOptimizer and OptimizerParamScheduler; None for a model that is not trained."""
@@ -204,10 +231,15 @@ def layer_pattern(symbols: list[str], layout: MegatronConfig) -> str:
 
 
 def build_chunks(
-    hf: PretrainedConfig, layout: MegatronConfig, dtype: torch.dtype, temperature: float = 1.0, adapted: bool = False
+    hf: PretrainedConfig,
+    layout: MegatronConfig,
+    dtype: torch.dtype,
+    temperature: float = 1.0,
+    adapted: bool = False,
+    scores: bool = False,
 ) -> tuple[TransformerConfig, list[PolicyModel]]:
     """This rank's model chunks (one, or one per virtual pipeline stage), on its device, randomly initialised;
-    ``adapted``: for adapters (see ``layer_spec``)."""
+    ``adapted``: for adapters (see ``layer_spec``); ``scores``: with the head of a reward model."""
     use_te = transformer_engine_is_usable() if layout.transformer_engine is None else layout.transformer_engine
     use_te = use_te and layout.attention_backend != "sdpa"
     if layout.fp8 and not use_te:
@@ -219,7 +251,7 @@ def build_chunks(
     tensor_size = layout.tensor_model_parallel_size
     chunks = []
     for stage in range(virtual) if virtual else [None]:
-        model = PolicyModel(
+        model = (ScoreModel if scores else PolicyModel)(
             config,
             layer_spec(config, frequencies, use_te, adapted),
             vocab_size=-(-hf.vocab_size // tensor_size) * tensor_size,
@@ -337,6 +369,20 @@ def _read_config(folder: str | Path) -> PretrainedConfig:
         return AutoConfig.from_pretrained(folder)
 
 
+def build_frozen(folder: str | Path, layout: MegatronConfig, dtype: torch.dtype) -> BuiltModel:
+    """The model in the Hugging Face ``folder`` for forward passes alone: no gradients, no optimizer."""
+    from gdpo_nemo.megatron.conversion import load_hf
+    from gdpo_nemo.weights.model_folder import open_weights
+
+    hf = _read_config(folder)
+    config, chunks = build_chunks(hf, layout, dtype)
+    load_hf(list(chunks), open_weights(folder), hf)
+    for chunk in chunks:
+        chunk.requires_grad_(False)
+    inner = [Float16Module(config, chunk) if config.bf16 else chunk for chunk in chunks]
+    return BuiltModel(hf, config, chunks, inner)
+
+
 def build(
     folder: str | Path,
     layout: MegatronConfig,
@@ -345,18 +391,22 @@ def build(
     total_updates: int,
     lora: LoraConfig | None = None,
     seed: int = 0,
+    scores: bool = False,
 ) -> BuiltModel:
     """Model, wrappers, optimizer and schedule of this rank, with the weights of the Hugging Face ``folder``.
 
-    With ``lora`` those are frozen, and adapters drawn from ``seed`` are trained.
+    With ``lora`` those are frozen, and adapters drawn from ``seed`` are trained; with ``scores`` it ends in the head of
+    a reward model, drawn from ``seed`` where the folder has none.
     """
     from gdpo_nemo.megatron.conversion import load_hf
+    from gdpo_nemo.megatron.reward_head import with_score_head
     from gdpo_nemo.weights.model_folder import open_weights
 
     hf = _read_config(folder)
-    config, chunks = build_chunks(hf, layout, dtype, temperature, adapted=lora is not None)
+    config, chunks = build_chunks(hf, layout, dtype, temperature, adapted=lora is not None, scores=scores)
     modules: list[torch.nn.Module] = list(chunks)
-    load_hf(modules, open_weights(folder), hf)
+    read = open_weights(folder)
+    load_hf(modules, with_score_head(read, hf, seed) if scores else read, hf)
     if lora:
         attach(modules, hf, lora, seed)
     elif layout.freeze_moe_router:

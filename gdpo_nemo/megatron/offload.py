@@ -117,7 +117,7 @@ def _place(state: dict | None, owner: torch.Tensor, name: str, value: torch.Tens
 
 
 class Reference:
-    """The starting weights of the model, for passes under them.
+    """The starting weights of the model, for passes under them; or what they became by ``follow``.
 
     Args:
         parameters: the model's, which hold the starting weights now.
@@ -135,6 +135,17 @@ class Reference:
                 kept.copy_(value)
         else:
             self._weights = [value.clone() for value in live]
+
+    @property
+    def weights(self) -> list[torch.Tensor]:
+        """Its own tensors, in the order of the parameters."""
+        return self._weights
+
+    @torch.no_grad()
+    def follow(self, alpha: float) -> None:
+        """Become ``alpha`` of the policy's weights and 1 - ``alpha`` of its own (arXiv 2404.09656 eq. 7)."""
+        for kept, p in zip(self._weights, self._parameters):
+            kept.mul_(1.0 - alpha).add_(p.detach().to(kept.device), alpha=alpha)
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:

@@ -32,7 +32,7 @@ from gdpo_nemo.megatron.conversion import export_hf
 from gdpo_nemo.megatron.logprobs import EntropyUse
 from gdpo_nemo.megatron.lora import adapters_disabled, gather_adapters, start_adapters
 from gdpo_nemo.megatron.micro_batch import MicroBatch, MicroBatches, make_micro_batch
-from gdpo_nemo.megatron.model import BuiltModel, build
+from gdpo_nemo.megatron.model import BuiltModel, build, build_frozen
 from gdpo_nemo.megatron.offload import OptimizerOffload, Reference
 from gdpo_nemo.megatron.runtime import Runtime
 from gdpo_nemo.weights.adapters import Adapters, Pairs, merged, named
@@ -77,7 +77,8 @@ class Policy:
         total_updates: optimizer updates of the whole run, the horizon of a decaying schedule.
         keep_reference: hold a copy of the starting weights for ``logprobs(reference=True)``; under LoRA there is none,
             the model without its adapters is the reference.
-        seed: of LoRA's starting adapters.
+        seed: of LoRA's starting adapters, and of a reward model's head.
+        scores: the model is a reward model: ``logprobs`` returns scores.
     """
 
     def __init__(
@@ -88,6 +89,7 @@ class Policy:
         total_updates: int,
         keep_reference: bool = False,
         seed: int = 0,
+        scores: bool = False,
     ):
         self.config = config
         self.runtime = runtime
@@ -105,10 +107,13 @@ class Policy:
             total_updates,
             self.lora,
             seed,
+            scores,
         )
+        self.scores = scores
         self._forward_backward = get_forward_backward_func()
         keep_reference = keep_reference and not self.lora
         self._reference = Reference(self._parameters(), config.offload_reference) if keep_reference else None
+        self._teacher: BuiltModel | None = None
         self._offload: OptimizerOffload | None = None
         if self.layout.optimizer.offload and runtime.device.type == "cuda":
             self._offload = OptimizerOffload(self.built.optimizer, self._parameters(), runtime.device)
@@ -196,9 +201,11 @@ class Policy:
     def _loss(
         self, settings: LossSettings | PreferenceUpdate, functions: Functions, batch: MicroBatch, output: torch.Tensor
     ):
-        logprobs, entropy = output.float().unbind(-1)
+        columns = output.float().unbind(-1)
         if batch.trained is not None:
-            logprobs, entropy = (values.index_select(0, batch.trained) for values in (logprobs, entropy))
+            columns = tuple(values.index_select(0, batch.trained) for values in columns)
+        logprobs = columns[0]
+        entropy = columns[1] if len(columns) > 1 else None  # a reward model has none
         assert batch.fields is not None
         if isinstance(settings, PreferenceUpdate):
             loss, metrics = preference_loss(logprobs, entropy, batch.fields, settings, self._sum_over_context)
@@ -285,17 +292,19 @@ class Policy:
         micro_batches: Sequence[Sequence[int]],
         reference: bool = False,
         temperature: float | None = None,
+        entropies: bool = False,
     ) -> TokenValues | None:
         """Log-probs of all completion tokens of this rank's sequences under the current (or reference) weights.
 
-        ``temperature`` replaces the sampling temperature for this call.
+        ``temperature`` replaces the sampling temperature for this call. With ``entropies`` the values are
+        [tokens, 2]: log-prob, and entropy of the distribution that the token was drawn from.
 
         Returns:
             This rank's share where the rank reports (see ``reports``), else None.
         """
         with self._reference_weights() if reference else contextlib.nullcontext(), self._at_temperature(temperature):
             self._training(False)
-            self._ask_entropy("none")
+            self._ask_entropy("value" if entropies else "none")
             done = self._run(sequences, micro_batches, self._collect, forward_only=True)
             self._training(True)
         if not self.reports:
@@ -304,6 +313,20 @@ class Policy:
             np.concatenate([getattr(rows, name) for rows, _ in done]) for name in ("sequence", "offset")
         )
         return TokenValues(sequence, offset, torch.cat([values for _, values in done]).cpu().numpy())
+
+    def load_teacher(self, folder: str | Path) -> None:
+        """Keep the model in a Hugging Face ``folder`` beside this one, frozen and in the same layout."""
+        self._teacher = build_frozen(folder, self.layout, DTYPES[self.config.precision])
+
+    @contextlib.contextmanager
+    def teacher_in_place(self) -> Iterator[None]:
+        """Let ``logprobs`` be the teacher's, at temperature 1 unless it is given another one."""
+        assert self._teacher is not None, "no teacher was loaded"
+        own, self.built = self.built, self._teacher
+        try:
+            yield
+        finally:
+            self.built = own
 
     @contextlib.contextmanager
     def _at_temperature(self, temperature: float | None):
@@ -322,7 +345,8 @@ class Policy:
 
     @staticmethod
     def _collect(batch: MicroBatch, output: torch.Tensor):
-        return output.sum(), _count(batch, output), (batch.rows, output[:, 0].float())
+        values = output.float()
+        return output.sum(), _count(batch, output), (batch.rows, values[:, 0] if values.size(-1) == 1 else values)
 
     @contextlib.contextmanager
     def _reference_weights(self):
@@ -333,6 +357,17 @@ class Policy:
         assert self._reference is not None, "the policy was built without keep_reference"
         with self.params_synced(), self._reference.in_place():
             yield
+
+    @property
+    def reference(self) -> Reference | None:
+        """What ``logprobs(reference=True)`` is computed with; None under LoRA, and where nobody asks."""
+        return self._reference
+
+    def sync_reference(self, alpha: float) -> None:
+        """Move the reference towards the policy (see ``Reference.follow``)."""
+        assert self._reference is not None, "the policy was built without keep_reference"
+        with self.params_synced():
+            self._reference.follow(alpha)
 
     def _training(self, on: bool) -> None:
         for wrapped in self.built.wrapped:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from gdpo_nemo.config.reading import parse_json
 from gdpo_nemo.errors import RunError
@@ -15,9 +15,20 @@ FILE = "alerts.jsonl"
 
 
 def write_alert(run_dir: str | Path, step: int, text: str, level: str = "ALERT") -> None:
-    """Append one alert, or what is no more than a ``note``."""
-    with open(Path(run_dir) / FILE, "a", encoding="utf-8") as file:
-        file.write(json.dumps({"time": time.time(), "step": step, "level": level, "text": text}) + "\n")
+    """Append one alert, or what is no more than a ``note``. Raises OSError: it could not be written."""
+    line = json.dumps({"time": time.time(), "step": step, "level": level, "text": text}) + "\n"
+    with open(Path(run_dir) / FILE, "ab+") as file:
+        _remove_torn_line(file)
+        file.write(line.encode())
+
+
+def _remove_torn_line(file: BinaryIO) -> None:
+    """Drop what follows the last line break: half an alert that a full disk left, which would spoil the next one."""
+    file.seek(0)
+    written = file.read()
+    whole = written.rfind(b"\n") + 1
+    if whole < len(written):
+        file.truncate(whole)
 
 
 def read_alerts(run_dir: str | Path) -> list[dict[str, Any]]:

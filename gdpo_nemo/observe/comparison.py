@@ -179,11 +179,19 @@ def _labels(groups: Sequence[Sequence[RunRecord]], keys: Sequence[str]) -> list[
     settings = [
         ", ".join(f"{key.split('.')[-1]}={shown(group[0].settings.get(key))}" for key in keys) for group in groups
     ]
-    names = [os.path.commonprefix([run.folder.resolve().name for run in group]).rstrip("_-. ") for group in groups]
+    names = [_common_name([run.folder.resolve().name for run in group]) for group in groups]
     for labels in (settings, names):
         if len(set(labels)) == len(labels) and all(0 < len(label) <= _LABEL for label in labels):
             return labels
     return [str(group[0].folder) for group in groups]
+
+
+def _common_name(names: Sequence[str]) -> str:
+    """How all of these begin, without half a number: ``gdpo`` for gdpo_42 and gdpo_43."""
+    prefix = os.path.commonprefix(names)
+    if any(name[len(prefix) : len(prefix) + 1].isdigit() for name in names):
+        prefix = prefix.rstrip("0123456789")
+    return prefix.rstrip("_-. ")
 
 
 def shown(value: Any) -> str:

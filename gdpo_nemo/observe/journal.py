@@ -57,8 +57,8 @@ class JournalEntry:
 
 
 class Journal:
-    """Appends a line a step. Not synced: a crash of the machine may lose lines after the last checkpoint, whose steps
-    are trained again anyway."""
+    """Appends a line a step. Synced with each checkpoint: a crash of the machine may lose later lines, whose steps are
+    trained again anyway."""
 
     def __init__(self, run_dir: str | Path):
         self.path = Path(run_dir) / FILE
@@ -87,6 +87,16 @@ class Journal:
         try:
             with open(self.path, "a", encoding="utf-8") as file:
                 file.write(json.dumps(asdict(entry), ensure_ascii=False, separators=(",", ":")) + "\n")
+        except OSError as error:
+            raise _cannot_write(self.path, error) from None
+
+    def sync(self) -> None:
+        """Have the lines so far outlive a crash of the machine. Raises RunError: they could not be written."""
+        try:
+            with open(self.path, "rb+") as file:
+                os.fsync(file.fileno())
+        except FileNotFoundError:
+            return  # an algorithm that keeps none
         except OSError as error:
             raise _cannot_write(self.path, error) from None
 

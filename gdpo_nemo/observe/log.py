@@ -37,7 +37,8 @@ class RunLog:
     """Writes and shows one run. ``close`` belongs in a ``finally``: the live display gives the terminal back there.
     ``start_step`` steps are done already; what later ones left is removed, or archived where none is done.
     ``last_step``: that of the run, null: max_num_steps. ``guard`` is called before a step is recorded and raises where
-    the folder is no longer this run's.
+    the folder is no longer this run's. ``restarted``: why the supervisor started the run again; an alert that would
+    otherwise be in the archive alone, where the steps before the failure go.
 
     Raises:
         RunError: metrics or journal cannot be written, here or in ``trained``, ``step`` and ``validation``.
@@ -50,6 +51,7 @@ class RunLog:
         start_step: int = 0,
         last_step: int | None = None,
         guard: Callable[[], None] = lambda: None,
+        restarted: str | None = None,
     ) -> None:
         self._guard = guard
         self._config = config
@@ -73,12 +75,15 @@ class RunLog:
         )
         self._health = HealthAlerts(config, self.alert, self._history.training)
         self._try("rollouts", remove_rollouts_after, run_dir, start_step)
-        self._samples = SampleWriter(run_dir, self.alert) if config.rollout.save_samples else None
+        rollout = config.rollout
+        self._samples = SampleWriter(run_dir, self.alert, rollout.save_groups) if rollout.save_samples else None
         self._trace = self._try("the trace", TraceLog, run_dir)
         self._redraw = Redraw(run_dir, config.logger.report_period, config.logger.plot)
         self._trackers = self._start_trackers(start_step)
         if archived:
             self.note(archived)
+            if restarted:
+                self.alert(restarted)
 
     def trained(self, step: int, batch: TrainedBatch, published: int | None, total_updates: int) -> None:
         """Note in the journal what ``step`` trained, at once: ``step`` follows when the weights are published.
@@ -106,17 +111,18 @@ class RunLog:
         trainer_logprobs: Sequence[np.ndarray | None] | None = None,
         terms: Mapping[str, np.ndarray] | None = None,
         turn_advantages: Sequence[np.ndarray] | None = None,
+        entropies: Sequence[np.ndarray | None] | None = None,
     ) -> None:
         """Record a finished step; ``row["step"]`` counts from 1. ``advantages`` [trajectories], in group order,
-        ``terms`` alike by component, and ``turn_advantages`` [turns] of each. The groups are written meanwhile: nobody
-        may change them from here on.
+        ``terms`` alike by component, ``turn_advantages`` [turns] of each, ``trainer_logprobs`` and ``entropies``
+        [completion tokens] of each. The groups are written meanwhile: nobody may change them from here on.
 
         Raises:
             RunError: besides, a metric of ``health.stop_on`` has left its range.
         """
         self._record(row)
         if groups is not None and self._samples:
-            columns = (advantages, trainer_logprobs, terms, turn_advantages)
+            columns = (advantages, trainer_logprobs, terms, turn_advantages, entropies)
             self._try("rollouts", self._samples.write, row["step"], groups, *columns)
         if groups is not None:
             self._completions(row["step"], groups, advantages)
@@ -135,7 +141,8 @@ class RunLog:
             self._try("the console", self._console.validation, clean(row))
 
     def flush(self, step: int) -> None:
-        """Return when the samples of the steps up to ``step`` are on the disk."""
+        """Return when the journal, and the samples of the steps up to ``step``, are on the disk."""
+        self._journal.sync()
         if self._samples:
             self._try("rollouts", self._samples.flush, step)
 

@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from gdpo_nemo import __version__
+from gdpo_nemo.config.algorithm_choice import has_score_head
 from gdpo_nemo.config.effects import value_of
 from gdpo_nemo.config.files import DATA_SUFFIXES, is_local, is_rows_function, may_be_on_the_hub, read_model_config
 from gdpo_nemo.config.reading import parse_yaml
@@ -67,7 +68,7 @@ def _card(base_model: str, config: Config | None, history: History, step: int, d
         *([f"![reward curves]({CURVE})"] if drawn else []),
         *([_settings(config)] if config else []),
         _versions(),
-        _use(),
+        _use(config is not None and has_score_head(config)),
         _licence(base, parent),
     ]
     return "\n\n".join(parts) + "\n"
@@ -168,13 +169,15 @@ def _versions() -> str:
     return f"## Versions\n\n{', '.join(f'{name} {text}' for name, text in found.items())}"
 
 
-def _use() -> str:
+def _use(scores: bool) -> str:
+    kind = "AutoModelForSequenceClassification" if scores else "AutoModelForCausalLM"
     code = (
-        "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
-        'model = AutoModelForCausalLM.from_pretrained("FOLDER")  # this folder, or its name on the hub\n'
+        f"from transformers import {kind}, AutoTokenizer\n\n"
+        f'model = {kind}.from_pretrained("FOLDER")  # this folder, or its name on the hub\n'
         'tokenizer = AutoTokenizer.from_pretrained("FOLDER")'
     )
-    return f"## Use\n\n```python\n{code}\n```\n\nOr `gdpo-nemo chat FOLDER`."
+    other = "as a reward: `{function: reward_model, model: FOLDER}`" if scores else "`gdpo-nemo chat FOLDER`"
+    return f"## Use\n\n```python\n{code}\n```\n\nOr {other}."
 
 
 def _licence(base: dict[str, Any], parent: str | None) -> str:

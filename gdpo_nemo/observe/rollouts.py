@@ -82,6 +82,7 @@ def write_rollouts(
     trainer_logprobs: Sequence[np.ndarray | None] | None = None,
     terms: Mapping[str, np.ndarray] | None = None,
     turn_advantages: Sequence[np.ndarray] | None = None,
+    entropies: Sequence[np.ndarray | None] | None = None,
     validation: bool = False,
 ) -> Path:
     """Write the trajectories of ``groups`` as the samples of a step.
@@ -91,6 +92,7 @@ def write_rollouts(
         trainer_logprobs: per trajectory, [completion tokens], in the same order; None: not known of that one.
         terms: [trajectories] by component: its weighted share in the advantage.
         turn_advantages: per trajectory, [turns], with ``gdpo.credit: turn``.
+        entropies: as ``trainer_logprobs``: of the distribution that each token was drawn from, in nats.
         validation: they are of held-out prompts, after ``step`` steps, and get a file beside the step's.
 
     Raises:
@@ -98,13 +100,14 @@ def write_rollouts(
     """
     count = sum(len(group.trajectories) for group in groups)
     given = {"advantages": advantages, "trainer_logprobs": trainer_logprobs, "turn_advantages": turn_advantages}
+    given |= {"entropies": entropies}
     for name, column in {**given, **(terms or {})}.items():
         if column is not None and len(column) != count:
             raise ValueError(f"{name}: {len(column)} entries for {count} trajectories")
     path = validation_path(run_dir, step) if validation else Path(run_dir) / FOLDER / f"step_{step:04d}.parquet"
     path.parent.mkdir(parents=True, exist_ok=True)
     with whole(path) as partial:
-        _write_table(partial, _tables(groups, advantages, trainer_logprobs, terms, turn_advantages))
+        _write_table(partial, _tables(groups, advantages, trainer_logprobs, terms, turn_advantages, entropies))
     return path
 
 
@@ -114,6 +117,7 @@ def _tables(
     trainer_logprobs: Sequence[np.ndarray | None] | None,
     terms: Mapping[str, np.ndarray] | None,
     turn_advantages: Sequence[np.ndarray] | None,
+    entropies: Sequence[np.ndarray | None] | None,
 ) -> Iterator[pa.Table]:
     """Tables of whole groups, as many in each as make ``_TOKENS_AT_ONCE`` tokens."""
     from gdpo_nemo.observe.sample_columns import table_of
@@ -134,6 +138,7 @@ def _tables(
             None if terms is None else {name: values[rows] for name, values in terms.items()},
             None if trainer_logprobs is None else trainer_logprobs[rows],
             None if turn_advantages is None else turn_advantages[rows],
+            None if entropies is None else entropies[rows],
         )
         start = end
         row = last
@@ -143,12 +148,12 @@ def _write_table(path: Path, tables: Iterator[pa.Table]) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    from gdpo_nemo.observe.sample_columns import SCHEMA
+    from gdpo_nemo.observe.sample_columns import SCHEMA, TOKEN_FLOATS
 
     # Log-probs: the bytes of a float apart, 10 % smaller and as fast. Token ids stay plain: that makes them smaller,
     # too, but readers other than Arrow came to know it late. Dictionaries of token ids cost time and save nothing.
     texts = [field.name for field in SCHEMA if pa.types.is_string(field.type) and field.name != "completion"]
-    split = {f"{name}.list.element": "BYTE_STREAM_SPLIT" for name in ("logprobs", "trainer_logprobs")}
+    split = {f"{name}.list.element": "BYTE_STREAM_SPLIT" for name in TOKEN_FLOATS}
     names = [*texts, "rewards.key_value.key", "terms.key_value.key"]
     # A path and no file of Python's, which would need Python's lock for every page.
     with pq.ParquetWriter(

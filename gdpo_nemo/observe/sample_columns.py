@@ -43,6 +43,7 @@ SCHEMA = pa.schema(
         "advantage": pa.float64(),
         "terms": _NUMBERS,
         "trainer_logprobs": pa.list_(pa.float32()),
+        "entropies": pa.list_(pa.float32()),
         "not_utf8": pa.string(),
     }
 )
@@ -53,10 +54,12 @@ several turns, the last with ``gdpo.credit: turn``, where ``advantage`` is its m
 JSON of the texts of a sample that hold half a surrogate pair, which UTF-8 has no bytes for: their columns have a
 question mark there."""
 
+TOKEN_FLOATS = ("logprobs", "trainer_logprobs", "entropies")
+"""Columns with a number for each token of a completion."""
 _TEXTS = ("prompt_id", "prompt", "completion", "detail")
 _WITHOUT = {"detail": "", "turns": 1, "loss_mask": None, "position": -1, "spans": (), "extra": None, "advantage": None}
 _WITHOUT |= {"terms": None, "trainer_logprobs": None, "not_utf8": None}
-LATER = ("turn_tokens", "turn_rewards", "turn_advantages")
+LATER = ("turn_tokens", "turn_rewards", "turn_advantages", "entropies")
 """Columns that Parquet files of older runs lack; null there."""
 _WITHOUT |= dict.fromkeys(LATER)
 """What older files, which lack these keys, mean by that."""
@@ -70,6 +73,7 @@ def table_of(
     terms: Mapping[str, np.ndarray] | None = None,
     trainer_logprobs: Sequence[np.ndarray | None] | None = None,
     turn_advantages: Sequence[np.ndarray] | None = None,
+    entropies: Sequence[np.ndarray | None] | None = None,
 ) -> pa.Table:
     """The trajectories of ``groups`` as a table of ``SCHEMA``, one row each.
 
@@ -78,6 +82,7 @@ def table_of(
         terms: by component, [trajectories].
         trainer_logprobs: per trajectory, [completion tokens]; None: not known.
         turn_advantages: per trajectory, [turns].
+        entropies: as ``trainer_logprobs``, in nats.
     """
     samples = [trajectory for group in groups for trajectory in group.trajectories]
     prompts = [trajectory.prompt for trajectory in samples]
@@ -112,6 +117,7 @@ def table_of(
         "advantage": _doubles(advantages, count),
         "terms": _maps(_rows(terms, count)),
         "trainer_logprobs": _lists([None] * count if trainer_logprobs is None else trainer_logprobs, np.float32),
+        "entropies": _lists([None] * count if entropies is None else entropies, np.float32),
         "not_utf8": _not_utf8(texts, count),
     }
     return pa.table([columns[name] for name in SCHEMA.names], schema=SCHEMA)
@@ -254,7 +260,7 @@ def _with_nan(rows: Sequence[Any]) -> list[Any]:
 _FROM_JSON: dict[str, Callable[[Sequence[Any]], pa.Array]] = {
     **dict.fromkeys(_TEXTS, _strings),
     **{name: lambda rows: _lists(rows, np.int32) for name in ("prompt_ids", "completion_ids")},
-    **{name: lambda rows: _lists(_with_nan(rows), np.float32) for name in ("logprobs", "trainer_logprobs")},
+    **{name: lambda rows: _lists(_with_nan(rows), np.float32) for name in TOKEN_FLOATS},
     **dict.fromkeys(("rewards", "terms"), _maps),
     "loss_mask": lambda rows: _lists(rows, np.bool_),
     "spans": _span_lists,
@@ -282,7 +288,7 @@ def _plain(record: dict[str, Any]) -> dict[str, Any]:
     if record.get("turn_rewards"):
         record["turn_rewards"] = json.loads(record["turn_rewards"])
     unset = [name for name in _DROPPED if record.get(name) is None]
-    for name in ("prompt_ids", "completion_ids", "logprobs", "trainer_logprobs", "turn_tokens", "turn_advantages"):
+    for name in ("prompt_ids", "completion_ids", *TOKEN_FLOATS, "turn_tokens", "turn_advantages"):
         record[name] = _finite_list(record.get(name))
     for name in ("rewards", "terms"):
         record[name] = {key: _number(value) for key, value in (record[name] or {}).items()}

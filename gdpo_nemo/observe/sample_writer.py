@@ -31,10 +31,12 @@ class SampleWriter:
 
     Args:
         complain: hears, once, that the run had to wait for the disk.
+        most: groups of a step that are written, the first ones; None: all.
     """
 
-    def __init__(self, run_dir: str | Path, complain: Callable[[str], None]):
+    def __init__(self, run_dir: str | Path, complain: Callable[[str], None], most: int | None = None):
         self._run_dir = run_dir
+        self._most = most
         self._complain: Callable[[str], None] | None = complain
         self._changed = threading.Condition()
         self._steps: deque[tuple[int, tuple[Any, ...]]] = deque()
@@ -51,6 +53,7 @@ class SampleWriter:
         trainer_logprobs: Sequence[np.ndarray | None] | None = None,
         terms: Mapping[str, np.ndarray] | None = None,
         turn_advantages: Sequence[np.ndarray] | None = None,
+        entropies: Sequence[np.ndarray | None] | None = None,
         validation: bool = False,
     ) -> None:
         """Have the samples of ``step`` written, as ``write_rollouts`` does; wait where two steps are not yet.
@@ -58,10 +61,13 @@ class SampleWriter:
         Raises:
             Exception: whatever kept an earlier step from being written. This one is written all the same.
         """
+        columns: tuple[Any, ...] = (groups, advantages, trainer_logprobs, terms, turn_advantages, entropies)
+        if self._most is not None and not validation:
+            columns = _first(self._most, *columns)
         start = time.monotonic()
         with self._changed:
             self._wait(lambda: len(self._steps) < _IN_HAND, f"the disk, for samples of step {step}")
-            self._steps.append((step, (groups, advantages, trainer_logprobs, terms, turn_advantages, validation)))
+            self._steps.append((step, (*columns, validation)))
             if self._thread is None:
                 # A daemon: a driver that dies in another way than by ``close`` must not hang on its samples.
                 self._thread = threading.Thread(target=self._work, name="samples", daemon=True)
@@ -118,3 +124,16 @@ class SampleWriter:
             with self._changed:
                 self._steps.popleft()
                 self._changed.notify_all()
+
+
+def _first(most: int, groups: Sequence[Group], *columns: Any) -> tuple[Any, ...]:
+    """The first ``most`` groups, and of each column, or mapping of columns, the entries of their samples."""
+    chosen = groups[:most]
+    count = sum(len(group.trajectories) for group in chosen)
+
+    def part(column: Any) -> Any:
+        if isinstance(column, Mapping):
+            return {name: values[:count] for name, values in column.items()}
+        return None if column is None else column[:count]
+
+    return chosen, *map(part, columns)

@@ -6,10 +6,17 @@ from dataclasses import replace
 from itertools import combinations
 from typing import Any, Iterator
 
-from gdpo_nemo.config.layout import resolve_layout, samples_per_step, updates_per_step
+from gdpo_nemo.config.layout import resolve_layout, samples_per_update
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.errors import ConfigError
-from gdpo_nemo.planning.footprint import GPU_RESERVE, EngineMemory, engine_memory, policy_memory, resting_memory
+from gdpo_nemo.planning.footprint import (
+    GPU_RESERVE,
+    EngineMemory,
+    engine_memory,
+    policy_memory,
+    resting_memory,
+    transport_memory,
+)
 from gdpo_nemo.planning.hardware import Device, Rates
 from gdpo_nemo.planning.shape import Shape
 from gdpo_nemo.planning.speed import step_time
@@ -22,6 +29,7 @@ def fits(config: Config, shape: Shape, device: Device) -> str:
     engine = engine_memory(config, shape, int(device.memory))
     if not layout.gpus:
         needed = policy.total * layout.policy_ranks + (engine.weights + engine.kv_cache) * layout.engine_ranks
+        needed += transport_memory(config, shape)
         return (
             ""
             if needed <= device.memory
@@ -137,7 +145,7 @@ def best_split(config: Config, shape: Shape, device: Device, rates: Rates) -> tu
         other = changed(config, generation__engines=engines, megatron_cfg__data_parallel_size=None)
         try:
             layout = resolve_layout(other)
-            if layout.data > samples_per_step(config) // updates_per_step(config) or fits(other, shape, device):
+            if layout.data > samples_per_update(config) or fits(other, shape, device):
                 continue
         except ConfigError:
             continue  # what is left is no whole number of replicas

@@ -8,13 +8,15 @@ real ranks.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from math import ceil
 
-from gdpo_nemo.config.layout import Layout, resolve_layout, samples_per_step, updates_per_step
+from gdpo_nemo.config.algorithm_choice import DISTILLATION
+from gdpo_nemo.config.layout import Layout, resolve_layout, samples_per_update
 from gdpo_nemo.config.objective_checks import kl_in_reward
 from gdpo_nemo.config.schema import Config
-from gdpo_nemo.planning.shape import Shape
+from gdpo_nemo.config.transports import chosen_transport
+from gdpo_nemo.planning.shape import Shape, model_shape
 from gdpo_nemo.planning.sharing import Saving, expected_saving
 
 BYTES = {"float32": 4, "bfloat16": 2}
@@ -47,6 +49,8 @@ class RankMemory:
     reserve: int = 0
     reference: int = 0
     """Weights of a KL penalty's reference, where these stay on the GPU."""
+    teacher: int = 0
+    """Weights of the model that distillation learns from."""
     stage: int = 0
 
     @property
@@ -57,7 +61,7 @@ class RankMemory:
     def resting(self, offload: bool) -> int:
         """Bytes that stay while colocated engines sample: gradients are given back, and with ``offload`` main weights
         and moments are in host memory."""
-        return self.weights + self.reference + (0 if offload else self.optimizer) + self.reserve
+        return self.weights + self.reference + self.teacher + (0 if offload else self.optimizer) + self.reserve
 
 
 @dataclass(frozen=True)
@@ -76,7 +80,7 @@ class EngineMemory:
 
 def micro_batch_load(config: Config, layout: Layout) -> int:
     """Tokens that are computed of the fullest micro-batch: the budget, or all of a rank's share where that is less."""
-    sequences = -(-(samples_per_step(config) // updates_per_step(config)) // layout.data)
+    sequences = -(-(samples_per_update(config)) // layout.data)
     computed = sequences * config.policy.max_total_sequence_length * _longest_saving(config).tokens
     return min(config.policy.micro_batch_tokens, ceil(computed))
 
@@ -131,6 +135,7 @@ def _stage_memory(config: Config, shape: Shape, layout: Layout, stage: int, toke
         buffers=buffers,
         reserve=GPU_RESERVE if layout.gpus else 0,
         reference=0 if reference_is_off_loaded(config) else _reference(config, shape, layout, stage),
+        teacher=_teacher(config, layout, stage),
         stage=stage,
     )
 
@@ -280,6 +285,22 @@ def host_memory(config: Config, shape: Shape) -> int:
     return held
 
 
+def refit_bytes(config: Config, shape: Shape) -> int:
+    """Bytes that one publication of the weights sends to each engine: under LoRA the adapters alone."""
+    lora = config.policy.lora
+    undivided = replace(resolve_layout(config), tensor=1, pipeline=1)
+    sent = shape.adapters(undivided, 0, lora) if lora.rank else shape.parameters
+    return sent * BYTES[config.policy.precision]
+
+
+def transport_memory(config: Config, shape: Shape) -> int:
+    """Bytes of host memory in which an update waits from one publication to the next: as rank 0 packs it, and in Ray's
+    object store."""
+    if not resolve_layout(config).engines:
+        return 0
+    return {"memory": 2, "folder": 1}.get(chosen_transport(config), 0) * refit_bytes(config, shape)
+
+
 def reference_is_off_loaded(config: Config) -> bool:
     """Whether a reference's weights, if there are any, wait in host memory."""
     return config.cluster.gpus_per_node > 0 and config.policy.offload_reference
@@ -292,6 +313,20 @@ def _reference(config: Config, shape: Shape, layout: Layout, stage: int) -> int:
     if not layout.gpus or not penalty or config.policy.lora.rank:
         return 0
     return sum(shape.on_rank(layout, stage)) * BYTES[config.policy.precision]
+
+
+def _teacher(config: Config, layout: Layout, stage: int) -> int:
+    """Bytes of the weights of distillation's teacher on a rank, which it shares with the policy."""
+    shape = teacher_shape(config)
+    return sum(shape.on_rank(layout, stage)) * BYTES[config.policy.precision] if shape else 0
+
+
+def teacher_shape(config: Config) -> Shape | None:
+    """The shape of distillation's teacher; None: there is none, or nobody here knows it."""
+    name = config.teacher.model_name
+    if config.algorithm.type != DISTILLATION or not name:
+        return None
+    return model_shape(replace(config, policy=replace(config.policy, model_name=name, model_factory=None)))
 
 
 def resting_memory(config: Config, shape: Shape) -> int:

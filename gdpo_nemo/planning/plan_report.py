@@ -6,7 +6,7 @@ from dataclasses import replace
 from math import ceil
 
 from gdpo_nemo.config.algorithm_choice import sequences_per_prompt
-from gdpo_nemo.config.layout import Layout, resolve_layout, samples_per_step, updates_per_step
+from gdpo_nemo.config.layout import Layout, resolve_layout, samples_per_step, samples_per_update, updates_per_step
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.data.packing import assign
 from gdpo_nemo.planning.fit import best_split, fits, smallest_change
@@ -17,12 +17,15 @@ from gdpo_nemo.planning.footprint import (
     host_memory,
     micro_batch_load,
     policy_memory,
+    refit_bytes,
     resting_memory,
+    transport_memory,
 )
 from gdpo_nemo.planning.hardware import Device, Rates
+from gdpo_nemo.planning.recorded_bytes import groups_saved, recorded_bytes
 from gdpo_nemo.planning.shape import Shape, model_shape
 from gdpo_nemo.planning.sharing import expected_saving
-from gdpo_nemo.planning.speed import expected_lengths, refit_bytes, step_time, sync_work
+from gdpo_nemo.planning.speed import expected_lengths, step_time, sync_work
 from gdpo_nemo.planning.utilisation import BANDWIDTH_SHARE, LAUNCH_S, PRODUCT_SHARE, utilisation
 
 
@@ -34,7 +37,9 @@ def worked_batch(config: Config) -> str:
     updates = updates_per_step(config)
     megatron = config.policy.megatron_cfg
     multiple = layout.pipeline if megatron.virtual_pipeline_model_parallel_size else 1
-    batches = len(assign([longest] * (samples // updates), layout.data, config.policy.micro_batch_tokens, multiple)[0])
+    batches = len(
+        assign([longest] * samples_per_update(config), layout.data, config.policy.micro_batch_tokens, multiple)[0]
+    )
     ranks = f" on each of {layout.data} data-parallel ranks" if layout.data > 1 else ""
     return (
         f"{config.gdpo.num_prompts_per_step} prompts x {sequences_per_prompt(config)} samples = {samples} "
@@ -46,7 +51,9 @@ def worked_batch(config: Config) -> str:
 def brief(config: Config) -> list[tuple[str, str]]:
     """The lines that --dry-run shows: nothing that needs a GPU's figures. Without the model's shape, that it is
     missing."""
+    longest = config.policy.generation.max_new_tokens * config.rollout.turns.max_turns
     lines = [("arithmetic", worked_batch(config))]
+    lines += _samples_lines(config, "at most", min(longest, config.policy.max_total_sequence_length))
     shape = model_shape(config)
     if shape is None:
         return [*lines, ("per rank", f"not known before {config.policy.model_name} is here")]
@@ -61,7 +68,7 @@ def brief(config: Config) -> list[tuple[str, str]]:
         *lines,
         ("per rank", _policy_line(memory, shape)),
         *([("shared", stays)] if layout.colocated and layout.gpus else []),
-        *([("refit", f"{size(refit_bytes(config, shape))} to each engine after every step")] if layout.engines else []),
+        *([("refit", _refit_line(config, shape))] if layout.engines else []),
     ]
 
 
@@ -103,6 +110,7 @@ def full(config: Config, shape: Shape, device: Device, rates: Rates) -> list[tup
             f"{link if layout.gpus else 'shared memory'}",
         ),
         ("time", _time_line(config, shape, device, rates, layout)),
+        *_samples_lines(config, "about", lengths.completion),
     ]
     if sharing := _sharing_line(config, shape, device, rates):
         lines.append(("sharing", sharing))
@@ -130,9 +138,30 @@ def size(number: float) -> str:
     return f"{number:.0f} B"
 
 
+def _refit_line(config: Config, shape: Shape) -> str:
+    kept = transport_memory(config, shape)
+    return f"{size(refit_bytes(config, shape))} to each engine after every step" + (
+        f", {size(kept)} of host memory for it" if kept else ""
+    )
+
+
+def _samples_lines(config: Config, how: str, tokens: float) -> list[tuple[str, str]]:
+    """What the samples take on the disk where completions have ``tokens`` tokens; nothing where none are written."""
+    groups = groups_saved(config)
+    if not groups:
+        return []
+    count = groups * sequences_per_prompt(config)
+    step = recorded_bytes(config, tokens)
+    steps = config.gdpo.max_num_steps
+    words = (
+        f"{count} of a step are written, {how} {size(step)} a step, {size(step * steps)} for {_count(steps, 'step')}"
+    )
+    return [("samples", words)]
+
+
 def _policy_line(memory: RankMemory, shape: Shape) -> str:
-    parts = [("weights", memory.weights), ("reference", memory.reference), ("gradients", memory.gradients),
-             ("optimizer", memory.optimizer), ("activations", memory.activations),
+    parts = [("weights", memory.weights), ("reference", memory.reference), ("teacher", memory.teacher),
+             ("gradients", memory.gradients), ("optimizer", memory.optimizer), ("activations", memory.activations),
              ("log-prob chunk", memory.logprobs), ("buffers", memory.buffers),
              ("device reserve", memory.reserve)]  # fmt: skip
     terms = " + ".join(f"{size(value)} {name}" for name, value in parts if value)

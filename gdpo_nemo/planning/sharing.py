@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from math import ceil
 
 from gdpo_nemo.config.algorithm_choice import sequences_per_prompt
-from gdpo_nemo.config.layout import resolve_layout, samples_per_step, updates_per_step
+from gdpo_nemo.config.layout import resolve_layout, samples_per_update
 from gdpo_nemo.config.prompt_sharing import prompt_sharing
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.data.prefixes import LEAST_GAIN, LEAST_SHARE
@@ -36,7 +36,7 @@ def expected_saving(config: Config, prompt: float, completion: float) -> Saving:
     room = config.policy.micro_batch_tokens - prompt
     # Completions of no length, which a given median may round to, all fit.
     together = samples if room >= samples * completion else max(1, int(room // completion))
-    groups = max(1.0, samples_per_step(config) / updates_per_step(config) / samples)
+    groups = max(1.0, samples_per_update(config) / samples)
     # Ranks that would have no group get a part of one.
     pieces = min(samples, max(ceil(samples / together), ceil(resolve_layout(config).data / groups)))
     again = 1 - pieces / samples

@@ -6,14 +6,21 @@ out: network contention, stragglers, the environments' own work unless it was me
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import ceil
 
 from gdpo_nemo.algorithms.own_functions import loss_entry
-from gdpo_nemo.config.layout import Layout, resolve_layout, samples_per_step, updates_per_step
+from gdpo_nemo.config.layout import Layout, resolve_layout, samples_per_step, samples_per_update, updates_per_step
 from gdpo_nemo.config.objective_checks import kl_in_reward
 from gdpo_nemo.config.schema import Config
-from gdpo_nemo.planning.footprint import BYTES, engine_memory, optimizer_bytes, reference_is_off_loaded
+from gdpo_nemo.planning.footprint import (
+    BYTES,
+    engine_memory,
+    optimizer_bytes,
+    reference_is_off_loaded,
+    refit_bytes,
+    teacher_shape,
+)
 from gdpo_nemo.planning.hardware import Device, Rates
 from gdpo_nemo.planning.shape import Shape
 from gdpo_nemo.planning.sharing import expected_saving
@@ -83,9 +90,12 @@ def training_work(config: Config, shape: Shape, device: Device, lengths: Lengths
     tokens = samples_per_step(config) * lengths.whole * saving.tokens
     # Attention is counted by pairs: a token that is not computed would have met those before it.
     met = lengths.whole * saving.pairs / saving.tokens
-    per_token = 2 * shape.active_parameters + 2 * shape.layers * shape.query * met
-    passes = 3 + (config.policy.megatron_cfg.recompute == "full") + evaluations(config)
-    compute = passes * per_token * tokens / (layout.policy_ranks * device.compute)
+    update = 3 + (config.policy.megatron_cfg.recompute == "full")
+    passes = update * config.gdpo.num_iterations + evaluations(config)
+    each = passes * _forward(shape, met)
+    if teacher := teacher_shape(config):
+        each += _forward(teacher, met)
+    compute = each * tokens / (layout.policy_ranks * device.compute)
     batches = micro_batches(config, layout, lengths)
     per_update = max(1, batches // updates_per_step(config))
     bubble = (layout.pipeline - 1) / (
@@ -100,22 +110,28 @@ def training_work(config: Config, shape: Shape, device: Device, lengths: Lengths
     )
 
 
+def _forward(shape: Shape, met: float) -> float:
+    """Operations of a forward pass for one token of sequences of ``met`` tokens, half of which it attends to."""
+    return 2 * shape.active_parameters + 2 * shape.layers * shape.query * met
+
+
 def evaluations(config: Config) -> int:
-    """Forward passes over a step's tokens besides those of the updates."""
+    """Forward passes of the policy's model over a step's tokens besides those of the updates."""
     loss = config.loss_fn
     several = updates_per_step(config) > 1
     old = loss.old_logprobs or ("sampler" if config.rollout.max_staleness else "trainer")
     return (
         (several and old == "trainer")
         + bool(loss.reference_policy_kl_penalty)
-        + loss_entry(loss.type).by_group
+        + loss_entry(loss.type).by_group * config.gdpo.num_iterations
+        + loss_entry(loss.type).by_covariance * config.gdpo.num_iterations
         + kl_in_reward(config)
     )
 
 
 def micro_batches(config: Config, layout: Layout, lengths: Lengths) -> int:
     """Micro-batches that each data-parallel rank runs in a step, for samples of mean length."""
-    each = samples_per_step(config) / updates_per_step(config) / layout.data
+    each = samples_per_update(config) / layout.data
     computed = each * lengths.whole * expected_saving(config, *lengths.parts).tokens
     return updates_per_step(config) * max(1, ceil(computed / config.policy.micro_batch_tokens))
 
@@ -153,14 +169,6 @@ def _host_traffic(config: Config, shape: Shape, device: Device, layout: Layout) 
     if not config.policy.lora.rank and reference_is_off_loaded(config):
         moved += passes * sum(shape.on_rank(layout, 0)) * BYTES[config.policy.precision]
     return moved / device.host_link
-
-
-def refit_bytes(config: Config, shape: Shape) -> int:
-    """Bytes that one publication of the weights sends to each engine: under LoRA the adapters alone."""
-    lora = config.policy.lora
-    undivided = replace(resolve_layout(config), tensor=1, pipeline=1)
-    sent = shape.adapters(undivided, 0, lora) if lora.rank else shape.parameters
-    return sent * BYTES[config.policy.precision]
 
 
 def sync_work(config: Config, shape: Shape, device: Device) -> Work:

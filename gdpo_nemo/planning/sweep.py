@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Iterator
 
-from gdpo_nemo.config.layout import resolve_layout, samples_per_step, updates_per_step
+from gdpo_nemo.config.layout import resolve_layout, samples_per_step, samples_per_update
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.errors import ConfigError
 from gdpo_nemo.planning.fit import changed, fits
@@ -121,7 +121,7 @@ def _evaluated(
         layout = resolve_layout(config)
     except ConfigError:
         return None
-    if layout.data > samples_per_step(config) // updates_per_step(config) or engines > samples_per_step(config):
+    if layout.data > samples_per_update(config) or engines > samples_per_step(config):
         return None
     if fits(config, shape, device):
         return None

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import ceil
 
-from gdpo_nemo.config.layout import Layout, resolve_layout, samples_per_step, updates_per_step
+from gdpo_nemo.config.layout import Layout, resolve_layout, samples_per_step, samples_per_update
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.planning.footprint import BYTES, fused_logprobs, micro_batch_load, optimizer_bytes, transformer_engine
 from gdpo_nemo.planning.hardware import Device, Rates
@@ -138,7 +138,7 @@ def utilisation(config: Config, shape: Shape, device: Device, rates: Rates) -> U
     length = min(lengths.whole, tokens)
     batch = micro_batch(config, shape, device, tokens, length)
     forward = micro_batch(config, shape, device, tokens, length, backward=False)
-    each = samples_per_step(config) / updates_per_step(config) / layout.data * lengths.whole
+    each = samples_per_update(config) / layout.data * lengths.whole
     per_update = max(1.0, each / tokens)
     optimizer = optimizer_seconds(config, shape, device)
     return Utilisation(

@@ -22,6 +22,7 @@ from gdpo_nemo.algorithms import Advantages
 from gdpo_nemo.config.load import load_config
 from gdpo_nemo.config.messages import nearest
 from gdpo_nemo.config.objective_checks import kl_in_reward
+from gdpo_nemo.config.reuse_checks import saves_all_groups
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.data.records import Group, Outcome, Prompt, Trajectory
 from gdpo_nemo.errors import ConfigError
@@ -190,7 +191,10 @@ def _agreement(step: _Step, recorded: np.ndarray) -> str:
     gap = np.abs(step.values - recorded)[known].max()
     if gap <= 1e-6:
         return "The advantages recorded by the run are these."
-    return f"The advantages recorded by the run are others, by up to {gap:.3g}: it ran with another config."
+    why = (
+        "it ran with another config" if saves_all_groups(step.config) else "the file has some groups of its batch only"
+    )
+    return f"The advantages recorded by the run are others, by up to {gap:.3g}: {why}."
 
 
 def _collapse_lines(step: _Step) -> list[str]:

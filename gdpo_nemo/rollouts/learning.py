@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Callable, Mapping, Sequence
 import numpy as np
 
 from gdpo_nemo.algorithms import LossSettings, apply_shaping, groups_with_signal, token_weights
+from gdpo_nemo.algorithms.covariance import clip_cov, kl_cov
 from gdpo_nemo.algorithms.rewards import creates
 from gdpo_nemo.config.messages import first_line
 from gdpo_nemo.config.schema import Config
@@ -194,6 +195,51 @@ def updates_of(
         for trajectory, sequence in zip(trajectories, chain.from_iterable(updates), strict=True):
             sequence.staleness = token_staleness(trajectory, version)
     return updates
+
+
+def choose_by_covariance(
+    update: Sequence[TrainSequence], now: Sequence[np.ndarray], loss: LossSettings, seed: Sequence[int]
+) -> float:
+    """Mark the tokens of an update that the losses clip_cov (advantage 0) and kl_cov (``TrainSequence.chosen``) choose.
+
+    Args:
+        now: log-probs of each sequence's completion, of the weights that the update starts from.
+        seed: of clip_cov's draw.
+
+    Returns:
+        the share of the trained tokens that was chosen.
+    """
+    written = [np.ones(len(s.completion_ids), bool) if s.loss_mask is None else s.loss_mask for s in update]
+    trained = [mask if s.weight else np.zeros_like(mask) for s, mask in zip(update, written)]
+    values, advantages, old = (
+        np.concatenate([part[mask] for part, mask in zip(parts, trained)]).astype(np.float64)
+        for parts in (now, [s.token_advantages() for s in update], _old_logprobs(update, now))
+    )
+    if loss.type == "kl_cov":
+        chosen = kl_cov(values, advantages, ratio=loss.kl_cov_ratio)
+    else:
+        ratio = np.exp(values - old)
+        bounded = advantages * ratio.clip(1 - loss.ratio_clip_min, 1 + loss.ratio_clip_max)
+        bounds = (loss.clip_cov_lb, loss.clip_cov_ub)
+        chosen = clip_cov(
+            values, advantages, bounded < advantages * ratio, ratio=loss.clip_cov_ratio, bounds=bounds,
+            draw=np.random.default_rng(list(seed)),
+        )  # fmt: skip
+    for sequence, mask, mine in zip(
+        update, trained, np.split(chosen, np.cumsum([mask.sum() for mask in trained])[:-1])
+    ):
+        marks = np.zeros(len(mask), bool)
+        marks[mask] = mine
+        if loss.type == "kl_cov":
+            sequence.chosen = marks
+        else:
+            sequence.advantage = np.where(marks, np.float32(0), sequence.token_advantages())
+    return float(chosen.mean()) if len(chosen) else 0.0
+
+
+def _old_logprobs(update: Sequence[TrainSequence], now: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """What the ratios of an update refer to; without anything, its own log-probs."""
+    return [values if s.old_logprobs is None else s.old_logprobs for s, values in zip(update, now)]
 
 
 def token_staleness(trajectory: Trajectory, version: int) -> np.ndarray:

@@ -80,23 +80,39 @@ def weight_metadata(
 
 
 def pack(
-    tensors: Iterable[tuple[str, torch.Tensor]], version: int, adapters: Adapters | None = None
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    version: int,
+    adapters: Adapters | None = None,
+    memory: np.ndarray | None = None,
 ) -> tuple[Manifest, np.ndarray]:
-    """Copy tensors into one uint8 buffer [bytes] on the CPU, 64-byte aligned, with a checksum each."""
+    """Copy tensors into one uint8 buffer [bytes] on the CPU, 64-byte aligned, with a checksum each.
+
+    Args:
+        memory: the buffer of an earlier update, which is overwritten: the first touch of a page costs ten times the
+            copy into it. None: new memory.
+    """
     entries = []
-    parts = []
     offset = 0
+    memory = np.empty(0, np.uint8) if memory is None else memory
     for name, tensor in tensors:
         data = tensor.detach().to("cpu").contiguous().flatten().view(torch.uint8).numpy()
         entries.append(Entry(name, *form(tensor), offset, data.nbytes, zlib.crc32(data)))
-        padding = -data.nbytes % _ALIGNMENT
-        # `to` and `contiguous` may have returned a view of the live weight.
-        parts.append((offset, data.copy()))
-        offset += data.nbytes + padding
-    buffer = np.zeros(offset, np.uint8)
-    for start, data in parts:
-        buffer[start : start + data.nbytes] = data
-    return Manifest(version, tuple(entries), adapters), buffer
+        end = offset + data.nbytes
+        stop = end + -data.nbytes % _ALIGNMENT
+        if stop > memory.nbytes:
+            memory = _grown(memory[:offset], stop)
+        memory[offset:end] = data
+        memory[end:stop] = 0
+        offset = stop
+    return Manifest(version, tuple(entries), adapters), memory[:offset]
+
+
+def _grown(packed: np.ndarray, nbytes: int) -> np.ndarray:
+    """``packed`` at the start of at least ``nbytes``. Doubled, so that a model is copied twice at most; pages that
+    nothing is written to take no memory."""
+    larger = np.empty(max(nbytes, 2 * packed.nbytes), np.uint8)
+    larger[: packed.nbytes] = packed
+    return larger
 
 
 def unpack(manifest: Manifest, buffer: np.ndarray) -> Iterator[tuple[str, torch.Tensor]]:

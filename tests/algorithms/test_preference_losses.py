@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from hypothesis import given, strategies as st
-from trl import DPOTrainer, KTOTrainer
+from trl import DPOTrainer, KTOTrainer, RewardTrainer
 from trl.experimental.cpo import CPOTrainer
 from trl.experimental.orpo import ORPOTrainer
 
@@ -206,6 +206,36 @@ def test_kto_equals_trl_with_its_estimate_of_the_kl(seed, shift):
     check_equal(ours(batch, update), theirs(batch, loss))
 
 
+@given(seed=SEEDS, centering=st.sampled_from([None, 0.01, 1.0]))
+def test_the_loss_of_a_reward_model_equals_trl(seed, centering):
+    """A completion's one score takes the place of its log-probs."""
+    batch = Batch(seed)
+    batch.lengths = torch.ones_like(batch.lengths)
+    batch.owner = torch.arange(2 * batch.count)
+    draw = torch.Generator().manual_seed(seed)
+    batch.logprobs = torch.randn(2 * batch.count, generator=draw, dtype=torch.float64) * 3
+    number = batch.owner % batch.count + 1
+    batch.fields = TokenFields(
+        torch.ones(2 * batch.count), torch.ones(2 * batch.count), batch.owner, 2 * batch.count,
+        pairs=torch.where(batch.liked, number, -number),
+    )  # fmt: skip
+    own = trainer(args=SimpleNamespace(center_rewards_coefficient=centering))
+
+    def loss(leaf):
+        scores = lambda **inputs: SimpleNamespace(logits=leaf[:, None])  # noqa: E731
+        scores.training = True
+        own.model = scores
+        return RewardTrainer.compute_loss(own, scores, {"attention_mask": torch.ones(2 * batch.count, 1)})
+
+    mine = ours(batch, batch.update("reward_model", center_rewards_coefficient=centering))
+    check_equal(mine, theirs(batch, loss))
+    metrics = own._metrics["train"]
+    assert mine[2]["rewards_accuracies"].item() / batch.count == pytest.approx(metrics["accuracy"][-1])
+    assert mine[2]["rewards_margins"].item() / batch.count == pytest.approx(metrics["margin"][-1])
+    both = (mine[2]["rewards_chosen"] + mine[2]["rewards_rejected"]).item() / (2 * batch.count)
+    assert both == pytest.approx(metrics["mean_reward"][-1])
+
+
 def share_of_sums(batch, update, mine):
     """What a rank with these tokens brings to the sums."""
     found = []
@@ -271,6 +301,12 @@ def test_a_certain_answer_has_a_finite_loss_and_gradient():
     ("dpo", dict(rpo_alpha=-1.0), "rpo_alpha"),
     ("dpo", dict(simpo_gamma=1.0), "simpo_gamma"),
     ("cpo", dict(desirable_weight=2.0), "desirable_weight"),
+    ("dpo", dict(center_rewards_coefficient=0.01), "center_rewards_coefficient"),
+    ("reward_model", dict(center_rewards_coefficient=float("nan")), "center_rewards_coefficient"),
+    ("reward_model", dict(center_rewards_coefficient=-0.1), "center_rewards_coefficient"),
+    ("reward_model", dict(beta=0.5), "beta"),
+    ("reward_model", dict(length_normalize=True), "length_normalize"),
+    ("reward_model", dict(loss_type="hinge"), "loss_type"),
 ])  # fmt: skip
 def test_options_that_mean_nothing_to_an_objective_are_refused(kind, options, key):
     with pytest.raises(ValueError, match=f"^{key}:"):

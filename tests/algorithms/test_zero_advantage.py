@@ -70,7 +70,16 @@ advantages_and_lengths = st.lists(
 )
 
 
-@pytest.mark.parametrize("type, mode", [*product(LOSSES, CORRECTIONS), *((name, "none") for name in OWN[:2])])
+def test_of_the_built_in_losses_kl_cov_alone_reads_sequences_of_advantage_0():
+    """Its KL holds chosen tokens of any advantage."""
+    assert {name for name, entry in LOSSES.items() if not entry.skips_zero_advantage} == {"kl_cov"}
+    assert "type kl_cov may read every sequence" in loss_settings("kl_cov", "none").why_all_sequences()
+
+
+@pytest.mark.parametrize(
+    "type, mode",
+    [*product([name for name in LOSSES if name != "kl_cov"], CORRECTIONS), *((name, "none") for name in OWN[:2])],
+)
 @given(rows=advantages_and_lengths, aggregation=st.sampled_from(["token_mean", "sequence_mean", "constant"]),
        threshold=st.sampled_from([None, 0.05]), seed=st.integers(0, 99))  # fmt: skip
 def test_without_sequences_of_advantage_0_the_gradient_is_the_same(type, mode, rows, aggregation, threshold, seed):

@@ -69,7 +69,8 @@ def race(shape: tuple, make_batch, update, arguments, memory) -> None:
     """Measure every case and print it as a line of JSON."""
     from gdpo_nemo.data.packing import measure as packed
 
-    for ratio, samples in CASES:
+    chosen = arguments.case or [f"{ratio}:{samples}" for ratio, samples in CASES]
+    for ratio, samples in (map(int, case.split(":")) for case in chosen):
         batch = make_groups(ratio, samples, arguments.tokens, shape[5]) if ratio else make_batch()
         ways = (False, True) if ratio else (False, None)
         found = measure(update, batch, ways, arguments.rounds, memory)

@@ -325,6 +325,8 @@ def _start(side: str, size: str, folder: Path, arguments) -> subprocess.Popen:
     ):
         command += [f"--{option.replace('_', '-')}", str(getattr(arguments, option))]
     command += ["--groups"] * arguments.groups
+    for case in arguments.case or ():
+        command += ["--case", case]
     return subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
@@ -387,6 +389,7 @@ def main() -> None:
     parser.add_argument("--ours-only", action="store_true", help="leave transformers out")
     parser.add_argument("--beside", type=Path, metavar="CHECKOUT", help="another commit, installed: updates in turns")
     parser.add_argument("--groups", action="store_true", help="groups that share their prompts, with and without")
+    parser.add_argument("--case", action="append", metavar="RATIO:SAMPLES", help="of --groups, repeatable: 4:16 (all)")
     parser.add_argument("--side", choices=("ours", "theirs"), help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
     arguments = parser.parse_args()

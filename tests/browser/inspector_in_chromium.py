@@ -1,9 +1,9 @@
-"""The inspector in a real browser, opened from the disk:
+"""The inspector in a real browser, opened from the disk: what ``test_inspector_in_a_browser.py`` checks, of any run:
 
-    uv run --with playwright --with brotli python tests/browser/inspector_in_chromium.py RUN ... [--shots DIR]
+    uv run python tests/browser/inspector_in_chromium.py RUN ... [--shots DIR]
 
-Takes finished runs; makes a hostile one itself and, with ``--samples 100000``, a large one. No test of the suite,
-because Chromium is fetched from npm's registry (once, 68 MB).
+Takes finished runs; makes a hostile one itself and, with ``--samples 100000``, a large one. Chromium is fetched from
+npm's registry (once, 68 MB).
 """
 
 from __future__ import annotations
@@ -111,22 +111,60 @@ def check_token(visit: Visit, record: dict[str, Any]) -> None:
     for _ in range(min(3, tokens)):
         visit.page.keyboard.press("ArrowRight")
     for place in {min(2, tokens - 1), tokens - 1}:
-        visit.page.evaluate("i => document.querySelector(`[data-token='${i}']`).click()", place)
-        assert value(visit, "token") == f"{place} of {tokens}"
-        assert value(visit, "id") == str(record["completion_ids"][place])
-        logprob = record["logprobs"][place]
-        said = value(visit, "log-prob")
-        assert said == "–" if logprob is None else math.isclose(float(said), logprob, abs_tol=1e-6)
-        written = record["loss_mask"] is None or record["loss_mask"][place]
-        assert value(visit, "written by") == ("policy" if written else "environment")
-        known = record.get("trainer_logprobs")
-        if known and known[place] is not None:
-            assert math.isclose(float(value(visit, "trainer")), known[place], abs_tol=1e-6)
+        check_values(visit, record, place)
     for name, reward in record["rewards"].items():
         row = visit.page.locator("#rewards tbody tr").filter(has=visit.page.get_by_text(name, exact=True)).first
         assert reward is None or math.isclose(float(row.locator("td").nth(1).inner_text()), reward, abs_tol=5e-4)
     visit.page.locator("details summary").first.click()
     assert visit.text("#completion").strip() == record["completion"].strip() or not record["completion"].isprintable()
+
+
+def check_values(visit: Visit, record: dict[str, Any], place: int) -> None:
+    """What the page says of the token at ``place`` is what the file says."""
+    visit.page.evaluate("i => document.querySelector(`[data-token='${i}']`).click()", place)
+    assert value(visit, "token") == f"{place} of {len(record['completion_ids'])}"
+    assert value(visit, "id") == str(record["completion_ids"][place])
+    written = record["loss_mask"] is None or record["loss_mask"][place]
+    assert value(visit, "written by") == ("policy" if written else "environment")
+    for name, key in (("log-prob", "logprobs"), ("trainer", "trainer_logprobs"), ("entropy", "entropies")):
+        values = record.get(key)
+        if not values:
+            assert name == "entropy" or value(visit, name) == "–"
+        elif values[place] is None:
+            assert value(visit, name) == "–", (name, place)
+        else:
+            assert math.isclose(float(value(visit, name)), values[place], abs_tol=1e-6), (name, place)
+
+
+def check_turns(browser: Any, run: Path, page: Path) -> int:
+    """The longest conversation of a run: who wrote what, the calls of tools, and every token's values. Returns its
+    turns of the policy; 0 where the run has none of several turns."""
+    found = [(step, read_rollouts(path)) for step, path in rollout_files(run)]
+    several = [(r, step, records) for step, records in found for r in records if r["turns"] > 1 and r["loss_mask"]]
+    if not several:
+        return 0
+    record, step, records = max(several, key=lambda one: ("<tool_call>" in one[0]["completion"], one[0]["turns"]))
+    visit = Visit(browser, page, address=f"#{step}/{group_number(records, record)}/{record['sample_index']}")
+    visit.wait("#detail h2", f"Step {step}, group")
+    mask = record["loss_mask"]
+    runs = [mask[0], *(after for before, after in zip(mask, mask[1:]) if after != before)]
+    shown = visit.page.eval_on_selector_all("#tokens .turn", "all => all.map(one => one.className)")
+    assert shown == [f"turn {'policy' if written else 'environment'}" for written in runs]
+    underlined = "all => all.map(one => +one.dataset.token)"
+    tools = visit.page.eval_on_selector_all("#tokens .tool", underlined)
+    assert bool(tools) == ("<tool_call>" in record["completion"]) and all(mask[place] for place in tools)
+    for place in range(len(mask)):
+        check_values(visit, record, place)
+    visit.close()
+    return sum(runs)
+
+
+def check_heads(browser: Any, page: Path) -> None:
+    """On a phone no head of the list is cut."""
+    visit = Visit(browser, page, "phone")
+    cut = "all => all.filter(one => one.scrollWidth > one.clientWidth + 1).map(one => one.textContent)"
+    assert visit.page.eval_on_selector_all("#heads button", cut) == []
+    visit.close()
 
 
 def check_filters(visit: Visit, records: list[dict[str, Any]], step: int) -> None:
@@ -255,7 +293,10 @@ def main() -> None:
         for number, run in enumerate(given.runs):
             page = site_builder.build(run, folder / f"site{number}").page
             check_run(browser, run, page)
-            print(f"{run}: filters, search, permalinks, tokens, keys", flush=True)
+            check_heads(browser, page)
+            turns = check_turns(browser, run, page)
+            conversation = f", a conversation of {turns} turns" if turns else ""
+            print(f"{run}: filters, search, permalinks, tokens, keys{conversation}", flush=True)
             if given.shots and number == 0:
                 shoot(browser, page, given.at, given.shots)
         check_hostile(browser, folder)

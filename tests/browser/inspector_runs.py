@@ -1,10 +1,14 @@
-"""Made-up runs for the inspector: one whose texts attack the page, and one as large as one likes."""
+"""Made-up runs for the inspector: one whose texts attack the page, one of turns, and one as large as one likes."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Sequence
 
 import numpy as np
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
 
 from gdpo_nemo.config.load import load_config, save_config
 from gdpo_nemo.data.records import Group, Outcome, Prompt, Trajectory
@@ -40,16 +44,59 @@ def hostile_run(folder: Path) -> Path:
         )
         for number, text in enumerate(HOSTILE)
     ]
-    folder.mkdir(parents=True)
-    save_config(load_config(DEMO), folder / "config.yaml")
+    save_config(load_config(DEMO), make(folder) / "config.yaml")
     write_rollouts(folder, 1, [Group(prompt, samples)], np.linspace(-1, 1, len(samples)))
     return folder
 
 
-def large_run(folder: Path, samples: int, step_size: int = 1000, tokens: int = 100) -> Path:
-    """``samples`` samples of some ``tokens`` tokens, over steps of ``step_size``, in groups of 8."""
+WORDS = ("<unk>", "<tool_call>", "{sort: 312}", "</tool_call>", "123", "is", "sorted", "What", "of", "3", "1", "2")
+
+
+def turns_run(folder: Path, steps: int = 2) -> Path:
+    """Groups of samples that call a tool, hear its answer and answer themselves; a tokenizer of ``WORDS`` beside."""
+    save_config(load_config(DEMO), make(folder) / "config.yaml")
+    vocabulary = Tokenizer(WordLevel({word: place for place, word in enumerate(WORDS)}, unk_token="<unk>"))
+    PreTrainedTokenizerFast(tokenizer_object=vocabulary, eos_token="<unk>").save_pretrained(folder / "model")
+    random = np.random.default_rng(0)
+    prompt = Prompt("sort", np.array([7, 8, 9, 10, 11], np.int32), "What of 3 1 2", "digit_sort")
+    for step in range(1, steps + 1):
+        samples = [_conversation(prompt, number, step, random) for number in range(4)]
+        scored = [trajectory.logprobs + np.float32(0.01) for trajectory in samples]
+        entropies = [-trajectory.logprobs / 2 for trajectory in samples]
+        advantages = np.array([1.0, -1.0, 0.5, -0.5])
+        groups = [Group(prompt, samples)]
+        write_rollouts(folder, step, groups, advantages, scored, {"a": advantages}, entropies=entropies)
+    return folder
+
+
+def make(folder: Path) -> Path:
+    """The folder, which was not there."""
     folder.mkdir(parents=True)
-    save_config(load_config(DEMO), folder / "config.yaml")
+    return folder
+
+
+def _conversation(prompt: Prompt, number: int, step: int, random: np.random.Generator) -> Trajectory:
+    ids = np.array([1, 2, 3, 4, 5, 4, 6], np.int32)  # a call, the tool's answer, an answer
+    mask = np.array([True, True, True, False, False, True, True])
+    return Trajectory(
+        prompt=prompt,
+        sample_index=number,
+        completion_ids=ids,
+        logprobs=np.where(mask, -random.exponential(size=len(ids)), np.nan).astype(np.float32),
+        policy_version=step - 1,
+        text=" ".join(WORDS[token] for token in ids),
+        finish_reason="stop",
+        rewards={"a": float(number % 2)},
+        loss_mask=mask,
+        turns=2,
+    )
+
+
+def large_run(
+    folder: Path, samples: int, step_size: int = 1000, tokens: int = 100, rewards: Sequence[str] = ("a", "b")
+) -> Path:
+    """``samples`` samples of some ``tokens`` tokens, over steps of ``step_size``, in groups of 8."""
+    save_config(load_config(DEMO), make(folder) / "config.yaml")
     log = MetricsLog(folder)
     random = np.random.default_rng(0)
     words = [f"word{number}" for number in range(500)]
@@ -58,7 +105,7 @@ def large_run(folder: Path, samples: int, step_size: int = 1000, tokens: int = 1
         for place in range(step_size // 8):
             number = (step * step_size // 8 + place) % 5000
             prompt = Prompt(f"p{number}", np.arange(20, dtype=np.int32), f"What is {number}?", "digit_sort")
-            groups.append(Group(prompt, [_sample(prompt, n, step, tokens, random, words) for n in range(8)]))
+            groups.append(Group(prompt, [_sample(prompt, n, step, tokens, random, words, rewards) for n in range(8)]))
         count = 8 * len(groups)
         trainer = [t.logprobs + np.float32(0.01) for group in groups for t in group.trajectories]
         write_rollouts(folder, step, groups, random.normal(size=count), trainer, {"a": random.normal(size=count)})
@@ -67,7 +114,15 @@ def large_run(folder: Path, samples: int, step_size: int = 1000, tokens: int = 1
     return folder
 
 
-def _sample(prompt: Prompt, number: int, step: int, tokens: int, random: np.random.Generator, words) -> Trajectory:
+def _sample(
+    prompt: Prompt,
+    number: int,
+    step: int,
+    tokens: int,
+    random: np.random.Generator,
+    words: Sequence[str],
+    rewards: Sequence[str],
+) -> Trajectory:
     length = int(random.integers(1, 2 * tokens))
     return Trajectory(
         prompt=prompt,
@@ -77,6 +132,6 @@ def _sample(prompt: Prompt, number: int, step: int, tokens: int, random: np.rand
         policy_version=step - 1,
         text=" ".join(words[word] for word in random.integers(0, 500, length)),
         finish_reason="stop",
-        rewards={"a": float(random.integers(0, 2)), "b": float(random.random())},
+        rewards={rewards[0]: float(random.integers(0, 2)), **{name: float(random.random()) for name in rewards[1:]}},
         outcome=Outcome.TRUNCATED if length > 1.9 * tokens else Outcome.OK,
     )

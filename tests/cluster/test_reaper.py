@@ -91,7 +91,27 @@ def _environment(process: psutil.Process) -> dict[str, str]:
         return {}
 
 
-def test_processes_temporary_files_and_shared_memory_of_a_killed_driver_are_gone(tmp_path):
+def _watcher(driver: subprocess.Popen, other_than: int = 0) -> int:
+    """Its process, as soon as there is one."""
+    deadline = time.monotonic() + 240
+    while True:
+        children = [c for c in psutil.Process(driver.pid).children() if "reaper.py run" in " ".join(_command(c))]
+        for child in children:
+            if child.pid != other_than:
+                return child.pid
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def _command(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []
+
+
+@pytest.mark.parametrize("watcher_dies", [False, True])
+def test_processes_temporary_files_and_shared_memory_of_a_killed_driver_are_gone(tmp_path, watcher_dies):
     script = tmp_path / "driver.py"
     script.write_text(DRIVER)
     repository = Path(__file__).resolve().parents[2]
@@ -104,6 +124,10 @@ def test_processes_temporary_files_and_shared_memory_of_a_killed_driver_are_gone
     scratch, pid, name = driver.stdout.readline().split()
     things = [Path(scratch), Path("/proc", pid), Path("/dev/shm", name.lstrip("/"))]
     assert all(thing.exists() for thing in things)
+    if watcher_dies:  # and another takes its place
+        watcher = _watcher(driver)
+        os.kill(watcher, signal.SIGKILL)
+        _watcher(driver, other_than=watcher)
     driver.send_signal(signal.SIGKILL)
     driver.wait()
     deadline = time.monotonic() + 240

@@ -219,7 +219,10 @@ CASES = [
     ("max_prompt_length=100, max_completion_length=50", {"policy.max_total_sequence_length": 150}, DIFFERS),
     ("mask_truncated_completions=True", {"loss_fn.mask_truncated": True}, SAME),
     ('report_to=["wandb"], project="p"', {"logger.wandb.enabled": True, "logger.wandb.project": "p"}, SAME),
-    ("sync_ref_model=True", {}, DIFFERS),
+    ("sync_ref_model=True, ref_model_sync_steps=64, beta=0.1",
+     {"policy.sync_ref_model": True, "policy.ref_model_sync_steps": 64}, SAME),
+    ("use_adaptive_entropy=True, entropy_target=0.4",
+     {"loss_fn.use_adaptive_entropy": True, "loss_fn.entropy_target": 0.4}, SAME),
     ("beta=0.1, use_bias_correction_kl=False", {"loss_fn.reference_policy_kl_gradient": "estimator"}, SAME),
     ("learning_rate=compute()", {"policy.megatron_cfg.optimizer.lr": 1e-6}, DIFFERS),
 ]  # fmt: skip

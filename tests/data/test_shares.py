@@ -76,8 +76,8 @@ def test_advantages_by_token_arrive_at_their_tokens_beside_those_of_sequences(sh
             assert got.has_advantage == theirs.has_advantage
 
 
-@given(shapes=shapes, ranks=st.integers(1, 3), context=st.integers(1, 3), alone=st.booleans())
-def test_log_probs_of_all_ranks_come_back_to_their_tokens(shapes, ranks, context, alone):
+@given(shapes=shapes, ranks=st.integers(1, 3), context=st.integers(1, 3), alone=st.booleans(), pairs=st.booleans())
+def test_values_of_all_ranks_come_back_to_their_tokens(shapes, ranks, context, alone, pairs):
     batch = make_batch(shapes)
     lengths = [len(s) for s in batch]
     assignment = assign_singly(len(batch), ranks) if alone else assign(lengths, ranks, 60)
@@ -90,13 +90,17 @@ def test_log_probs_of_all_ranks_come_back_to_their_tokens(shapes, ranks, context
         tokens = np.concatenate([*(s.completion_ids for s in share.sequences()), np.zeros(0)])
         starts = np.cumsum(share.completion_lengths) - share.completion_lengths
         values = tokens[starts[owner] + offset].astype(np.float32)
+        if pairs:  # log-prob and entropy
+            values = np.stack((values, -values), axis=-1)
         found.append((rank, None))  # a rank that does not report
         for part in range(context):
             mine = np.arange(len(owner)) % context == part
             found.append((rank, share.flat(TokenValues(owner[mine], offset[mine], values[mine]), context == 1)))
     for s, got in zip(batch, by_sequence(batch, assignment, found), strict=True):
         expected = s.completion_ids.astype(np.float32)
-        np.testing.assert_array_equal(got, expected if s.loss_mask is None else np.where(s.loss_mask, expected, np.nan))
+        if s.loss_mask is not None:
+            expected = np.where(s.loss_mask, expected, np.nan)
+        np.testing.assert_array_equal(got, np.stack((expected, -expected), axis=-1) if pairs else expected)
 
 
 def test_what_is_only_scored_travels_without_its_log_probs():

@@ -30,8 +30,27 @@ class Launch:
 
     def __init__(self, run_dir: Path, model: Path, *overrides: str, before: list[str] | None = None, **streams: int):
         self.run_dir = run_dir
-        command = [
-            sys.executable,
+        # What the run writes beside its folder comes here, except for Ray's sockets, whose path must be short, and
+        # torch's cache, which is the user's.
+        self.scratch = Path(tempfile.mkdtemp(prefix="e2e"))
+        shared = tempfile.gettempdir()
+        beside = {
+            "TMPDIR": str(self.scratch),
+            "RAY_TMPDIR": shared,
+            "TORCHINDUCTOR_CACHE_DIR": f"{shared}/torchinductor_tests",
+        }
+        self.process = subprocess.Popen(
+            [*(before or []), sys.executable, *self.command(run_dir, model, overrides)],
+            text=True,
+            cwd=REPOSITORY,
+            env={**os.environ, **beside},
+            **(streams or {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}),
+        )
+        self.seen: dict[int, float] = {}
+
+    def command(self, run_dir: Path, model: Path, overrides: tuple[str, ...]) -> list[str]:
+        """The arguments of Python."""
+        return [
             str(REPOSITORY / "examples" / "run_gdpo.py"),
             f"run.dir={run_dir}",
             f"policy.model_name={model}",
@@ -45,23 +64,6 @@ class Launch:
             "logger.console=plain",
             *overrides,
         ]
-        # What the run writes beside its folder comes here, except for Ray's sockets, whose path must be short, and
-        # torch's cache, which is the user's.
-        self.scratch = Path(tempfile.mkdtemp(prefix="e2e"))
-        shared = tempfile.gettempdir()
-        beside = {
-            "TMPDIR": str(self.scratch),
-            "RAY_TMPDIR": shared,
-            "TORCHINDUCTOR_CACHE_DIR": f"{shared}/torchinductor_tests",
-        }
-        self.process = subprocess.Popen(
-            [*(before or []), *command],
-            text=True,
-            cwd=REPOSITORY,
-            env={**os.environ, **beside},
-            **(streams or {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}),
-        )
-        self.seen: dict[int, float] = {}
 
     def wait_for_step(self, step: int) -> None:
         """Return once the metrics hold ``step``; remembers every process of the run on the way."""

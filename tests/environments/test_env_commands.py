@@ -66,7 +66,7 @@ def test_an_installed_plugin_is_found_by_its_entry_point_and_ready_to_train(plug
     shown = run(
         ["-c", f"if __name__ == '__main__':\n  {program.replace(chr(10), chr(10) + '  ')}"], site.parent, site, broken
     )
-    assert "plugin broken cannot be imported: ModuleNotFoundError: No module named 'nowhere'" in shown
+    assert "plugin broken: cannot import nowhere: ModuleNotFoundError: No module named 'nowhere'" in shown
     assert "gdpo-nemo-largest-digit 0.1.0 (gdpo_nemo_largest_digit:LargestDigit)" in shown
     assert "nothing would be masked: 6 samples verified" in shown
     assert "# rewards    1 correctness + 0.5 brevity by gdpo" in shown

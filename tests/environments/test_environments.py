@@ -260,6 +260,8 @@ def test_every_built_in_environment_loads_and_names_its_rewards():
         "nemo_gym_agent": {"agents": {"steps": "http://127.0.0.1:1"}, "rewards": [{"name": "accuracy"}]},
         "functions": {"functions": {"brevity": {"function": "length", "max_tokens": 3}}},
         "openenv": {"url": "http://127.0.0.1:1", "action": "message"},
+        "ebft": {"model": "a/frozen/model"},
+        "reward_model": {"model": "a/classifier"},
     }
     for name in registry.BUILT_IN.keys() - {"reasoning_gym"}:  # an extra: test_reasoning_gym.py
         assert name in environment_names()

@@ -51,6 +51,13 @@ def test_brief_falls_with_every_character_to_zero_at_the_limit():
     assert rewards("12345", brief_limit=10)[3] == 0.5
 
 
+def test_brief_pays_nothing_for_characters_left_out_of_what_is_free():
+    lengths = (0, 1, 3, 4, 8, 12, 13, 90)
+    assert [rewards("4" * length, brief_from=3, brief_limit=13)[3] for length in lengths] == [
+        1, 1, 1, 0.9, 0.5, pytest.approx(0.1), 0, 0,
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize("gold", ["1,042", 1042, "He earns 40 more.\n#### 1042", " 1042 ", 1042.0])
 def test_the_gold_answer_may_be_written_as_data_sets_do(gold):
     assert rewards("so 1042", answer=gold)[0] == rewards("1,042", answer=gold)[0] == 1
@@ -116,6 +123,8 @@ def test_the_examples_of_a_row_are_right_and_one_of_them_is_to_the_point():
         ({"numbers": [-5, 9]}, "from 0 on"),
         ({"numbers": ["a", "b"]}, "numbers must be"),
         ({"brief_limit": 0}, "brief_limit must be at least 1 character"),
+        ({"brief_from": 60}, "brief_from must be at least 0 and less than brief_limit, 60, not 60"),
+        ({"brief_from": -1}, "brief_from must be at least 0 and less than brief_limit, 60, not -1"),
         ({"limit": 3}, "unknown option 'limit'"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Whether a failure is the engine's own, and what is known of a process that ended."""
+"""Whether a failure is the engine's own, and what is known of a process that ended or stands still."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ import signal
 import subprocess
 import sys
 import threading
+from collections import Counter
 
 import pytest
 
 from gdpo_nemo.errors import EngineFailed, RunError
-from gdpo_nemo.generation.engine_failures import engine_failure, wait_for_death
+from gdpo_nemo.generation.engine_failures import Standstill, death_of, engine_failure
 from gdpo_nemo.weights.buckets import PeerLost
 
 OF_DEVICES = (
@@ -68,6 +69,7 @@ class Child:
     def __init__(self, code: str):
         (self.sentinel, ours) = os.pipe()
         self._process = subprocess.Popen([sys.executable, "-c", code], pass_fds=[ours])
+        self.pid = self._process.pid
         os.close(ours)
         self.looks = 0
 
@@ -77,16 +79,20 @@ class Child:
         return self._process.poll() if self.looks > 2 else None
 
     def kill(self):
-        self._process.send_signal(signal.SIGKILL)
+        self.send(signal.SIGKILL)
+
+    def send(self, number):
+        self._process.send_signal(number)
 
 
 def test_how_a_process_of_vllms_ended_is_said():
     lives = Child("import time; time.sleep(600)")
-    assert str(wait_for_death([lives, Child("import sys; sys.exit(3)")])) == (
+    assert str(death_of([lives, Child("import sys; sys.exit(3)")], 60)) == (
         "vLLM's process EngineCore ended with status 3 (what it wrote is in the engine's log)"
     )
+    assert death_of([lives], 0.1) is None
     lives.kill()
-    assert "vLLM's process EngineCore was killed by SIGKILL" in str(wait_for_death([lives]))
+    assert "vLLM's process EngineCore was killed by SIGKILL" in str(death_of([lives], 60))
 
 
 class DeadCore:
@@ -96,13 +102,16 @@ class DeadCore:
     busy = asleep = torn = False
 
     def __init__(self, options):
-        self.processes = [Child("import time; time.sleep(600)")]
-        self.never = options
+        self.processes = [Child(options.code)]
+        self.never = options.never
 
     def load(self):
         from gdpo_nemo.generation.vllm_core import Load
 
         return Load(0, 0, 0.0, 0, 0)
+
+    def close_receiver(self, receiver):
+        receiver()
 
     def wake(self, what):
         if what == "hangs":
@@ -110,14 +119,40 @@ class DeadCore:
         raise Exception(OF_DEVICES[0])
 
 
+class Options:
+    """What takes the place of an engine's options: what its process does, and what never happens."""
+
+    def __init__(self, code):
+        self.code = code
+        self.never = threading.Event()
+
+
+SLEEPS = "import time; time.sleep(600)"
+WORKS_LITTLE = "import time\nwhile True: time.sleep(0.2); sum(range(10**5))"
+
+
 @pytest.fixture
-def pump(monkeypatch):
+def started(monkeypatch):
+    """A function that starts a pump whose vLLM has a process which runs some code."""
     from gdpo_nemo.generation import pump as pumps
 
     monkeypatch.setattr(pumps, "VllmCore", DeadCore)
-    never = threading.Event()
-    yield pumps.Pump(never)
-    never.set()
+    made = []
+
+    def start(code):
+        made.append(Options(code))
+        made.append(pumps.Pump(made[-1]))
+        return made[-1]
+
+    yield start
+    for options, pump in zip(made[::2], made[1::2]):
+        options.never.set()
+        pump.core.processes[0].kill()
+
+
+@pytest.fixture
+def pump(started):
+    return started(SLEEPS)
 
 
 def test_whoever_waits_for_a_process_that_was_killed_is_told(pump):
@@ -135,4 +170,64 @@ def test_an_error_of_the_device_in_one_call_is_the_answer_to_every_later_one(pum
         pump.wake("kv_cache")
     with pytest.raises(EngineFailed, match="illegal memory access"):
         pump.poll(60)
-    pump.core.processes[0].kill()
+
+
+@pytest.fixture
+def impatient(monkeypatch):
+    monkeypatch.setattr(Standstill, "LIMIT_S", 3.0)
+    monkeypatch.setattr(Standstill, "LOOK_S", 0.5)
+
+
+def beside(call):
+    """A thread that makes a call, whatever it raises in the end."""
+
+    def run():
+        try:
+            call()
+        except EngineFailed:
+            pass  # who asks next is told
+
+    threading.Thread(target=run, daemon=True).start()
+
+
+def test_whoever_waits_for_a_process_that_stands_still_is_told(pump, impatient):
+    pump.core.processes[0].send(signal.SIGSTOP)
+    with pytest.raises(EngineFailed, match="done nothing for 3 s in which they were waited for: they are stopped"):
+        pump.wake("hangs")
+    with pytest.raises(EngineFailed, match="have done nothing"):
+        pump.poll(60)
+
+
+@pytest.fixture
+def looks(monkeypatch):
+    """How often each watcher has looked, whatever else the machine does."""
+    counts = Counter()
+    lasts = Standstill.lasts
+
+    def counted(self, done, now):
+        counts[id(self)] += 1
+        return lasts(self, done, now)
+
+    monkeypatch.setattr(Standstill, "lasts", counted)
+    return counts
+
+
+def test_engines_are_left_alone_that_have_nothing_to_do_or_are_slow_or_wait_for_weights(started, impatient, looks):
+    idle, slow, receives = started(SLEEPS), started(WORKS_LITTLE), started(SLEEPS)
+    idle.close_receiver(lambda: None)  # the last thing that it had to do
+    beside(lambda: slow.wake("hangs"))
+    beside(lambda: receives.close_receiver(receives.core.never.wait))
+    enough = 2 * Standstill.LIMIT_S / Standstill.LOOK_S
+    while len(looks) < 3 or min(looks.values()) < enough:
+        for pump in (idle, slow, receives):
+            assert pump.poll(0.1).finished == []
+
+
+def test_time_that_nobody_watched_is_not_held_against_a_process():
+    """A stopped watcher, a machine that was suspended: one look may count as ``LOOK_S``."""
+    standstill = Standstill()
+    looks = [standstill.lasts(3.0, now) for now in (0.0, 2.0, 9000.0, 9002.0)]
+    assert looks == [False] * 4
+    assert [standstill.lasts(3.0, 9002.0 + 2 * n) for n in range(1, 60)].index(True) == 56  # 3 * 2 s before
+    assert not standstill.lasts(3.01, 9200.0) and not standstill.lasts(None, 9400.0)
+    assert not standstill.lasts(3.01, 9402.0)  # since somebody waited again

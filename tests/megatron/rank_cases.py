@@ -35,6 +35,7 @@ def build_policy(
     lora=None,
     optimizer=None,
     scheduler=None,
+    scores=False,
 ):
     """A Policy on this rank; ``optimizer`` and ``scheduler`` hold fields of the sections that differ from the
     layout's."""
@@ -52,7 +53,7 @@ def build_policy(
         lora=lora or LoraConfig(),
         generation=GenerationConfig(temperature=temperature),
     )
-    return Policy(config, folder, place.runtime, updates, keep_reference=keep_reference)
+    return Policy(config, folder, place.runtime, updates, keep_reference=keep_reference, scores=scores)
 
 
 def spread(place, batch, budget=80):
@@ -160,16 +161,13 @@ def in_groups(place, folder, batch, sharing, budget=200, count=2, settings=None,
     return Measured(values, steps, sum(layout.shared))
 
 
-def of_pairs(place, folder, batch, told, sharing, budget=120, count=2):
-    """``count`` preference updates of a batch of pairs, laid out as the driver lays them out, from the log-probs of the
-    starting weights as those of the reference: (steps as ``train`` returns them, sums of the first update, rank's
-    micro-batches as places, tokens not computed)."""
+def share_of_pairs(place, batch, sharing, budget=120):
+    """The share of a batch of pairs that the driver would send here, its micro-batches as places, and the layout."""
     from megatron.core import parallel_state
 
     from gdpo_nemo.data.prefixes import pair_layout
 
     given = place.layout
-    policy = build_policy(place, folder)
     layout = pair_layout(
         sharing,
         batch,
@@ -180,7 +178,110 @@ def of_pairs(place, folder, batch, told, sharing, budget=120, count=2):
         2 * given.context_parallel_size if given.context_parallel_size > 1 else 1,
     )
     mine = layout.assignment[parallel_state.get_data_parallel_rank()]
-    share = pickle.loads(pickle.dumps(Share.of(batch, mine, shared=layout.shared)))
+    return pickle.loads(pickle.dumps(Share.of(batch, mine, shared=layout.shared))), mine, layout
+
+
+@dataclass
+class Scored:
+    """What one rank saw of updates of a reward model."""
+
+    before: object
+    """(places in the batch, ``TokenValues``) of the scores, where the rank reports."""
+    steps: np.ndarray
+    """float64 [updates, 2]: loss, gradient norm"""
+    resumed: np.ndarray
+    """The last of them again, from the checkpoint before it."""
+
+
+def of_scores(place, folder, batch, told, out, sharing=False) -> Scored:
+    """Two updates of a reward model, which is written as a classifier before them (``out/start``) and behind them
+    (``out/end``), with a checkpoint between the two."""
+    import torch.distributed as dist
+
+    from gdpo_nemo.megatron.checkpoint import load_checkpoint, save
+    from gdpo_nemo.megatron.reward_head import write_classifier
+
+    policy = build_policy(place, folder, scores=True)
+    share, mine, _ = share_of_pairs(place, batch, sharing)
+
+    def write(name):
+        tensors = [(key, tensor.clone()) for key, tensor in policy.weights()]
+        if place.rank == 0:
+            write_classifier(out / name, tensors, policy.built.hf_config, folder)
+        dist.barrier()
+
+    def update(policy):
+        result = policy.train(share.sequences(), share.micro_batches, told)
+        return result.loss, result.grad_norm
+
+    write("start")
+    found = policy.logprobs(share.sequences(), share.micro_batches)
+    before = None if found is None else ([i for members in mine for i in members], found)
+    steps = [update(policy)]
+    save(policy, out / "checkpoint")
+    again = build_policy(place, folder, scores=True)
+    load_checkpoint(again, out / "checkpoint")
+    resumed = update(again)
+    steps.append(update(policy))
+    write("end")
+    return Scored(before, np.array(steps), np.array(resumed))
+
+
+@dataclass
+class Following:
+    """Hugging Face tensors of a run whose reference follows its policy."""
+
+    start: dict
+    policy: dict
+    """Of the policy when the reference took a quarter of it."""
+    reference: dict
+    """Of the reference after that."""
+    resumed: bool
+    """Whether the reference, after one more update and change, is the same from a checkpoint, bit for bit."""
+
+
+def following(place, folder, batch, out) -> Following:
+    """An update, a change of the reference, a checkpoint, and the same again with and without it."""
+    from gdpo_nemo.megatron.checkpoint import load_checkpoint, save
+    from gdpo_nemo.megatron.conversion import export_hf
+
+    assignment = spread(place, batch)
+
+    def built():
+        policy = build_policy(place, folder, keep_reference=True)
+        policy.config = replace(policy.config, sync_ref_model=True)
+        return policy
+
+    def reference(policy):
+        with policy.params_synced(), policy.reference.in_place():
+            return {
+                name: tensor.float().numpy().copy() for name, tensor in export_hf(policy.chunks, policy.built.hf_config)
+            }
+
+    def step(policy):
+        train(policy, batch, assignment, 1)
+        policy.sync_reference(0.25)
+
+    policy = built()
+    start = exported(policy)
+    step(policy)
+    found = Following(start, exported(policy), reference(policy), False)
+    save(policy, out / "checkpoint")
+    again = built()
+    load_checkpoint(again, out / "checkpoint")
+    for one in (policy, again):
+        step(one)
+    mine, theirs = reference(policy), reference(again)
+    found.resumed = all(np.array_equal(mine[name], theirs[name]) for name in mine)
+    return found
+
+
+def of_pairs(place, folder, batch, told, sharing, budget=120, count=2):
+    """``count`` preference updates of a batch of pairs, laid out as the driver lays them out, from the log-probs of the
+    starting weights as those of the reference: (steps as ``train`` returns them, sums of the first update, rank's
+    micro-batches as places, tokens not computed)."""
+    policy = build_policy(place, folder)
+    share, mine, layout = share_of_pairs(place, batch, sharing, budget)
     results = [policy.train(share.sequences(), share.micro_batches, told) for _ in range(count)]
     steps = np.array([(r.loss, r.grad_norm, r.sums["entropy"] / r.sums["tokens"]) for r in results])
     return steps, results[0].sums, mine, sum(layout.shared)
@@ -318,6 +419,22 @@ def reference_logprobs(place, folder, batch):
     before = exported(policy)
     reference = policy.logprobs(batch, assignment, reference=True)
     return start, moved, reference, before, exported(policy)
+
+
+def teacher_logprobs(place, folder, teacher, batch):
+    """Log-probs of the policy, of a teacher beside it, and of the policy again; then the steps of two updates, between
+    which the teacher is asked once more."""
+    policy = build_policy(place, folder)
+    policy.load_teacher(teacher)
+    assignment = spread(place, batch)
+    own = policy.logprobs(batch, assignment)
+    with policy.teacher_in_place():
+        taught = policy.logprobs(batch, assignment)
+    again = policy.logprobs(batch, assignment)
+    steps = [train(policy, batch, assignment, 1)]
+    with policy.teacher_in_place():
+        policy.logprobs(batch, assignment)
+    return own, taught, again, np.concatenate([*steps, train(policy, batch, assignment, 1)])
 
 
 def poisoned_update(place, folder, batch, poisoned):

@@ -88,6 +88,15 @@ def test_runs_of_equal_settings_and_seed_are_not_taken_for_two_seeds(tmp_path):
     assert [v.label for v in variants_of(runs)] == ["before", "after"]
 
 
+def test_a_name_that_folders_have_in_common_does_not_end_in_half_a_number(tmp_path):
+    rule = "{component: %s, condition: {on: correctness, ge: 1.0}}"
+    conditioned = f"gdpo.shaping=[{rule % 'format'}, {rule % 'length'}]"  # too long to be a label itself
+    runs = [record(tmp_path / f"plain_v2_4{seed}", f"run.seed=4{seed}") for seed in (2, 3)]
+    runs += [record(tmp_path / f"conditioned{seed}", f"run.seed={seed}", conditioned) for seed in (9, 10)]
+    runs += [record(tmp_path / "step_12", "run.seed=1", "gdpo.estimator=grpo")]
+    assert [v.label for v in variants_of(runs)] == ["plain_v2", "conditioned", "step_12"]
+
+
 def test_equal_effort_is_what_all_runs_have_spent(tmp_path):
     slow = record(tmp_path / "slow", steps=12, seconds=3.0)
     fast = record(tmp_path / "fast", "run.seed=1", "gdpo.num_prompts_per_step=8", steps=30, seconds=1.0)

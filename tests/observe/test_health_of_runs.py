@@ -76,6 +76,39 @@ def test_a_learning_rate_a_hundred_times_too_large_is_named_within_ten_steps(con
     assert named(alerts_of(config, rows)) == early | {"reward/total/mean"}
 
 
+BROKEN = {
+    "off_by_one": {"parity/mean_abs"},
+    "truncated": {"rollout/truncated"},
+    "hung_verifier": {"rollout/env_failed"},
+    "duplicates": {"policy/entropy", "rollout/duplicates"},
+    "wrong_sign": {"reward/total/mean", "rollout/truncated", "advantage/dead_groups"},
+    "noise_reward": {"reward/total/mean"},
+    "shuffled_advantages": {"reward/total/mean"},
+    "only_short": {"reward/total/mean", "rollout/mean_length", "advantage/dead_groups"},
+    "lr_10": {"reward/total/mean", "rollout/mean_length", "advantage/dead_groups", "rollout/duplicates"},
+}
+"""What is said of the runs of ``broken_runs``, and of nothing else."""
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_run_broken_in_one_way_is_named_for_that(config, tmp_path, name):
+    rows = rows_of(name)
+    lines = alerts_of(config, rows)
+    assert named(lines) == BROKEN[name] and all("; try " in line for line in lines)
+    write(tmp_path, rows)
+    missed = [f for f in check_health(tmp_path, general_checks(config, REWARDS)) if f.status in ("fail", "warn")]
+    assert BROKEN[name] <= {f.check.metric for f in missed}
+
+
+def test_a_component_that_never_pays_is_missed_by_health_and_no_other_is(config, tmp_path):
+    """While the run goes on ``ComponentAlerts`` names it, from all samples, which are not recorded here."""
+    rows = rows_of("dead_component")
+    assert alerts_of(config, rows) == []
+    write(tmp_path, rows)
+    missed = [f for f in check_health(tmp_path, general_checks(config, REWARDS)) if f.status in ("fail", "warn")]
+    assert [f.check.metric for f in missed] == ["reward/format/dead_groups"]
+
+
 CHANGES = {
     "entropy explodes": ("policy/entropy", lambda row: row["policy/entropy"] * 1.08 ** row["step"]),
     "entropy collapses": ("policy/entropy", lambda row: row["policy/entropy"] * 0.9 ** row["step"]),

@@ -49,7 +49,9 @@ def run(tmp_path: Path) -> Path:
         groups = demo_groups(step)
         trainer = [t.logprobs + np.float32(0.25) for group in groups for t in group.trajectories]
         values = np.linspace(-1, 1, 6) / step
-        write_rollouts(folder, step, groups, values, trainer, {"correctness": values / 3, "format": values * 2 / 3})
+        terms = {"correctness": values / 3, "format": values * 2 / 3}
+        entropies = [-t.logprobs for group in groups for t in group.trajectories] if step != 2 else None
+        write_rollouts(folder, step, groups, values, trainer, terms, entropies=entropies)
     return folder
 
 
@@ -96,6 +98,17 @@ def test_tokens_and_log_probs_keep_their_bits_however_they_are_cut(run, monkeypa
             parts = [read_columns(rollout_path(run, step), [column]).column(column) for step in (1, 2, 3)]
             expected = np.concatenate([part.combine_chunks().flatten().to_numpy() for part in parts])
             assert tokens(out, key, kind).tobytes() == expected.astype(kind).tobytes()
+        logprobs = tokens(out, "logprobs", "float32")
+        found = [
+            unpacked(shard["entropy"], "float32")
+            if shard["entropy"]
+            else np.full(unpacked(shard["lengths"], "int32").sum(), np.nan)
+            for shard in shards(out, "tokens")
+        ]
+        # Those of step 2, the second third, were not recorded.
+        expected = np.where(np.arange(len(logprobs)) // (len(logprobs) // 3) == 1, np.nan, -logprobs)
+        np.testing.assert_array_equal(np.concatenate(found), expected)
+        assert most != 1 or {shard["entropy"] for shard in shards(out, "tokens")[6:12]} == {""}
         assert tokens(out, "lengths", "int32").tolist() == [3, 4, 5] * 6
         assert tokens(out, "written", "uint8").all()
         counts = [len(unpacked(shard["lengths"], "int32")) for shard in shards(out, "tokens")]

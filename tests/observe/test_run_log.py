@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import re
 import time
 from pathlib import Path
@@ -16,7 +17,7 @@ from gdpo_nemo import cli
 from gdpo_nemo.config.load import save_config
 from gdpo_nemo.errors import RunError
 from gdpo_nemo.observe import console, html_report as report, log, redraw, sample_writer
-from gdpo_nemo.observe.alerts import read_alerts
+from gdpo_nemo.observe.alerts import read_alerts, write_alert
 from gdpo_nemo.observe.history import History
 from gdpo_nemo.observe.log import RunLog
 from gdpo_nemo.observe.metrics import read_metrics
@@ -256,3 +257,31 @@ def test_a_line_shows_only_what_was_measured(run_dir):
 @pytest.mark.parametrize("values, expected", [([], ""), ([1.0], "▁"), ([0.0, 0.5, 1.0], "▁▅█"), ([2.0] * 40, "▁" * 30)])
 def test_sparklines_run_from_lowest_to_highest(values, expected):
     assert console.sparkline(values) == expected
+
+
+def test_why_a_run_was_restarted_stays_among_its_alerts_where_it_starts_over(config, run_dir, capsys, patient):
+    play(config, range(1, 3), status="failed")
+    write_alert(run_dir, 2, "driver killed; started again")
+    RunLog(config, run_dir, 0, restarted="driver killed; started again").close("stopped")
+    texts = [alert["text"] for alert in read_alerts(run_dir)]
+    assert texts[-1] == "driver killed; started again" and "archive" in texts[0]
+
+
+def test_an_alert_that_a_full_disk_cut_short_does_not_spoil_the_next(run_dir):
+    run_dir.mkdir(exist_ok=True)
+    write_alert(run_dir, 1, "first")
+    with open(run_dir / "alerts.jsonl", "a") as file:
+        file.write('{"time": 3, "st')
+    write_alert(run_dir, 2, "second")
+    assert [alert["text"] for alert in read_alerts(run_dir)] == ["first", "second"]
+
+
+def test_what_a_checkpoint_counts_as_trained_is_on_the_disk_in_the_journal(config, run_dir, monkeypatch, patient):
+    run = RunLog(config, run_dir)
+    run._journal.append(1, [], position=4, published=0, total_updates=1)
+    synced = []
+    monkeypatch.setattr("os.fsync", lambda descriptor: synced.append(os.fstat(descriptor)))
+    run.flush(1)
+    run.close("complete")
+    journal = (run_dir / "journal.jsonl").stat()
+    assert (journal.st_ino, journal.st_size) in [(found.st_ino, found.st_size) for found in synced]

@@ -82,10 +82,12 @@ def test_every_field_of_a_sample_reads_back_bit_for_bit(tmp_path_factory, monkey
     advantages = data.draw(column)
     terms = {"correct": data.draw(column), "short": data.draw(column)}
     trainer = [t.logprobs * np.float32(0.5) for _, t in samples]
-    path = write_rollouts(tmp_path_factory.mktemp("run"), 1, groups, advantages, trainer, terms)
+    entropies = [-t.logprobs for _, t in samples]
+    path = write_rollouts(tmp_path_factory.mktemp("run"), 1, groups, advantages, trainer, terms, entropies=entropies)
     table = read_columns(path, SCHEMA.names)
     assert bits(table["advantage"], np.float64) == bits(advantages, np.float64)
-    for name, wanted in (("logprobs", [t.logprobs for _, t in samples]), ("trainer_logprobs", trainer)):
+    expected = {"logprobs": [t.logprobs for _, t in samples], "trainer_logprobs": trainer, "entropies": entropies}
+    for name, wanted in expected.items():
         assert [bits(row, np.float32) for row in values_of(table[name])] == [bits(row, np.float32) for row in wanted]
     for row, (_, t) in zip(values_of(table["rewards"]), samples, strict=True):
         assert [(k, str(v)) for k, v in row.items()] == [(k, str(v)) for k, v in t.rewards.items()]
@@ -113,7 +115,7 @@ def test_missing_rewards_nan_and_0_are_three_things_in_the_file(tmp_path):
 
 def test_what_was_not_given_is_absent_from_a_record_and_null_in_the_file(tmp_path):
     path = write_rollouts(tmp_path, 1, demo_groups())
-    optional = {"advantage", "terms", "trainer_logprobs", "extra"}
+    optional = {"advantage", "terms", "trainer_logprobs", "entropies", "extra"}
     assert not optional & read_rollouts(path)[0].keys()
     assert all(read_columns(path, [name])[name].null_count == 6 for name in optional)
 
@@ -132,7 +134,7 @@ def test_any_reader_of_parquet_sees_plain_columns(tmp_path):
     assert read_rollouts(path)[0]["completion"] == NASTY
 
 
-@pytest.mark.parametrize("name", ["advantages", "trainer_logprobs", "terms"])
+@pytest.mark.parametrize("name", ["advantages", "trainer_logprobs", "entropies", "terms"])
 def test_columns_that_do_not_match_the_trajectories_are_refused(tmp_path, name):
     column = np.zeros(5)
     with pytest.raises(ValueError, match="5 entries for 6"):

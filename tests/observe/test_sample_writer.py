@@ -13,7 +13,7 @@ from gdpo_nemo import waits
 from gdpo_nemo.observe import sample_writer
 from gdpo_nemo.observe.alerts import read_alerts
 from gdpo_nemo.observe.log import RunLog
-from gdpo_nemo.observe.rollouts import read_rollouts, rollout_files
+from gdpo_nemo.observe.rollouts import read_rollouts, rollout_files, validation_files
 from gdpo_nemo.observe.sample_writer import SampleWriter
 
 
@@ -134,6 +134,23 @@ def test_a_log_writes_the_samples_and_closes_with_all_of_them(config, run_dir):
     assert list(records) == [1, 2, 3, 4, 5] and records[2][1]["terms"] == {"format": 1.0}
     assert [record["advantage"] for record in records[5]] == [0, 1, 2, 3, 4, 5]
     assert not any("failed" in alert["text"] for alert in read_alerts(run_dir))
+
+
+def test_as_many_groups_of_a_step_are_written_as_asked_for_with_what_belongs_to_them(config, run_dir):
+    config.rollout.save_groups = 2
+    log = RunLog(config, run_dir)
+    groups = demo_groups(1, prompts=3)
+    lengths = [len(t.completion_ids) for group in groups for t in group.trajectories]
+    scored = [np.full(length, place, np.float32) for place, length in enumerate(lengths)]
+    terms = {"format": np.arange(9.0)}
+    log.step(demo_row(1), groups, np.arange(9.0), scored, terms, entropies=[-values for values in scored])
+    log.validation({"step": 1, "validation/format": 1.0}, groups)
+    log.close("complete")
+    records = read_rollouts(dict(rollout_files(run_dir))[1])
+    assert [(r["prompt_id"], r["sample_index"]) for r in records] == [(f"p1-{p}", s) for p in (0, 1) for s in range(3)]
+    assert [r["advantage"] for r in records] == [r["terms"]["format"] for r in records] == [0, 1, 2, 3, 4, 5]
+    assert [r["trainer_logprobs"][0] for r in records] == [-r["entropies"][0] for r in records] == [0, 1, 2, 3, 4, 5]
+    assert len(read_rollouts(dict(validation_files(run_dir))[1])) == 9
 
 
 def test_a_disk_that_fails_for_samples_is_one_alert_and_no_end(config, run_dir, disk):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from gdpo_nemo import cli
-from gdpo_nemo.config.layout import resolve_layout
+from gdpo_nemo.config.layout import resolve_layout, samples_per_step
 from gdpo_nemo.config.load import load_config
 from gdpo_nemo.data.packing import TrainSequence
 from gdpo_nemo.data.prefixes import shared_layout
@@ -22,7 +22,7 @@ from gdpo_nemo.planning.hardware import CPU_RATES, Phase, Rates, device, host, l
 from gdpo_nemo.planning.plan_report import brief, full, worked_batch
 from gdpo_nemo.planning.shape import KNOWN, model_shape, shape_from
 from gdpo_nemo.planning.sharing import expected_saving
-from gdpo_nemo.planning.speed import Lengths, Work, refit_bytes, step_time
+from gdpo_nemo.planning.speed import Lengths, Work, refit_bytes, step_time, training_work
 from gdpo_nemo.planning.sweep import best_per_count, gpu_counts, sweep
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -93,6 +93,27 @@ def test_memory_shrinks_with_what_shards_it():
     assert engine.bytes_per_token == 2 * 28 * 4 * 128 * 2 and engine.sequences(1536) == engine.kv_cache // (
         1536 * engine.bytes_per_token
     )
+
+
+def test_a_teacher_takes_its_weights_on_every_rank_and_one_forward_pass():
+    """Half of them at twice the tensor parallelism, and while colocated engines sample, too; nothing under another
+    algorithm."""
+    alone = config_of()
+    shape, teacher = model_shape(alone), shape_from(KNOWN["Qwen/Qwen2.5-7B"])
+    taught = config_of("algorithm.type=distillation", "teacher.model_name=Qwen/Qwen2.5-7B")
+    for tensor in (1, 2):
+        pair = [changed(c, megatron_cfg__tensor_model_parallel_size=tensor) for c in (alone, taught)]
+        before, after = (policy_memory(c, shape) for c in pair)
+        assert after.teacher == after.total - before.total
+        assert after.teacher == pytest.approx(2 * teacher.parameters / tensor, rel=1e-3)
+        assert resting_memory(pair[1], shape) - resting_memory(pair[0], shape) == after.teacher
+    gpu, lengths = device("h100"), Lengths(100.0, 100.0, 200.0)
+    seconds = [training_work(c, shape, gpu, lengths).ideal for c in (alone, taught)]
+    tokens = samples_per_step(alone) * 200 * expected_saving(alone, 100, 100).tokens
+    arithmetic = 2 * teacher.active_parameters * tokens / (resolve_layout(alone).policy_ranks * gpu.compute)
+    assert seconds[1] - seconds[0] == pytest.approx(arithmetic, rel=0.05)  # attention to short contexts besides
+    forgotten = config_of("teacher.model_name=Qwen/Qwen2.5-7B")
+    assert policy_memory(forgotten, shape) == policy_memory(alone, shape)
 
 
 def test_under_lora_only_the_adapters_travel():

@@ -44,12 +44,14 @@ class NumberAnswer(Environment):
     """The environment.
 
     Components, each 0 or 1 but the last: ``correct`` (the last number of the reply is the answer), ``only`` (the reply
-    is a number and nothing else), ``ends`` (the reply ended by itself, with a number) and ``brief`` (1 - characters /
-    ``brief_limit``, at least 0).
+    is a number and nothing else), ``ends`` (the reply ended by itself, with a number) and ``brief`` (1 up to
+    ``brief_from`` characters, from there falling to 0 at ``brief_limit``).
 
     Options: ``question`` (larger; of its own prompts: larger, smaller or sum), ``numbers`` ([10, 98], the smallest and
     the largest in a question), ``gold_key`` (column with the answer, ``answer``; of a text the part behind ``####``
-    counts) and ``brief_limit`` (60 characters).
+    counts), ``brief_from`` (0 characters: every one counts) and ``brief_limit`` (60). A group is normalised whatever
+    its spread: where every character counts, a digit left out is worth as much as a right answer to samples that differ
+    in nothing else. So ``brief_from`` should let the longest right answer pass.
     """
 
     instant = True
@@ -58,7 +60,13 @@ class NumberAnswer(Environment):
 
     def __init__(self, options: Mapping[str, Any] | None = None):
         chosen = read_options(
-            "number_answer", options, question="larger", numbers=[10, 98], gold_key="answer", brief_limit=60
+            "number_answer",
+            options,
+            question="larger",
+            numbers=[10, 98],
+            gold_key="answer",
+            brief_from=0,
+            brief_limit=60,
         )
         if chosen.question not in QUESTIONS:
             raise ConfigError(
@@ -72,10 +80,15 @@ class NumberAnswer(Environment):
             )
         if chosen.brief_limit < 1:
             raise ConfigError("environment number_answer: brief_limit must be at least 1 character")
+        if not 0 <= chosen.brief_from < chosen.brief_limit:
+            raise ConfigError(
+                f"environment number_answer: brief_from must be at least 0 and less than brief_limit, "
+                f"{chosen.brief_limit}, not {chosen.brief_from}"
+            )
         self._question: str = chosen.question
         self._range = range(chosen.numbers[0], chosen.numbers[1] + 1)
         self._gold_key: str = chosen.gold_key
-        self._brief_limit: int = chosen.brief_limit
+        self._brief: tuple[int, int] = chosen.brief_from, chosen.brief_limit
 
     def verify(self, trajectories: Sequence[Trajectory]) -> list[Verdict]:
         """One verdict per trajectory. Raises RunError for a row whose answer is no number."""
@@ -106,7 +119,7 @@ class NumberAnswer(Environment):
             "correct": float(bool(numbers) and _value(numbers[-1]) == self._wanted(trajectory.prompt)),
             "only": float(ended and _ONLY.fullmatch(text) is not None),
             "ends": float(ended and bool(numbers) and _ends_with_number(text)),
-            "brief": max(0.0, 1 - len(text) / self._brief_limit),
+            "brief": _falling(len(text), *self._brief),
         }
         return Verdict(rewards)
 
@@ -125,6 +138,11 @@ def _gold(answer: Any) -> str:
 def _value(number: str) -> Decimal:
     """Raises ArithmeticError for a text that is no number."""
     return Decimal(number.replace(",", ""))
+
+
+def _falling(length: int, start: int, end: int) -> float:
+    """1 up to ``start``, 0 from ``end`` on, a straight line between."""
+    return min(1.0, max(0.0, (end - length) / (end - start)))
 
 
 def _ends_with_number(text: str) -> bool:

@@ -24,6 +24,7 @@ BUILT_IN = {
     "length": "gdpo_nemo.environments.tasks.formats:length",
     "llm_judge": "gdpo_nemo.environments.tasks.judge:LlmJudge",
     "http": "gdpo_nemo.environments.tasks.http_reward:HttpReward",
+    "reward_model": "gdpo_nemo.environments.tasks.reward_model:Scorer",
 }
 """Functions that may be named without their place."""
 
@@ -71,9 +72,9 @@ class Functions(Environment):
 
     Options:
         functions: component name to function, given by its place (``file.py:name``, ``package.module.name``), by a
-            built-in name (regex, json_schema, length, llm_judge, http), by the URL of a server that rewards
-            (``HttpReward``), or as ``{function: ..., <argument>: <value>, ...}``. A class is built once in each
-            process, with these arguments, and its object called.
+            built-in name (regex, json_schema, length, llm_judge, http, reward_model), by the URL of a server that
+            rewards (``HttpReward``), or as ``{function: ..., <argument>: <value>, ...}``. A class is built once in each
+            process, with these arguments, and its object called; a method ``prepare`` of it is called before.
         system_prompt: put before the prompts.
 
     As in TRL a function is called with ``prompts``, ``completions``, ``completion_ids`` and every further column of the
@@ -91,6 +92,12 @@ class Functions(Environment):
         self._functions = [_load(name, entry) for name, entry in chosen.functions.items()]
         self.reward_names = tuple(chosen.functions)
         self.system_prompt = chosen.system_prompt
+
+    def prepare(self) -> None:
+        """Let the objects among the functions load what takes long."""
+        for function in self._functions:
+            if callable(load := getattr(function.call, "load", None)):
+                load()
 
     def verify(self, trajectories: Sequence[Trajectory]) -> list[Verdict]:
         """One verdict per trajectory. Raises RunError naming the function that raised or returned nonsense."""

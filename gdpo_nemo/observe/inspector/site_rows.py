@@ -32,6 +32,8 @@ class Tokens:
     """float32 [tokens], the sampler's; NaN where the policy did not write."""
     trainer: np.ndarray | None
     """float32 [tokens], the trainer's; NaN where nobody computed it. None: of no sample."""
+    entropies: np.ndarray | None
+    """float32 [tokens], nats; NaN and None as of ``trainer``."""
     written: np.ndarray
     """bool [tokens]: the policy wrote it."""
 
@@ -61,6 +63,7 @@ def tokens_of(table: pa.Table, path: Path) -> Tokens:
     for name, kind, unset in (
         ("logprobs", np.float32, np.nan),
         ("trainer_logprobs", np.float32, np.nan),
+        ("entropies", np.float32, np.nan),
         ("loss_mask", np.bool_, True),
     ):
         values, counts, there = _flat(table.column(name), kind)
@@ -68,8 +71,10 @@ def tokens_of(table: pa.Table, path: Path) -> Tokens:
             raise RunError(f"{path}: is not a file of rollouts ({name}: not one for each token)")
         found[name] = np.full(len(ids), unset, kind)
         found[name][there[rows]] = values
-    trainer = found["trainer_logprobs"]
-    return Tokens(lengths, ids, found["logprobs"], None if np.isnan(trainer).all() else trainer, found["loss_mask"])
+    trainer, entropies = (
+        None if np.isnan(values).all() else values for values in (found["trainer_logprobs"], found["entropies"])
+    )
+    return Tokens(lengths, ids, found["logprobs"], trainer, entropies, found["loss_mask"])
 
 
 def _flat(column: pa.ChunkedArray, kind: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

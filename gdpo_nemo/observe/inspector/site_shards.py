@@ -154,12 +154,12 @@ class TokenShards:
         if self._rows == self._start:
             return
         parts = self._parts
-        trainer = [np.full(len(p.ids), np.nan, np.float32) if p.trainer is None else p.trainer for p in parts]
         shard = {
             "lengths": packed(np.concatenate([p.lengths for p in parts]).astype(np.int32)),
             "ids": packed(np.concatenate([p.ids for p in parts])),
             "logprobs": packed(np.concatenate([p.logprobs for p in parts])),
-            "trainer": packed(np.concatenate(trainer)) if any(p.trainer is not None for p in parts) else "",
+            "trainer": _packed_where_known([p.trainer for p in parts], parts),
+            "entropy": _packed_where_known([p.entropies for p in parts], parts),
             "written": packed(np.concatenate([p.written for p in parts]).astype(np.uint8)),
         }
         self._scripts.write(f"tokens-{len(self.starts):04d}", shard)
@@ -167,10 +167,22 @@ class TokenShards:
         self._open()
 
 
+def _packed_where_known(columns: Sequence[np.ndarray | None], parts: Sequence[Tokens]) -> str:
+    """A column of which some parts, or all, have nothing: NaN there, or ""."""
+    if all(values is None for values in columns):
+        return ""
+    return packed(
+        np.concatenate(
+            [np.full(len(p.ids), np.nan, np.float32) if values is None else values for values, p in zip(columns, parts)]
+        )
+    )
+
+
 def _part(tokens: Tokens, first: int, last: int, ends: np.ndarray) -> Tokens:
     part = slice(ends[first], ends[last])
-    trainer = None if tokens.trainer is None else tokens.trainer[part]
-    return Tokens(tokens.lengths[first:last], tokens.ids[part], tokens.logprobs[part], trainer, tokens.written[part])
+    trainer, entropies = (None if values is None else values[part] for values in (tokens.trainer, tokens.entropies))
+    lengths = tokens.lengths[first:last]
+    return Tokens(lengths, tokens.ids[part], tokens.logprobs[part], trainer, entropies, tokens.written[part])
 
 
 def spans_of(rows: Sequence[Sequence[dict[str, int]]]) -> list[list[int]]:

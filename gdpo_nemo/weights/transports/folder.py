@@ -55,16 +55,25 @@ class FolderTransport(Transport):
 class FolderSender(Sender):
     """Rank 0 holds the weights until they are written, so that the other ranks need not wait for the disk."""
 
+    _staged: tuple[Manifest, np.ndarray] | None = None
+
     def stage_weights(self, version: int) -> Manifest | None:
         """Pack the weights on rank 0, where they stay until the next version; returns their manifest there."""
         with self.gathered() as tensors:
             if self.rank:
                 return None
-            self._staged = pack(tensors, version, self.policy.adapters)
+            memory = self._staged[1] if self._staged else None
+            self._staged = pack(tensors, version, self.policy.adapters, memory)
         return self._staged[0]
 
     def write(self, folder: str, bucket_bytes: int) -> None:
-        """Write the staged weights."""
+        """Write the staged weights.
+
+        Raises:
+            RunError: none are staged, or they could not be written.
+        """
+        if self._staged is None:
+            raise RunError("no weights were staged for the folder")
         write(folder, *self._staged, bucket_bytes)
 
 

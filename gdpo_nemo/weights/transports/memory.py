@@ -36,10 +36,16 @@ class MemoryTransport(Transport):
 class MemorySender(Sender):
     """Packs the weights."""
 
+    _memory: np.ndarray | None = None
+    """Of the last update. Ray has copied it into its store when ``pack`` is called again."""
+
     def pack(self, version: int) -> tuple[Manifest, np.ndarray] | tuple[None, None]:
         """(manifest, flat buffer) on rank 0; the other ranks gather along and return nothing."""
         with self.gathered() as tensors:
-            return pack(tensors, version, self.policy.adapters) if self.rank == 0 else (None, None)
+            if self.rank:
+                return None, None
+            manifest, self._memory = pack(tensors, version, self.policy.adapters, self._memory)
+            return manifest, self._memory
 
 
 @dataclass(frozen=True)

@@ -79,14 +79,15 @@ async function tokensOf(row) {
       ids: unpack(found.ids, 'int32'),
       logprobs: unpack(found.logprobs, 'float32'),
       trainer: found.trainer ? unpack(found.trainer, 'float32') : null,
+      entropy: found.entropy ? unpack(found.entropy, 'float32') : null,
       written: unpack(found.written, 'uint8'),
     };
-    for (const name of ['lengths', 'ids', 'logprobs', 'trainer', 'written']) delete found[name];
+    for (const name of ['lengths', 'ids', 'logprobs', 'trainer', 'entropy', 'written']) delete found[name];
   }
   const all = found.unpacked;
   const at = row - index.starts[1][place];
   const cut = (values) => values && values.subarray(all.starts[at], all.starts[at + 1]);
-  return { ids: cut(all.ids), logprobs: cut(all.logprobs), trainer: cut(all.trainer), written: cut(all.written) };
+  return { ids: cut(all.ids), logprobs: cut(all.logprobs), trainer: cut(all.trainer), entropy: cut(all.entropy), written: cut(all.written) };
 }
 
 let index;

@@ -7,7 +7,7 @@ function listColumns() {
   return [
     { key: 'order', name: 'step', wide: '3.1rem', value: (row) => (columns.kind[row] ? 'v' : '') + columns.step[row] },
     { key: 'group', name: 'group', wide: '3.7rem', value: (row) => `${columns.group[row]}/${columns.sample[row]}` },
-    { key: 'advantage', name: 'advantage', wide: '4.3rem', value: (row) => signed(columns.advantage[row], 2), paint: (row) => columns.advantage[row] / 2 },
+    { key: 'advantage', name: 'advantage', wide: '4.9rem', value: (row) => signed(columns.advantage[row], 2), paint: (row) => columns.advantage[row] / 2 },
     ...rewards.slice(0, 5),
     { key: 'length', name: 'tokens', wide: '3.3rem', value: (row) => String(columns.length[row]) },
     { key: 'outcome', name: 'outcome', wide: '4.4rem', value: (row) => index.names[0][columns.outcome[row]], bad: (row) => index.names[0][columns.outcome[row]] !== 'ok' },

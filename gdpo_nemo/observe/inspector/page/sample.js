@@ -91,7 +91,7 @@ function completion() {
     const one = button(colour.name, colour.legend, () => recolour(colour.key));
     one.setAttribute('aria-pressed', colour === colourOf());
     one.dataset.colour = colour.key;
-    if (colour.needs && !now[colour.needs]) { one.disabled = true; one.title = "the trainer's log-probs were not recorded"; }
+    if (colour.needs && !now[colour.needs]) { one.disabled = true; one.title = colour.needs === 'entropy' ? 'not recorded: rollout.save_entropies' : "the trainer's log-probs were not recorded"; }
     tools.append(one);
   }
   const tokens = make('div', '', { class: 'tokens', id: 'tokens' });

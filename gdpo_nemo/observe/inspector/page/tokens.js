@@ -10,6 +10,8 @@ const COLOURS = [
     strength: (now, i) => (now.trainer ? (now.trainer[i] - now.logprobs[i]) / 0.1 : 0) },
   { key: 'ratio', name: 'ratio', needs: 'trainer', legend: 'exp(trainer − sampler): red below 1, green above; full at 0.8 and 1.2',
     strength: (now, i) => (now.trainer ? (RATIO(now, i) - 1) / 0.2 : 0) },
+  { key: 'entropy', name: 'entropy', needs: 'entropy', plain: true, legend: 'the bluer, the more the policy had to choose from; full at 2 nats',
+    strength: (now, i) => (now.entropy && now.entropy[i] > 0 ? Math.min(1, now.entropy[i] / 2) : 0) },
   { key: 'version', name: 'weights', legend: 'the paler, the older the weights that wrote the token', plain: true,
     strength: (now, i) => (now.versions[i] < 0 ? 0 : now.newest === now.oldest ? 0.5 : 0.15 + 0.85 * (now.versions[i] - now.oldest) / (now.newest - now.oldest)) },
   { key: 'mask', name: 'mask', legend: 'blue: the policy wrote it, so it is trained; not: the environment did', plain: true,
@@ -131,6 +133,7 @@ function showToken(i) {
     ['token', `${i} of ${now.ids.length}`], ['id', now.ids[i]], ['text', JSON.stringify(visible(now.texts[i]))],
     ['log-prob', number(logprob, 6)], ['probability', number(Math.exp(logprob), 4)],
     ['trainer', number(trainer, 6)], ['trainer − sampler', number(trainer - logprob, 6)], ['ratio', number(Math.exp(trainer - logprob), 4)],
+    ...(now.entropy ? [['entropy', number(now.entropy[i], 6)]] : []),
     ['advantage', now.written[i] ? number(now.advantage, 6) : '–'], ['weights', now.versions[i] < 0 ? '–' : now.versions[i]],
     ['written by', now.written[i] ? 'policy' : 'environment'],
   ];

@@ -1,0 +1,83 @@
+"""Cases of test_bad_input.py: supervised and preference training, distillation, and environments that hold a model."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from bad_input import Damage, added, binary, gone, text
+
+CHECK = "train --dry-run --config {d}/pairs.yaml"
+GOOD = "train --dry-run --config {d}/good.yaml"
+TAUGHT = GOOD + " algorithm.type=distillation teacher.model_name="
+ITERATED = GOOD + " gdpo.num_iterations="
+
+
+def row(**columns: Any) -> Damage:
+    return text("pairs.jsonl", json.dumps(columns) + "\n")
+
+
+def pair(**columns: Any) -> Damage:
+    return row(**{"prompt": "a", "chosen": "a", "rejected": "a a", **columns})
+
+
+OBJECTIVES = [
+    (CHECK + " algorithm.type=dop", None, "algorithm.type: 'dop' is not one of its values; did you mean dpo?"),
+    (GOOD + " algorithm.type=gdop", None, "algorithm.type: 'gdop' is not one of its values; did you mean gdpo?"),
+    (CHECK + " algorithm.type={d}/mine.py:absent", None, "algorithm.type: {d}/mine.py has no class absent"),
+    (CHECK + " preference.beta=nan", None, "preference.beta: expected a number"),
+    (CHECK + " preference.beta=0", None, "preference.beta: must be more than 0 and finite"),
+    (CHECK + " preference.beta=1e300", None, "preference.beta: must be at most"),
+    (CHECK + " preference.betta=1", None, "did you mean preference.beta?"),
+    (CHECK + " preference.label_smoothing=0.5", None, "label_smoothing: must be 0 or more and below 0.5"),
+    (CHECK + " preference.label_smoothing=-0.1", None, "label_smoothing: must be 0 or more and below 0.5"),
+    (CHECK + " preference.loss_type=sigmod", None, "preference.loss_type: 'sigmod' is none of algorithm dpo"),
+    (CHECK + " algorithm.type=sft preference.beta=0.2", None, "preference.beta: has no effect unless algorithm.type"),
+    (CHECK + " rollout.max_staleness=1", None, "has no effect with an algorithm that does not sample"),
+    (CHECK + " algorithm.type=simpo preference.simpo_gamma=inf", None, "preference.simpo_gamma: expected a number"),
+    (CHECK + " algorithm.type=reward_model preference.center_rewards_coefficient=-1", None, "must be 0 or more"),
+    (CHECK + " data.train.type=absent.py:f", None, "data.train.type: absent.py does not exist"),
+    (CHECK + " data.train.type={d}/mine.py:absent", None, "mine.py has no function absent"),
+    (CHECK + " data.train.type={d}/mine.py:number", None, "mine.py has no function number"),
+    (CHECK + " data.train.type={d}/mine.py:Mine", None, "mine.py has no function Mine"),
+    (CHECK + " data.train.type=chatml.nothing", None, "unknown 'chatml.nothing'; did you mean 'chatml.intel'?"),
+    (CHECK + " data.train.remove_columns=[absent]", None, "no column 'absent'; known: chosen, prompt, rejected"),
+    (CHECK + " data.train.remove_columns=[chosen]", None, "no column 'chosen'; it has prompt, rejected"),
+    (CHECK, text("pairs.jsonl", ""), "pairs.jsonl is empty"),
+    (CHECK, text("pairs.jsonl", "{}\n"), "row 0: no column 'chosen'; it has none"),
+    (CHECK, added("pairs.jsonl", "{\n"), "pairs.jsonl:5: not valid JSON"),
+    (CHECK, binary("pairs.jsonl"), "pairs.jsonl:1: not valid JSON"),
+    (CHECK, gone("pairs.jsonl"), "pairs.jsonl does not exist"),
+    (CHECK, pair(prompt=1), "row 0: 'prompt' must be text or a list of messages, not int"),
+    (CHECK, pair(chosen=None), "row 0: the column 'chosen' is empty"),
+    (CHECK, pair(rejected=""), "row 0: the column 'rejected' is empty"),
+    (CHECK, pair(chosen=["a"]), "row 0: chosen and rejected are text and messages, not both the same"),
+    (CHECK, pair(chosen=[{"role": "a"}], rejected=[{"role": "a"}]), "row 0: a message in 'chosen' has no text"),
+    (CHECK, pair(prompt="a " * 500), "all 1 prompts are longer than 95 tokens (the shortest has 500)"),
+    (CHECK + " algorithm.type=kto", row(prompt="a", completion="a", label="yes"), "'label' is str, not true or false"),
+    (CHECK + " algorithm.type=kto", row(prompt="a", completion="a"), "'label' is empty, not true or false"),
+    (CHECK + " algorithm.type=sft", row(messages=[{"role": "user", "content": "a"}]), "no assistant's turn behind"),
+    (CHECK + " algorithm.type=sft", row(prompt="a"), "row 0: no column 'completion'; it has prompt"),
+    (TAUGHT + "{d}/absent", None, "teacher.model_name: {d}/absent is no folder of a Hugging Face model"),
+    (TAUGHT + "{d}/empty", None, "teacher.model_name: {d}/empty is no folder of a Hugging Face model"),
+    (TAUGHT + "''", None, "teacher.model_name: must be set with algorithm distillation"),
+    (TAUGHT + "{d}/model policy.generation.temperature=0.7", None, "policy.generation.temperature: must be 1 with"),
+    (GOOD + " teacher.model_name={d}/model", None, "has no effect unless algorithm.type is distillation"),
+    (GOOD + " env.gsm8k.plugin=reward_model", None, "env.gsm8k: model: must name a folder or a model of the hub"),
+    (GOOD + " 'env.gsm8k={plugin: reward_model, model: {d}/absent}'", None, "model: there is no folder {d}/absent"),
+    (GOOD + " 'env.gsm8k={plugin: reward_model, model: {d}/model}'", None, "{d}/model is no sequence classifier"),
+    (GOOD + " 'env.gsm8k={plugin: ebft}'", None, "option model must name the folder of the frozen model"),
+    (GOOD + " 'env.gsm8k={plugin: ebft, model: {d}/model}'", None, "gdpo.rewards.correctness: no environment gives"),
+    (ITERATED + "0", None, "gdpo.num_iterations: must be at least 1"),
+    (ITERATED + "1e9", None, "gdpo.num_iterations: expected an integer"),
+    (GOOD + " policy.sync_ref_model=true", None, "has no effect where nothing refers to a reference"),
+    (
+        GOOD + " loss_fn.type=clip_cov loss_fn.clip_cov_ratio=2",
+        None,
+        "clip_cov_ratio: must be more than 0 and at most 1",
+    ),
+    (GOOD + " loss_fn.type=kl_cov loss_fn.kl_cov_ratio=nan", None, "loss_fn.kl_cov_ratio: expected a number"),
+    (GOOD + " gdpo.credit=turn", None, "gdpo.credit: has no effect while rollout.turns.max_turns is 1"),
+    (GOOD + " gdpo.credit=token", None, "gdpo.credit: 'token' is not one of its values"),
+    (GOOD + " gdpo.discount=0.5", None, "gdpo.discount: has no effect unless gdpo.credit is turn"),
+]

@@ -1,0 +1,99 @@
+"""Rows go through a function of the user's own as they would through ``map`` of Hugging Face's ``datasets``."""
+
+from __future__ import annotations
+
+import json
+
+import datasets
+import pytest
+
+from gdpo_nemo.config.schema import DatasetConfig
+from gdpo_nemo.data.rows import load_rows
+from gdpo_nemo.errors import ConfigError
+
+ROWS = [{"question": f"{n}+{n}?", "answer": f"so\n#### {2 * n}", "note": "x"} for n in range(3)]
+FUNCTIONS = """
+def whole(row):
+    return {"prompt": row["question"].upper(), "answer": row["answer"].split("#### ")[1]}
+
+def factory(cfg, *args, **kwargs):
+    def transform(example, tokenizer=None):
+        return {"prompt": [{"role": "user", "content": example["question"]}], "answer": cfg.split or "none"}
+    return transform, {"remove_columns": ["question"]}
+
+def bare(cfg):
+    return whole
+
+def nothing(row): pass
+
+def broken(row): return {"prompt": row["qestion"]}
+
+def numbered(row): return {1: 2}
+
+def no_function(cfg): return 3
+
+def other_option(cfg): return whole, {"batched": True}
+
+def no_names(cfg): return whole, {"remove_columns": "question"}
+
+def needs_more(row, tokenizer): return row
+
+number = 3
+"""
+
+
+@pytest.fixture
+def rows(tmp_path):
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    (tmp_path / "mine.py").write_text(FUNCTIONS)
+
+    def load(name, **options):
+        how = name and f"{tmp_path}/mine.py:{name}"
+        return load_rows(DatasetConfig(path=str(tmp_path / "rows.jsonl"), type=how, **options), {}, "train", 0)
+
+    return load
+
+
+@pytest.mark.parametrize("removed", [[], ["note"], ["question", "answer"]])
+def test_a_function_of_a_row_does_what_map_of_datasets_does(removed, rows):
+    def whole(row):
+        return {"prompt": row["question"].upper(), "answer": row["answer"].split("#### ")[1]}
+
+    expected = datasets.Dataset.from_list(ROWS).map(whole, remove_columns=removed).to_list()
+    found = rows("whole", remove_columns=removed)
+    assert [{name: value for name, value in row.items() if name != "id"} for row in found] == expected
+
+
+def test_a_function_of_cfg_is_axolotls_and_says_which_columns_go(rows):
+    found = rows("factory", split="test")
+    assert found[1].keys() == {"prompt", "answer", "note", "id"} and found[1]["answer"] == "test"
+    assert found[1]["prompt"] == [{"role": "user", "content": "1+1?"}]
+    assert rows("bare")[2]["prompt"] == "2+2?"
+
+
+def test_columns_are_removed_without_a_function_and_renamed_after_it(rows):
+    assert rows(None, remove_columns=["note"])[0].keys() == {"question", "answer", "id"}
+    assert rows("whole", columns={"gold": "answer"}, size=1) == [
+        {"question": "0+0?", "note": "x", "prompt": "0+0?", "gold": "0", "id": "train/0"}
+    ]
+
+
+@pytest.mark.parametrize(
+    "name, options, sentence",
+    [
+        ("nothing", {}, "mine.py:nothing: row 0: must return the row's columns by name, not None"),
+        ("broken", {}, "mine.py:broken: row 0: KeyError: 'qestion'"),
+        ("numbered", {}, "must return the row's columns by name, not {1: 2}"),
+        ("no_function", {}, "takes cfg, so it must return a function of a row"),
+        ("other_option", {}, "returns the option 'batched'; remove_columns is the one there is"),
+        ("no_names", {}, "remove_columns must be a list of names, not 'question'"),
+        ("needs_more", {}, "row 0: TypeError: needs_more() missing 1 required positional argument: 'tokenizer'"),
+        ("number", {}, "mine.py has no function number"),
+        ("wholl", {}, "data.train.type: "),
+        ("whole", {"remove_columns": ["notes"]}, "no column 'notes'; did you mean 'note'?"),
+    ],
+)
+def test_what_a_transform_gets_wrong_is_one_line_with_its_row(name, options, sentence, rows):
+    with pytest.raises(ConfigError) as refused:
+        rows(name, **options)
+    assert str(refused.value).startswith("data.train.") and sentence in str(refused.value)

@@ -1,0 +1,59 @@
+"""The bytes of samples that plan and dry run announce are those that a run writes."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from gdpo_nemo.config.load import load_config
+from gdpo_nemo.data.records import Group, Prompt, Trajectory
+from gdpo_nemo.observe.rollouts import write_rollouts
+from gdpo_nemo.planning.plan_report import brief
+from gdpo_nemo.planning.recorded_bytes import recorded_bytes
+
+WORDS = "the of and to sum is four then add each number we get that so answer equals because first second".split()
+
+
+def batch(prompts: int, samples: int, tokens: int) -> list[Group]:
+    """Completions of words with the ids that a vocabulary of 150,000 might give them."""
+    random = np.random.default_rng(0)
+    ids = random.integers(0, 150_000, 400).astype(np.int32)
+
+    def sample(prompt: Prompt, number: int) -> Trajectory:
+        chosen = np.minimum(random.zipf(1.3, tokens) - 1, 399)
+        text = " ".join(WORDS[place % len(WORDS)] + str(place // len(WORDS)) for place in chosen.tolist())
+        logprobs = -random.exponential(0.5, tokens).astype(np.float32)
+        return Trajectory(prompt, number, ids[chosen], logprobs, 3, text, "stop", {"a": float(random.random() < 0.5)})
+
+    made = [
+        Prompt(f"p{n}", random.integers(0, 150_000, 60).astype(np.int32), f"What is {n}?", "e") for n in range(prompts)
+    ]
+    return [Group(prompt, [sample(prompt, number) for number in range(samples)]) for prompt in made]
+
+
+@pytest.mark.parametrize("tokens", [24, 200, 1500])
+@pytest.mark.parametrize("entropies", [False, True])
+def test_a_steps_file_has_the_announced_bytes_within_a_third(tmp_path, tokens, entropies):
+    groups = batch(16, 8, tokens)
+    scored = [t.logprobs * np.float32(1.001) for group in groups for t in group.trajectories] if entropies else None
+    terms = {"a": np.linspace(-1, 1, 128)}
+    path = write_rollouts(tmp_path, 1, groups, terms["a"], scored, terms, entropies=scored)
+    config = load_config(None, [f"rollout.save_entropies={str(entropies).lower()}"])
+    assert (config.gdpo.num_prompts_per_step, config.gdpo.num_generations_per_prompt) == (16, 8)
+    assert recorded_bytes(config, tokens) == pytest.approx(path.stat().st_size, rel=0.33)
+
+
+def test_the_dry_run_says_how_many_samples_are_written_and_their_bytes_at_most():
+    def said(*overrides: str) -> str | None:
+        limits = [
+            "gdpo.max_num_steps=10",
+            "policy.generation.max_new_tokens=100",
+            "policy.max_total_sequence_length=150",
+        ]
+        return dict(brief(load_config(None, [*limits, *overrides]))).get("samples")
+
+    assert said() == "128 of a step are written, at most 99.2 kB a step, 992 kB for 10 steps"
+    assert said("rollout.save_groups=2").startswith("16 of a step are written, at most 18.5 kB a step")
+    # Of two turns no more than the sequence has room for.
+    assert f"{(7000 + 128 * (20 + 150 * 7)) / 1e3:.3g} kB a step" in said("rollout.turns.max_turns=2")
+    assert said("rollout.save_samples=false") is None
