@@ -40,8 +40,10 @@ FULL_KV = 0.9
 
 _NO_REPORT = EngineReport([], -1, 0, 0, 0.0, 0.0, 0, 0)
 
-# An engine may report requests of an earlier lane of its process, so names are unique.
-_names = (f"{uuid.uuid4().hex}/{number}" for number in itertools.count())
+# An engine may report requests of an earlier lane of its process, so names are unique. Fleets name theirs in threads of
+# their own: ``count`` is safe there, which a generator is not (ValueError: generator already executing).
+_PROCESS = uuid.uuid4().hex
+_numbers = itertools.count()
 
 
 class LaneState(StrEnum):
@@ -192,7 +194,9 @@ class Lane:
 
     def submit(self, request: SampleRequest, sampling: Sampling) -> PendingRequest:
         """Give the engine a request. Those of one turn of the event loop reach it together, in order."""
-        pending = PendingRequest(next(_names), request, sampling, asyncio.get_running_loop().create_future(), self)
+        pending = PendingRequest(
+            f"{_PROCESS}/{next(_numbers)}", request, sampling, asyncio.get_running_loop().create_future(), self
+        )
         self.adopt(pending)
         return pending
 
