@@ -36,7 +36,7 @@ def pytest_addoption(parser):
 
 _LONGEST_FIRST = (
     "end_to_end/test_run.py",
-    "soak",
+    "chaos",
     "megatron",
     "cluster/test_engines_and_weights.py",
     "turns",

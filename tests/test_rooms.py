@@ -14,7 +14,7 @@ ORDER = (
     "errors", "waits", "phases", "startup", "endings", "algorithms", "config", "weights", "data", "observe",
     "environments", "supervisor", "generation", "megatron", "checkpoints", "formats",
     "cluster", "endpoint", "rollouts", "planning", "algorithm", "supervised", "distillation", "validation", "inputs",
-    "resume", "setup", "trainer", "rerun", "inline", "api", "interop", "commands", "cli", "__main__",
+    "resume", "setup", "trainer", "rerun", "drill", "inline", "api", "interop", "commands", "cli", "__main__",
 )  # fmt: skip
 """Packages and top-level modules; each imports from those before it only. docs/design.md has them with what they
 are."""
@@ -76,7 +76,7 @@ def test_every_command_is_a_file_that_registers_itself():
 
 OUTSIDE = sorted(
     path
-    for folder in ("examples", "tests/benchmarks", "tests/browser", "tests/soak")
+    for folder in ("examples", "tests/benchmarks", "tests/browser", "tests/chaos")
     for path in (ROOT.parent / folder).glob("*.py")
 )
 

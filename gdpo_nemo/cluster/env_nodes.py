@@ -11,6 +11,7 @@ import asyncio
 import os
 import socket
 import threading
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from itertools import groupby
 from typing import Any, Mapping, Sequence
@@ -50,13 +51,13 @@ class EnvironmentHost:
         """(host, process) of this actor."""
         return socket.gethostname(), os.getpid()
 
-    def verify(self, trajectories: Sequence[Trajectory]) -> list[Verdict]:
-        """As ``EnvironmentPools.verify``."""
-        return self._pools.verify(trajectories)
+    def verify(self, trajectories: Sequence[Trajectory]) -> tuple[list[Verdict], Counter[str]]:
+        """As ``EnvironmentPools.verify``, and what was done again for it."""
+        return self._pools.verify(trajectories), self._pools.take_recoveries()
 
-    def step(self, steps: Sequence[EpisodeStep]) -> list[EpisodeReply]:
-        """As ``EnvironmentPools.step``."""
-        return self._pools.step(steps)
+    def step(self, steps: Sequence[EpisodeStep]) -> tuple[list[EpisodeReply], Counter[str]]:
+        """As ``EnvironmentPools.step``, and what was done again for it."""
+        return self._pools.step(steps), self._pools.take_recoveries()
 
 
 class EnvironmentNodes:
@@ -82,6 +83,7 @@ class EnvironmentNodes:
         self._placement = placement
         self._lock = threading.Lock()
         self._closed = False
+        self._recovered: Counter[str] = Counter()
         self._locations: dict[int, ray.ObjectRef] = {}
         self._actors = [self._start(index) for index in range(len(self._loads))]
 
@@ -159,12 +161,15 @@ class EnvironmentNodes:
         for _ in range(1 + _REPLACEMENTS):
             actor = self._actors[place]
             try:
-                return self._wait(place, actor, getattr(actor, method).remote(asked))
+                answers, recovered = self._wait(place, actor, getattr(actor, method).remote(asked))
+                with self._lock:
+                    self._recovered.update({f"{sentence} (node {place})": n for sentence, n in recovered.items()})
+                return answers
             except WorkerDied as error:
                 self._replace(place, actor, error)
         raise InfrastructureFailed(f"environment node {place}: its process died {1 + _REPLACEMENTS} times in a row")
 
-    def _wait(self, place: int, actor: Any, ref: Any) -> list:
+    def _wait(self, place: int, actor: Any, ref: Any) -> Any:
         """Wait for the answer. The pools inside enforce the deadlines; this only watches whether the actor lives."""
         owner = f"environment node {place}"
         what = f"verdicts of {', '.join(self._local)}"
@@ -183,7 +188,14 @@ class EnvironmentNodes:
             if self._closed:
                 raise RunError("the environment pool was closed during verification") from error
             if self._actors[place] is dead:
+                self._recovered[f"the process of node {place} died and was replaced ({error})"] += 1
                 self._actors[place] = self._start(place)
+
+    def take_recoveries(self) -> Counter[str]:
+        """As ``EnvironmentPool.take_recoveries``, of all nodes and of the driver."""
+        with self._lock:
+            taken, self._recovered = self._recovered, Counter()
+        return taken + self._here.take_recoveries()
 
     def close(self) -> None:
         """End the actors and their workers. A ``verify`` under way in another thread raises RunError."""

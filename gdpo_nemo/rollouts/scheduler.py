@@ -47,6 +47,7 @@ METRICS = {
     "queue/ready": ("groups", "Judged groups left for later steps when the batch was complete"),
     "queue/age": ("s", "Time from the last verdict on a group to its training, mean over the batch"),
     "driver/cpu": ("cores", "CPU time of the driver's process over time, since the batch before"),
+    "environments/recovered": ("times", "Workers replaced and verifications repeated since the batch before"),
 }
 _SPANS = 32
 """Most groups of a step that get a line in the trace."""
@@ -82,6 +83,8 @@ class RolloutScheduler:
         self._prompts = prompts
         self._fleet = fleet
         self._exact = config.rollout.max_staleness == 0
+        self._pool = pool
+        self._recovered: list[str] = []
         self._maker = GroupMaker(config, fleet, pool, tokenizer)
         generation = config.policy.generation
         self._sampling = Sampling(
@@ -144,8 +147,9 @@ class RolloutScheduler:
         return self._accounts.state()
 
     def take_events(self) -> list[str]:
-        """What happened to engines since the last call, a sentence each."""
-        return self._fleet.take_events()
+        """What happened to engines and environments since the last call, a sentence each."""
+        taken, self._recovered = self._recovered, []
+        return [*self._fleet.take_events(), *taken]
 
     @property
     def in_flight(self) -> int:
@@ -444,7 +448,12 @@ class RolloutScheduler:
     def _measure(self) -> dict[str, float]:
         cpu, wall = self._cpu
         self._cpu = (time.process_time(), time.monotonic())
-        return {**self._fleet.measure(), "driver/cpu": (self._cpu[0] - cpu) / max(self._cpu[1] - wall, 1e-9)}
+        recovered = self._pool.take_recoveries()
+        self._recovered += [
+            f"environments: {what}" + (f" ({n} times)" if n > 1 else "") for what, n in recovered.items()
+        ]
+        load = (self._cpu[0] - cpu) / max(self._cpu[1] - wall, 1e-9)
+        return {**self._fleet.measure(), "driver/cpu": load, "environments/recovered": float(recovered.total())}
 
     # -- validation ------------------------------------------------------------------------------------------------
 

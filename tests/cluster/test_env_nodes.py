@@ -72,6 +72,10 @@ def test_a_killed_actor_is_replaced_and_asked_again_and_its_workers_end(nodes):
         os.kill(host.pid, signal.SIGKILL)
     thread.join(600)
     assert lengths(answers[0]) == [None, 2.0, 3.0]
+    told = nodes.take_recoveries()
+    assert {sentence[:44] for sentence in told} >= {"the process of node 0 died and was replaced "}, told
+    assert any("exceeded" in sentence and sentence.endswith("(node 0)") for sentence in told), told
+    assert nodes.take_recoveries() == {}
     assert not {host.pid for host in before} & {host.pid for host in hosts()}
     assert not psutil.wait_procs(orphans, timeout=120)[1]
 

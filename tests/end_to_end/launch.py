@@ -178,5 +178,5 @@ def rows(run_dir: Path) -> list[dict]:
 
 def timeless(row: dict) -> dict:
     """A row without what the clock says."""
-    clock = ("time/", "throughput/", "idle/", "engines/", "queue/", "driver/")
+    clock = ("time/", "throughput/", "idle/", "engines/", "queue/", "driver/", "environments/")
     return {k: v for k, v in row.items() if not k.startswith(clock)}

@@ -98,7 +98,7 @@ def test_exported_model_is_what_the_last_checkpoint_holds_and_transformers_loads
 def test_killed_and_terminated_run_resumes_bit_for_bit(undisturbed, tmp_path, digit_model):
     """The policy dies in the middle of saving step 4, the driver after step 3 (kill -9), its terminal goes away after
     step 3, a byte of the last checkpoint turns on the disk; then on to the end. Checkpoints are written beside
-    training. (SIGTERM, which ends a run as a hang-up does, is tests/soak's and test_custom_algorithm's.)
+    training. (SIGTERM, which ends a run as a hang-up does, is tests/chaos' and test_custom_algorithm's.)
 
     The first of these runs is colocated: its engines sleep while the policy trains, and nothing else is different.
     """

@@ -6,6 +6,7 @@ import sys
 import textwrap
 import threading
 import time
+from collections import Counter
 
 import pytest
 from environment_samples import HOSTILE, trajectories, trajectory
@@ -62,6 +63,16 @@ def test_a_sample_that_hangs_or_crashes_fails_alone(impatient, misdeed, detail):
     assert verdicts[2].outcome is Outcome.ENV_FAILED and detail in verdicts[2].detail and verdicts[2].rewards == {}
     others = verdicts[:2] + verdicts[3:]
     assert lengths(others) == [1.0, 2.0, 4.0, 5.0, 6.0] and {v.outcome for v in others} == {Outcome.OK}
+
+
+def test_every_recovery_is_told_once_with_its_reason(impatient):
+    impatient.take_recoveries()
+    impatient.verify(trajectories(["a", "bb", "crash", "dddd", "hang"]))
+    told = impatient.take_recoveries()
+    again = [f"{what}: its samples were tried again one by one" for what in ("verification process died (exit code 7)",)]
+    assert again[0] in told and told["a worker process ended with status 7 and was replaced"] == 2, told
+    assert any("exceeded 2 s" in sentence for sentence in told), told
+    assert impatient.verify(trajectories(["abc"])) and impatient.take_recoveries() == {}
 
 
 def test_a_verifier_that_always_hangs_costs_a_few_time_limits(impatient):
@@ -126,6 +137,18 @@ def test_a_worker_killed_while_idle_is_replaced(pool):
     os.kill(int(pid), signal.SIGKILL)
     time.sleep(0.5)
     assert lengths(pool.verify(trajectories(["a", "bb", "ccc"]))) == [1.0, 2.0, 3.0]
+
+
+def test_a_worker_killed_while_idle_is_told_of(pool):
+    (verdict,) = pool.verify([trajectory("pid")])
+    pool.take_recoveries()
+    os.kill(int(verdict.rewards["length"]), signal.SIGKILL)
+    told: Counter[str] = Counter()
+    deadline = time.monotonic() + 60
+    while not told and time.monotonic() < deadline:
+        assert lengths(pool.verify(trajectories(["abc"]))) == [3.0]
+        told = pool.take_recoveries()
+    assert told == {"a worker process ended by SIGKILL and was replaced": 1}
 
 
 def test_workers_that_die_while_starting_are_an_error_and_not_a_hang():

@@ -6,6 +6,7 @@ others nor hold them up. The rest share ``rollout.env_workers`` processes.
 
 from __future__ import annotations
 
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Callable, Mapping, Sequence
 
@@ -71,6 +72,10 @@ class EnvironmentPools:
             for place, indices in parts.items():
                 answers.update(zip(indices, running[place].result()))
         return [answers[index] for index in range(len(asked))]
+
+    def take_recoveries(self) -> Counter[str]:
+        """As ``EnvironmentPool.take_recoveries``, of all pools."""
+        return sum((pool.take_recoveries() for pool in self._pools), Counter())
 
     def close(self) -> None:
         """End the workers. A ``verify`` under way in another thread raises RunError."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Protocol, Sequence
 
 from gdpo_nemo.data.records import Trajectory, Verdict
@@ -25,6 +26,10 @@ class EnvironmentExecutor(Protocol):
 
     def abandon(self, step: EpisodeStep) -> None:
         """Release what servers hold for an episode that nobody will step again."""
+        ...
+
+    def take_recoveries(self) -> Counter[str]:
+        """What was done again or replaced since the last call, a sentence each, and how often."""
         ...
 
     def close(self) -> None:

@@ -20,6 +20,7 @@ import math
 import os
 import threading
 import time
+from collections import Counter
 from concurrent.futures import Future, wait
 from concurrent.futures.process import BrokenProcessPool
 from itertools import groupby
@@ -75,6 +76,8 @@ class EnvironmentPool:
         self._lock = threading.Lock()
         self._closed = False
         self._last_progress = time.monotonic()
+        self._recovered: Counter[str] = Counter()
+        self._spawning = Spawning()
         self._pool = self._new_pool()
 
     def verify(self, trajectories: Sequence[Trajectory]) -> list[Verdict]:
@@ -116,6 +119,17 @@ class EnvironmentPool:
         if step.state and step.prompt.environment in self._remote.names:
             self._remote.abandon(step.prompt.environment, step.state)
 
+    def take_recoveries(self) -> Counter[str]:
+        """What went wrong and was done again since the last call, and how often: a sentence each."""
+        with self._lock:
+            self._note_deaths()
+            taken, self._recovered = self._recovered, Counter()
+        return taken
+
+    def _note_deaths(self) -> None:
+        """Those of workers; one that had no task would pass unseen. Under the lock."""
+        self._recovered.update(f"a worker process ended {how} and was replaced" for how in self._spawning.take_deaths())
+
     def _check_known(self, prompt: Prompt, also: Container[str] = ()) -> None:
         if prompt.environment not in self._environments and prompt.environment not in also:
             raise RunError(f"prompt {prompt.id} names the environment {prompt.environment!r}, which env does not have")
@@ -126,6 +140,8 @@ class EnvironmentPool:
         shards = _shards(asked, self._workers)
         for shard, reply in zip(shards, self._replies(task, asked, shards)):
             if isinstance(reply, str):
+                with self._lock:
+                    self._recovered[f"{reply}: its samples were tried again one by one"] += 1
                 answers.update(self._one_by_one(task, asked, shard, reply, failed))
             else:
                 answers.update(zip(shard, reply))
@@ -234,12 +250,14 @@ class EnvironmentPool:
             max_workers=self._workers,
             initializer=worker.start,
             initargs=(self._environments, os.getpid()),
-            context=Spawning(),
+            context=self._spawning,
         )
 
     def _replace(self, broken: ProcessPool) -> None:
         with self._lock:
             if self._pool is broken and not self._closed:
+                self._note_deaths()
+                self._spawning = Spawning()  # the others of the broken pool are ended here
                 self._pool = self._new_pool()
                 _end(broken)
 

@@ -8,6 +8,7 @@ level, each verifier would start the training again.
 from __future__ import annotations
 
 import contextlib
+import signal
 import sys
 import threading
 from multiprocessing.context import SpawnContext, SpawnProcess
@@ -39,6 +40,25 @@ class _Process(SpawnProcess):
 
 
 class Spawning(SpawnContext):
-    """A context for multiprocessing and pebble."""
+    """A context for multiprocessing and pebble, which knows what became of its processes."""
 
-    Process = _Process
+    def __init__(self) -> None:
+        super().__init__()
+        self._started: list[_Process] = []
+
+    def Process(self, *args: Any, **options: Any) -> _Process:  # type: ignore[override]  # noqa: N802
+        """As the class of this name, which pebble calls."""
+        process = _Process(*args, **options)
+        self._started.append(process)
+        return process
+
+    def take_deaths(self) -> list[str]:
+        """How processes ended, since the last call, that did not end with status 0; no one twice."""
+        ended = [process for process in self._started if process.pid is not None and process.exitcode is not None]
+        for process in ended:
+            self._started.remove(process)
+        return [_how(process.exitcode) for process in ended if process.exitcode]
+
+
+def _how(code: int) -> str:
+    return f"by {signal.Signals(-code).name}" if code < 0 else f"with status {code}"

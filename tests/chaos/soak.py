@@ -1,0 +1,107 @@
+"""Disturb runs of the demo for hours, and say what came of every fault.
+
+    python tests/chaos/soak.py --faults 1000 --out results/soak
+
+Runs follow each other in the variants below, with ``--per-run`` faults each, of kinds and at moments that the seed
+draws; every one is a drill (``gdpo-nemo drill``), held against an undisturbed run. ``soak.jsonl`` gets a line for each
+fault; the same command goes on where it was stopped. Status 0: nothing was lost, done twice, left behind or passed over
+in silence.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import shutil
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from gdpo_nemo.config.load import load_config
+from gdpo_nemo.drill.drilled_run import Outcome
+from gdpo_nemo.drill.exercise import Drill, by_fault, drill, is_exact
+from gdpo_nemo.drill.faults import FAULTS
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+DEMO = ("gdpo.num_prompts_per_step=4", "rollout.env_workers=2")
+VARIANTS = {
+    "synchronous": (),
+    "two steps ahead": ("rollout.max_staleness=2",),
+    "LoRA": ("policy.lora.rank=8", "policy.optimizer.lr=1e-3"),
+    "saved beside training": ("checkpointing.async_save=true",),
+    "two steps ahead, saved beside training": ("rollout.max_staleness=2", "checkpointing.async_save=true"),
+}
+RECORD = "soak.jsonl"
+
+
+def soak(
+    out: Path, faults: int, per_run: int, seed: int, overrides: list[str], patience_s: float
+) -> list[dict[str, Any]]:
+    """Go on until ``faults`` are recorded in ``out``; returns the records."""
+    out.mkdir(parents=True, exist_ok=True)
+    record = out / RECORD
+    while len(done := read(record)) < faults:
+        number = 1 + max((row["run"] for row in done), default=-1)
+        variant, changes = list(VARIANTS.items())[number % len(VARIANTS)]
+        print(f"run {number} ({variant}), {len(done)} faults so far", flush=True)
+        rows = one_run(out / f"run_{number}", variant, number, changes, overrides, per_run, seed, patience_s)
+        with open(record, "a") as file:
+            file.writelines(json.dumps(row) + "\n" for row in rows)
+        if all(row["wrong"] is None for row in rows):
+            shutil.rmtree(out / f"run_{number}")
+    return done
+
+
+def one_run(folder, variant, number, changes, overrides, per_run, seed, patience_s) -> list[dict[str, Any]]:
+    """A drill; a record for each fault, and one more for what was wrong in the end."""
+    shutil.rmtree(folder, ignore_errors=True)  # of a soak that was stopped
+    draw = random.Random(f"{seed}/{number}")
+    kinds = draw.choices(list(FAULTS.values()), k=per_run)
+    config = str(REPOSITORY / "configs" / "gdpo_tiny_cpu.yaml")
+    what = Drill(config, [*DEMO, *changes, *overrides], kinds, folder, draw.randrange(2**31), 2, patience_s)
+    exact = is_exact(load_config(config, what.changes))
+    result = drill(what, exact, lambda line: print(line, flush=True))
+    about = {"run": number, "variant": variant}
+    rows = [{**about, **outcome.record()} for outcome in result.outcomes if outcome.victim]
+    wrong = [{**about, **Outcome("the whole run", str(folder), wrong=sentence).record()} for sentence in result.wrong]
+    return rows + wrong
+
+
+def read(record: Path) -> list[dict[str, Any]]:
+    """The faults so far."""
+    return [json.loads(line) for line in record.read_text().splitlines()] if record.exists() else []
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Times, median and longest seconds to the next step by fault, and what was wrong."""
+    outcomes = [Outcome(**{key: row[key] for key in Outcome.__dataclass_fields__}) for row in rows]
+    lines = ["| fault | times | next step after, median | longest |", "|---|---|---|---|"]
+    for name, times, median, longest in by_fault(outcomes):
+        if median is not None:
+            lines.append(f"| {name} | {times} | {median:.1f} s | {longest:.1f} s |")
+    runs = Counter(row["variant"] for row in {row["run"]: row for row in rows}.values())
+    lines += ["", ", ".join(f"{count} x {variant}" for variant, count in runs.items())]
+    wrong = [row for row in rows if row["wrong"]]
+    lines += [f"run {row['run']} ({row['variant']}), {row['fault']}: {row['wrong']}" for row in wrong]
+    return "\n".join([*lines, f"{len(rows) - len(wrong)} of {len(rows)} faults as they should be"])
+
+
+def main() -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--faults", type=int, default=1000)
+    parser.add_argument("--per-run", type=int, default=25)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--patience", type=float, default=900.0, help="longest wait for a step, in seconds")
+    parser.add_argument("--out", type=Path, default=Path("results/soak"))
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    asked = parser.parse_args()
+    rows = soak(asked.out, asked.faults, asked.per_run, asked.seed, asked.overrides, asked.patience)
+    print(table(rows))
+    return 1 if any(row["wrong"] for row in rows) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,52 @@
+"""Faults of a run on purpose: each of ten kinds, with real processes; ``soak.py`` does a thousand."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from soak import DEMO, RECORD, read, soak, table
+
+from gdpo_nemo.drill.drilled_run import Outcome
+from gdpo_nemo.drill.exercise import by_fault
+from gdpo_nemo.drill.faults import FAULTS, TEN
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+def command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    drill = [sys.executable, "-m", "gdpo_nemo", "drill", *arguments]
+    return subprocess.run(drill, capture_output=True, text=True, cwd=REPOSITORY, timeout=2400)
+
+
+def test_a_run_through_ten_kinds_of_faults_is_the_undisturbed_run_bit_for_bit(tmp_path, digit_model):
+    out = tmp_path / "drill"
+    done = command(f"policy.model_name={digit_model}", *DEMO, "--out", str(out), "--steps", "2", "--patience", "900")
+    assert done.returncode == 0, (done.stdout, done.stderr)
+    found = json.loads((out / "drill.json").read_text())
+    assert [outcome["fault"] for outcome in found["outcomes"]] == list(TEN)
+    assert all(outcome["victim"] and outcome["seconds"] > 0 for outcome in found["outcomes"])
+    assert found["exact"] and found["passed"] and found["wrong"] == []
+    said = {outcome["fault"]: " ".join(outcome["said"]) for outcome in found["outcomes"]}
+    assert "SIGKILL" in said["driver-kill"] and "engine 0" in said["engine-kill"] and "worker" in said["worker-kill"]
+    assert "is damaged" in (out / "disturbed.log").read_text(), "the checkpoint that was cut short is passed over"
+    assert "bit for bit" in done.stdout and "Traceback" not in done.stdout + done.stderr
+
+
+def test_a_run_ahead_of_its_weights_accounts_for_every_prompt_after_kills(tmp_path, digit_model, monkeypatch):
+    """A soak of one run, of the second variant, with kills of every role."""
+    monkeypatch.setattr("soak.VARIANTS", {"two steps ahead": ("rollout.max_staleness=2",)})
+    kills = ("rank-kill", "engine-kill", "worker-kill", "supervisor-kill")
+    monkeypatch.setattr("soak.FAULTS", {name: FAULTS[name] for name in kills})
+    rows = soak(tmp_path, 4, 4, 5, [f"policy.model_name={digit_model}"], 900.0)
+    assert [row["wrong"] for row in rows] == [None] * 4 and len({row["fault"] for row in rows}) > 2, rows
+    assert read(tmp_path / RECORD) == rows
+    assert "4 of 4 faults as they should be" in table(rows)
+    assert not (tmp_path / "run_0").exists(), "what went well is not kept"
+
+
+def test_the_table_has_median_and_longest_of_every_fault_that_met_something():
+    outcomes = [Outcome("a", "pid", 3, seconds) for seconds in (1.0, 5.0, 2.0)] + [Outcome("b", ""), Outcome("c", "x")]
+    assert by_fault(outcomes) == [("a", 3, 2.0, 5.0), ("c", 0, None, None)]
