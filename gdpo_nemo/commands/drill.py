@@ -55,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     if arguments.list:
         for fault in FAULTS.values():
-            print(f"{fault.name:16} {fault.says}")
+            print(f"{fault.name:16} {fault.what}")
         return 0
     names = arguments.faults or TEN
     for name in names:

@@ -6,15 +6,17 @@ import contextlib
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Callable, Iterator, Sequence
+from typing import Any, BinaryIO, Callable, Iterator, Sequence
 
 import psutil
 
@@ -88,13 +90,20 @@ class DrilledRun:
         shared = tempfile.gettempdir()
         beside = {"TMPDIR": str(self._scratch), "RAY_TMPDIR": os.environ.get("RAY_TMPDIR", shared)}
         beside["TORCHINDUCTOR_CACHE_DIR"] = os.environ.get("TORCHINDUCTOR_CACHE_DIR", f"{shared}/torchinductor_drill")
-        with open(self.log, "ab") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "gdpo_nemo", "train", *self._arguments],
-                stdin=subprocess.DEVNULL, stdout=log, stderr=log, env={**os.environ, **beside},
-                start_new_session=True,  # Ctrl-C reaches the drill, which ends the run
-            )  # fmt: skip
+        # Through a pipe: a run whose files cannot grow must be able to say so, and its log is a file.
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "gdpo_nemo", "train", *self._arguments],
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env={**os.environ, **beside},
+            start_new_session=True,  # Ctrl-C reaches the drill, which ends the run
+        )  # fmt: skip
+        threading.Thread(target=self._keep_output, args=(self._process.stdout,), daemon=True).start()
         self._processes = RunProcesses(self._process.pid, self.run_dir)
+
+    def _keep_output(self, output: BinaryIO) -> None:
+        with open(self.log, "ab") as log:
+            for line in output:
+                log.write(line)
+                log.flush()
 
     @property
     def ended(self) -> int | None:
@@ -122,37 +131,43 @@ class DrilledRun:
 
     def disturb(self, fault: Fault) -> Outcome:
         """Do it, and see the run through to a new step. Raises RunError."""
-        since, step = time.time(), self.step()
+        since, begin, step = time.time(), time.monotonic(), self.step()
+        logged = self.log.stat().st_size
         victim = fault.act(Target(self.run_dir, self._processes, self._random))
         outcome = Outcome(fault.name, victim or "", step)
         if victim is None:
             return outcome
-        begin = time.monotonic()
-        while not self._until(lambda: self.step() > step, f"a step after {step}"):
-            if self.ended == 0:
-                outcome.wrong = "the run was over before it trained another step"
-                return outcome
+        if fault.ends:
+            self._until(lambda: False, f"its end after {fault.name}")
             self._start_again(fault, outcome)
-            if outcome.wrong:
-                return outcome
+        while not outcome.wrong and not self._until(lambda: self.step() > step, f"a step after {step}"):
+            self._start_again(fault, outcome)
+        if outcome.wrong:
+            return outcome
         outcome.seconds = time.monotonic() - begin
-        if not (fault.silent or fault.ends):
+        if fault.says:
             # What is found out during a step is said at its end, and what is found idle at its next use.
-            self._until(lambda: bool(self._said(since)) or self.step() > step + _SOON, "a word of it")
-            if not self._said(since):
-                outcome.wrong = "the run said nothing of it"
-        outcome.said = self._said(since)
+            self._until(lambda: bool(self._said(fault, since, logged)) or self.step() > step + _SOON, "a word of it")
+            outcome.said = self._said(fault, since, logged)
+            outcome.wrong = None if outcome.said else f"the run said nothing of it; see {self.log}"
         return outcome
 
-    def _said(self, since: float) -> list[str]:
-        alerts = read_alerts(self.run_dir)
-        return [alert["text"] for alert in alerts if alert.get("level") == "ALERT" and alert.get("time", 0.0) >= since]
+    def _said(self, fault: Fault, since: float, logged: int) -> list[str]:
+        """Alerts, and the last words of attempts, that name what happened."""
+        alerts = [alert["text"] for alert in read_alerts(self.run_dir) if alert.get("time", 0.0) >= since]
+        with open(self.log, "rb") as log:
+            log.seek(logged)
+            lines = log.read().decode(errors="replace").splitlines()
+        errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+        return [text for text in [*alerts, *errors] if fault.says and re.search(fault.says, text)]
 
     def _start_again(self, fault: Fault, outcome: Outcome) -> None:
         """As a user would, who has read why it ended."""
         outcome.starts += 1
         status = self.ended
-        if not fault.ends:
+        if status == 0:
+            outcome.wrong = "the run was over before it trained another step"
+        elif not fault.ends:
             outcome.wrong = f"the run ended with status {status} instead of going on; see {self.log}"
         elif outcome.starts > _STARTS:
             outcome.wrong = f"the run was started {_STARTS} times and ended with status {status}; see {self.log}"

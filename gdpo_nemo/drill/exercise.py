@@ -41,6 +41,18 @@ class Drill:
     seed: int = 0
     between: int = BETWEEN
     patience_s: float = 1800.0
+    compared: Path | None = None
+    """Folder of the undisturbed run, which is not done again where it is there; None: in ``out``."""
+
+    @property
+    def undisturbed(self) -> Path:
+        """Folder of the run in peace."""
+        return (self.compared or self.out / "undisturbed").absolute()
+
+    @property
+    def disturbed(self) -> Path:
+        """Folder of the other one."""
+        return (self.out / "disturbed").absolute()
 
     @property
     def changes(self) -> list[str]:
@@ -49,9 +61,8 @@ class Drill:
         steps = (self.between + _FURTHER) * (len(self.faults) + 1)
         return [*self.overrides, *_OWN, f"gdpo.max_num_steps={steps}"]
 
-    def run(self, name: str) -> DrilledRun:
+    def run(self, run_dir: Path) -> DrilledRun:
         """One of the two runs, not started."""
-        run_dir = (self.out / name).absolute()
         arguments = ["--config", self.config, *self.changes, f"run.dir={run_dir}"]
         return DrilledRun(run_dir, arguments, self.patience_s, self.seed)
 
@@ -93,8 +104,10 @@ def drill(what: Drill, exact: bool, tell: Callable[[str], None]) -> Result:
         RunError: the undisturbed run failed, or a step took longer than ``patience_s``.
     """
     result = Result(exact=exact)
-    _undisturbed(what, result, tell)
-    run = what.run("disturbed")
+    if not (what.undisturbed / "model").is_dir():
+        _undisturbed(what, result, tell)
+    result.steps = max(trained(what.undisturbed))
+    run = what.run(what.disturbed)
     begin = time.monotonic()
     try:
         run.start()
@@ -108,7 +121,7 @@ def drill(what: Drill, exact: bool, tell: Callable[[str], None]) -> Result:
         if status:
             result.wrong.append(f"the disturbed run ended with status {status}; see {run.log}")
         else:
-            result.wrong += _compared(what.out, exact)
+            result.wrong += _compared(what, exact)
         result.wrong += [f"left behind: {name}" for name in run.left_behind()]
     finally:
         run.close()
@@ -116,7 +129,7 @@ def drill(what: Drill, exact: bool, tell: Callable[[str], None]) -> Result:
 
 
 def _undisturbed(what: Drill, result: Result, tell: Callable[[str], None]) -> None:
-    run = what.run("undisturbed")
+    run = what.run(what.undisturbed)
     begin = time.monotonic()
     tell("an undisturbed run, to compare with")
     try:
@@ -126,8 +139,7 @@ def _undisturbed(what: Drill, result: Result, tell: Callable[[str], None]) -> No
     finally:
         run.close()
     result.seconds["undisturbed"] = time.monotonic() - begin
-    result.steps = run.step()
-    tell(f"{result.steps} steps in {result.seconds['undisturbed']:.0f} s; now the same, disturbed")
+    tell(f"{run.step()} steps in {result.seconds['undisturbed']:.0f} s; now the same, disturbed")
 
 
 def _one(run: DrilledRun, fault: Fault, number: int, between: int, tell: Callable[[str], None]) -> Outcome:
@@ -153,12 +165,19 @@ def describe(outcome: Outcome) -> str:
     return f"{outcome.fault} ({outcome.victim}) {after}: next step {outcome.seconds:.1f} s later{again}{said}"
 
 
-def _compared(out: Path, exact: bool) -> list[str]:
+def _compared(what: Drill, exact: bool) -> list[str]:
     """What the disturbed run lost, did twice, or did otherwise."""
-    found = audit_run(out / "disturbed")
+    found = audit_run(what.disturbed)
     if not exact:
         return found
-    before, now = trained(out / "undisturbed"), trained(out / "disturbed")
+    found += differing_steps(what.undisturbed, what.disturbed)[:_MOST_SENTENCES]
+    return found + differences(what.undisturbed / "model", what.disturbed / "model")[:1]
+
+
+def differing_steps(undisturbed: Path, disturbed: Path) -> list[str]:
+    """A sentence for each step that only one of two runs has, or of which loss or gradient are not the same."""
+    before, now = trained(undisturbed), trained(disturbed)
+    found = []
     for step in sorted(before.keys() | now.keys()):
         if step not in before or step not in now:
             found.append(f"step {step} is in one of the two runs only")
@@ -168,7 +187,7 @@ def _compared(out: Path, exact: bool) -> list[str]:
             for key in COMPARED
             if now[step].get(key) != before[step].get(key)
         ]
-    return [*found[:_MOST_SENTENCES], *differences(out / "undisturbed" / "model", out / "disturbed" / "model")[:1]]
+    return found
 
 
 def by_fault(outcomes: Iterable[Outcome]) -> list[tuple[str, int, float | None, float | None]]:

@@ -48,14 +48,15 @@ class Fault:
     """A kind of fault."""
 
     name: str
-    says: str
+    what: str
     """What is done, for people."""
     act: Callable[[Target], str | None]
     """Does it and returns to what it was done; None: there is nothing of the kind in this run."""
+    says: str | None
+    """What the run has to say, a regular expression; None: nothing, because what was disturbed goes on by itself, or
+    nobody is left to speak."""
     ends: bool = False
     """Whether the run ends, as it should, and has to be started again by whoever started it."""
-    silent: bool = False
-    """Whether the run has nothing to say of it: what was disturbed goes on by itself, or nobody is left to speak."""
 
 
 def _signalled(role: str, number: int) -> Callable[[Target], str | None]:
@@ -136,28 +137,32 @@ def _torn_lines(run_dir: Path) -> str:
     return f"{metrics.FILE}, {journal.FILE}"
 
 
+_KILLED = "was killed by SIGKILL; the run is started again"
+_DIED = "a worker process died"
+
 FAULTS = {
     fault.name: fault
     for fault in (
-        Fault("driver-kill", "the process that trains is killed", _signalled(DRIVER, signal.SIGKILL)),
-        Fault("rank-kill", "a policy rank is killed", _signalled(RANK, signal.SIGKILL)),
-        Fault("engine-kill", "an engine's actor is killed", _signalled(ENGINE, signal.SIGKILL)),
-        Fault("worker-kill", "an environment worker is killed", _signalled(WORKER, signal.SIGKILL)),
-        Fault("raylet-kill", "Ray's raylet is killed", _signalled(RAYLET, signal.SIGKILL)),
-        Fault("gcs-kill", "Ray's GCS is killed", _signalled(GCS, signal.SIGKILL)),
-        Fault("engine-pause", f"an engine stands still for {PAUSE_S:.0f} s", _paused(ENGINE), silent=True),
-        Fault("torn-checkpoint", "killed, and the newest checkpoint is cut short", _after_death(_cut_checkpoint)),
-        Fault("no-space", "no file of the driver can grow", _no_space, ends=True),
-        Fault("terminate", "SIGTERM, as from a scheduler", _signalled(SUPERVISOR, signal.SIGTERM), ends=True),
-        Fault("vllm-kill", "vLLM's own process is killed", _signalled(ENGINE_CORE, signal.SIGKILL)),
+        Fault("driver-kill", "the process that trains is killed", _signalled(DRIVER, signal.SIGKILL), _KILLED),
+        Fault("rank-kill", "a policy rank is killed", _signalled(RANK, signal.SIGKILL), _DIED),
+        Fault("engine-kill", "an engine's actor is killed", _signalled(ENGINE, signal.SIGKILL), r"^engine \d+: "),
+        Fault("worker-kill", "an environment worker is killed", _signalled(WORKER, signal.SIGKILL), "^environments: "),
+        Fault("raylet-kill", "Ray's raylet is killed", _signalled(RAYLET, signal.SIGKILL), "Ray's raylet|" + _DIED),
+        Fault("gcs-kill", "Ray's GCS is killed", _signalled(GCS, signal.SIGKILL), "Ray's gcs_server|" + _DIED),
+        Fault("engine-pause", f"an engine stands still for {PAUSE_S:.0f} s", _paused(ENGINE), None),
+        Fault("torn-checkpoint", "killed, and the newest checkpoint is cut short", _after_death(_cut_checkpoint),
+              "is damaged"),
+        Fault("no-space", "no file of the driver can grow", _no_space, "could not be written|cannot be written", True),
+        Fault("terminate", "SIGTERM, as from a scheduler", _signalled(SUPERVISOR, signal.SIGTERM), None, True),
+        Fault("vllm-kill", "vLLM's own process is killed", _signalled(ENGINE_CORE, signal.SIGKILL), r"^engine \d+: "),
         Fault("supervisor-kill", "the process that was started is killed", _signalled(SUPERVISOR, signal.SIGKILL),
-              ends=True, silent=True),
-        Fault("reaper-kill", "what would clean up is killed", _signalled(REAPER, signal.SIGKILL), silent=True),
-        Fault("driver-pause", f"the driver stands still for {PAUSE_S:.0f} s", _paused(DRIVER), silent=True),
-        Fault("rank-pause", f"a policy rank stands still for {PAUSE_S:.0f} s", _paused(RANK), silent=True),
-        Fault("worker-pause", f"a worker stands still for {PAUSE_S:.0f} s", _paused(WORKER), silent=True),
-        Fault("lost-checkpoint", "killed, and the newest checkpoint is gone", _after_death(_lost_checkpoint)),
-        Fault("torn-lines", "killed, and the last lines are torn", _after_death(_torn_lines)),
+              None, True),
+        Fault("reaper-kill", "what would clean up is killed", _signalled(REAPER, signal.SIGKILL), None),
+        Fault("driver-pause", f"the driver stands still for {PAUSE_S:.0f} s", _paused(DRIVER), None),
+        Fault("rank-pause", f"a policy rank stands still for {PAUSE_S:.0f} s", _paused(RANK), None),
+        Fault("worker-pause", f"a worker stands still for {PAUSE_S:.0f} s", _paused(WORKER), None),
+        Fault("lost-checkpoint", "killed, and the newest checkpoint is gone", _after_death(_lost_checkpoint), _KILLED),
+        Fault("torn-lines", "killed, and the last lines are torn", _after_death(_torn_lines), _KILLED),
     )
 }  # fmt: skip
 TEN = tuple(FAULTS)[:10]

@@ -60,7 +60,10 @@ def one_run(folder, variant, number, changes, overrides, per_run, seed, patience
     draw = random.Random(f"{seed}/{number}")
     kinds = draw.choices(list(FAULTS.values()), k=per_run)
     config = str(REPOSITORY / "configs" / "gdpo_tiny_cpu.yaml")
-    what = Drill(config, [*DEMO, *changes, *overrides], kinds, folder, draw.randrange(2**31), 2, patience_s)
+    what = Drill(
+        config, [*DEMO, *changes, *overrides], kinds, folder, draw.randrange(2**31), 2, patience_s,
+        folder.with_name(f"undisturbed_{'_'.join(variant.split())}_{per_run}"),
+    )  # fmt: skip
     exact = is_exact(load_config(config, what.changes))
     result = drill(what, exact, lambda line: print(line, flush=True))
     about = {"run": number, "variant": variant}
