@@ -21,8 +21,8 @@ from typing import Any, BinaryIO, Callable, Iterator, Sequence
 import psutil
 
 from gdpo_nemo.cluster.reaper import shared_memory
-from gdpo_nemo.drill.faults import Fault, Target
-from gdpo_nemo.drill.run_processes import RunProcesses
+from gdpo_nemo.drill.faults import Fault, Target, Then
+from gdpo_nemo.drill.run_processes import DRIVER, RunProcesses
 from gdpo_nemo.errors import RunError
 from gdpo_nemo.observe.alerts import read_alerts
 from gdpo_nemo.observe.metrics import FILE, read_metrics
@@ -51,7 +51,7 @@ class Outcome:
     step: int = 0
     """The last one that was trained before."""
     seconds: float | None = None
-    """From the fault to the end of a step that had not been trained before; None: none came."""
+    """From the fault to the end of a step that had not been trained before, by what follows it; None: none came."""
     starts: int = 0
     """Times that the run was started again by hand."""
     said: list[str] = field(default_factory=list)
@@ -80,6 +80,7 @@ class DrilledRun:
         self._random = random.Random(seed)
         self._seen: dict[int, float] = {}
         self._listed = 0.0
+        self._furthest = 0
         self._shared_before = _shared()
         # What the run writes beside its folder comes here, but for Ray's sockets, whose path must be short, and caches.
         self._scratch = Path(tempfile.mkdtemp(prefix="drill"))
@@ -92,12 +93,15 @@ class DrilledRun:
         beside["TORCHINDUCTOR_CACHE_DIR"] = os.environ.get("TORCHINDUCTOR_CACHE_DIR", f"{shared}/torchinductor_drill")
         # Through a pipe: a run whose files cannot grow must be able to say so, and its log is a file.
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "gdpo_nemo", "train", *self._arguments],
+            self._command(),
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env={**os.environ, **beside},
             start_new_session=True,  # Ctrl-C reaches the drill, which ends the run
         )  # fmt: skip
         threading.Thread(target=self._keep_output, args=(self._process.stdout,), daemon=True).start()
         self._processes = RunProcesses(self._process.pid, self.run_dir)
+
+    def _command(self) -> list[str]:
+        return [sys.executable, "-m", "gdpo_nemo", "train", *self._arguments]
 
     def _keep_output(self, output: BinaryIO) -> None:
         with open(self.log, "ab") as log:
@@ -133,21 +137,28 @@ class DrilledRun:
         """Do it, and see the run through to a new step. Raises RunError."""
         since, begin, step = time.time(), time.monotonic(), self.step()
         logged = self.log.stat().st_size
+        driver = self._processes.of(DRIVER)
         victim = fault.act(Target(self.run_dir, self._processes, self._random))
         outcome = Outcome(fault.name, victim or "", step)
         if victim is None:
             return outcome
-        if fault.ends:
+        # Steps that were under way may yet end.
+        if fault.then is Then.RESTARTS:
+            self._until(lambda: self._processes.of(DRIVER) not in ([], driver), f"a restart after {fault.name}")
+        elif fault.then is Then.ENDS:
             self._until(lambda: False, f"its end after {fault.name}")
             self._start_again(fault, outcome)
-        while not outcome.wrong and not self._until(lambda: self.step() > step, f"a step after {step}"):
+        furthest = max(step, self._furthest)
+        while not outcome.wrong and not self._until(lambda: self.step() > furthest, f"a step after {furthest}"):
             self._start_again(fault, outcome)
         if outcome.wrong:
             return outcome
         outcome.seconds = time.monotonic() - begin
         if fault.says:
             # What is found out during a step is said at its end, and what is found idle at its next use.
-            self._until(lambda: bool(self._said(fault, since, logged)) or self.step() > step + _SOON, "a word of it")
+            self._until(
+                lambda: bool(self._said(fault, since, logged)) or self.step() > furthest + _SOON, "a word of it"
+            )
             outcome.said = self._said(fault, since, logged)
             outcome.wrong = None if outcome.said else f"the run said nothing of it; see {self.log}"
         return outcome
@@ -167,7 +178,7 @@ class DrilledRun:
         status = self.ended
         if status == 0:
             outcome.wrong = "the run was over before it trained another step"
-        elif not fault.ends:
+        elif fault.then is not Then.ENDS:
             outcome.wrong = f"the run ended with status {status} instead of going on; see {self.log}"
         elif outcome.starts > _STARTS:
             outcome.wrong = f"the run was started {_STARTS} times and ended with status {status}; see {self.log}"
@@ -179,6 +190,7 @@ class DrilledRun:
     def _until(self, good: Callable[[], bool], what: str) -> bool:
         deadline = time.monotonic() + self._patience_s
         while not good():
+            self._furthest = max(self._furthest, self.step())
             if self.ended is not None:
                 return good()
             if time.monotonic() > deadline:

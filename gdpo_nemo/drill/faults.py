@@ -10,6 +10,7 @@ import shutil
 import signal
 import time
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import Callable
 
@@ -43,6 +44,16 @@ class Target:
     """Draws the process, where there are several of a role."""
 
 
+class Then(StrEnum):
+    """What becomes of the run."""
+
+    GOES_ON = "goes on"
+    RESTARTS = "restarts"
+    """Its supervisor starts it again."""
+    ENDS = "ends"
+    """It has to be started again by whoever started it."""
+
+
 @dataclass(frozen=True)
 class Fault:
     """A kind of fault."""
@@ -55,8 +66,7 @@ class Fault:
     says: str | None
     """What the run has to say, a regular expression; None: nothing, because what was disturbed goes on by itself, or
     nobody is left to speak."""
-    ends: bool = False
-    """Whether the run ends, as it should, and has to be started again by whoever started it."""
+    then: Then = Then.GOES_ON
 
 
 def _signalled(role: str, number: int) -> Callable[[Target], str | None]:
@@ -143,26 +153,31 @@ _DIED = "a worker process died"
 FAULTS = {
     fault.name: fault
     for fault in (
-        Fault("driver-kill", "the process that trains is killed", _signalled(DRIVER, signal.SIGKILL), _KILLED),
-        Fault("rank-kill", "a policy rank is killed", _signalled(RANK, signal.SIGKILL), _DIED),
+        Fault("driver-kill", "the process that trains is killed", _signalled(DRIVER, signal.SIGKILL), _KILLED,
+              Then.RESTARTS),
+        Fault("rank-kill", "a policy rank is killed", _signalled(RANK, signal.SIGKILL), _DIED, Then.RESTARTS),
         Fault("engine-kill", "an engine's actor is killed", _signalled(ENGINE, signal.SIGKILL), r"^engine \d+: "),
         Fault("worker-kill", "an environment worker is killed", _signalled(WORKER, signal.SIGKILL), "^environments: "),
-        Fault("raylet-kill", "Ray's raylet is killed", _signalled(RAYLET, signal.SIGKILL), "Ray's raylet|" + _DIED),
-        Fault("gcs-kill", "Ray's GCS is killed", _signalled(GCS, signal.SIGKILL), "Ray's gcs_server|" + _DIED),
+        Fault("raylet-kill", "Ray's raylet is killed", _signalled(RAYLET, signal.SIGKILL), "Ray's raylet|" + _DIED,
+              Then.RESTARTS),
+        Fault("gcs-kill", "Ray's GCS is killed", _signalled(GCS, signal.SIGKILL), "Ray's gcs_server|" + _DIED,
+              Then.RESTARTS),
         Fault("engine-pause", f"an engine stands still for {PAUSE_S:.0f} s", _paused(ENGINE), None),
         Fault("torn-checkpoint", "killed, and the newest checkpoint is cut short", _after_death(_cut_checkpoint),
-              "is damaged"),
-        Fault("no-space", "no file of the driver can grow", _no_space, "could not be written|cannot be written", True),
-        Fault("terminate", "SIGTERM, as from a scheduler", _signalled(SUPERVISOR, signal.SIGTERM), None, True),
+              "is damaged", Then.RESTARTS),
+        Fault("no-space", "no file of the driver can grow", _no_space, "could not be written|cannot be written",
+              Then.ENDS),
+        Fault("terminate", "SIGTERM, as from a scheduler", _signalled(SUPERVISOR, signal.SIGTERM), None, Then.ENDS),
         Fault("vllm-kill", "vLLM's own process is killed", _signalled(ENGINE_CORE, signal.SIGKILL), r"^engine \d+: "),
         Fault("supervisor-kill", "the process that was started is killed", _signalled(SUPERVISOR, signal.SIGKILL),
-              None, True),
+              None, Then.ENDS),
         Fault("reaper-kill", "what would clean up is killed", _signalled(REAPER, signal.SIGKILL), None),
         Fault("driver-pause", f"the driver stands still for {PAUSE_S:.0f} s", _paused(DRIVER), None),
         Fault("rank-pause", f"a policy rank stands still for {PAUSE_S:.0f} s", _paused(RANK), None),
         Fault("worker-pause", f"a worker stands still for {PAUSE_S:.0f} s", _paused(WORKER), None),
-        Fault("lost-checkpoint", "killed, and the newest checkpoint is gone", _after_death(_lost_checkpoint), _KILLED),
-        Fault("torn-lines", "killed, and the last lines are torn", _after_death(_torn_lines), _KILLED),
+        Fault("lost-checkpoint", "killed, and the newest checkpoint is gone", _after_death(_lost_checkpoint), _KILLED,
+              Then.RESTARTS),
+        Fault("torn-lines", "killed, and the last lines are torn", _after_death(_torn_lines), _KILLED, Then.RESTARTS),
     )
 }  # fmt: skip
 TEN = tuple(FAULTS)[:10]

@@ -1,0 +1,179 @@
+"""What a drill must notice: programs that write metrics as a run does, and misbehave, in the place of runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import textwrap
+from pathlib import Path
+
+import psutil
+import pytest
+
+from gdpo_nemo.config.load import load_config
+from gdpo_nemo.drill.drilled_run import DrilledRun
+from gdpo_nemo.drill.exercise import Drill, differing_steps, is_exact
+from gdpo_nemo.drill.faults import FAULTS, Fault, Then
+from gdpo_nemo.drill.run_processes import DRIVER
+from gdpo_nemo.errors import RunError
+
+PROGRAM = """
+import json, os, pathlib, signal, subprocess, sys, time
+run_dir = pathlib.Path(sys.argv[1])
+run_dir.mkdir(exist_ok=True)
+status = dict(driver=os.getpid(), roles={}, host="here")
+(run_dir / "status.json").write_text(json.dumps(status))
+
+def row(step):
+    with open(run_dir / "metrics.jsonl", "a") as file:
+        file.write(json.dumps({"step": step, "loss": 0.5, "time/step": 0.01}) + "\\n")
+
+def alert(text):
+    with open(run_dir / "alerts.jsonl", "a") as file:
+        file.write(json.dumps({"time": time.time(), "step": 0, "level": "ALERT", "text": text}) + "\\n")
+
+def steps(first, last):
+    for step in range(first, last + 1):
+        row(step)
+        time.sleep(0.1)
+"""
+
+
+class Program(DrilledRun):
+    """A program in the place of a run."""
+
+    def __init__(self, folder: Path, lines: str, patience_s: float = 60.0):
+        super().__init__(folder / "run", [], patience_s)
+        self._lines = PROGRAM + textwrap.dedent(lines)
+
+    def _command(self) -> list[str]:
+        return [sys.executable, "-c", self._lines, str(self.run_dir)]
+
+
+@pytest.fixture
+def program(tmp_path):
+    made = []
+
+    def start(lines: str, **options) -> Program:
+        made.append(Program(tmp_path, lines, **options))
+        made[-1].start()
+        assert made[-1].wait_for(1)
+        return made[-1]
+
+    yield start
+    for run in made:
+        run.close()
+
+
+def poke(then: Then = Then.GOES_ON, says: str | None = None, number: int = signal.SIGUSR1) -> Fault:
+    def act(target) -> str:
+        (pid,) = target.processes.of(DRIVER)
+        os.kill(pid, number)
+        return f"driver {pid}"
+
+    return Fault("poke", "a signal", act, says, then)
+
+
+HEARS = "signal.signal(signal.SIGUSR1, lambda *_: alert('engine 3: it died'))\n"
+
+
+def test_what_the_run_says_has_to_name_the_fault(program):
+    run = program(HEARS + "steps(1, 600)")
+    good = run.disturb(poke(says=r"^engine \d+: "))
+    assert good.wrong is None and good.said == ["engine 3: it died"] and good.seconds < 30
+    other = run.disturb(poke(says="^environments: "))
+    assert "said nothing of it" in other.wrong and other.said == []
+
+
+def test_a_run_that_ends_where_it_should_go_on_is_told(program):
+    run = program("signal.signal(signal.SIGUSR1, lambda *_: sys.exit(3)); steps(1, 600)")
+    assert "ended with status 3 instead of going on" in run.disturb(poke()).wrong
+
+
+def test_a_run_that_trains_no_further_step_is_given_up(program):
+    run = program("steps(1, 1); time.sleep(600)", patience_s=2.0)
+    with pytest.raises(RunError, match="a step after 1 did not come in 2 s"):
+        run.disturb(poke(number=0))
+
+
+def test_a_run_that_is_over_before_it_recovered_is_told(program):
+    run = program(HEARS + "steps(1, 1); time.sleep(1); os._exit(0)")
+    assert "over before it trained another step" in run.disturb(poke()).wrong
+
+
+def test_the_time_of_a_restart_is_to_a_step_of_the_next_process_that_none_before_has_trained(program):
+    """Steps under way when it happens do not count, nor do those that are trained again."""
+    run = program(
+        """
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+        steps(1, 8)
+        if os.fork() == 0:
+            time.sleep(1)
+            status["driver"] = os.getpid()
+            (run_dir / "status.json").write_text(json.dumps(status))
+            alert("killed by SIGKILL")
+            steps(5, 8)
+            time.sleep(1)
+            steps(9, 9)
+            time.sleep(600)
+        time.sleep(600)
+        """
+    )
+    outcome = run.disturb(poke(Then.RESTARTS, "SIGKILL"))
+    assert outcome.wrong is None and outcome.seconds > 2.4, outcome
+
+
+def test_processes_shared_memory_and_files_that_stay_are_told(program, monkeypatch):
+    monkeypatch.setattr("gdpo_nemo.drill.drilled_run._GONE_S", 1.0)
+    name = f"gdpo_nemo_test_{os.getpid()}"
+    run = program(
+        f"""
+        import tempfile
+        daemon = subprocess.Popen(["sleep", "600"], start_new_session=True)
+        (run_dir / "daemon").write_text(str(daemon.pid))
+        open("/dev/shm/{name}", "w").close()
+        tempfile.mkdtemp(prefix="stays")
+        steps(1, 30)
+        """
+    )
+    try:
+        assert run.finish() == 0
+        found = " ".join(run.left_behind())
+        assert "(sleep)" in found and name in found and "/stays" in found, found
+    finally:
+        os.unlink(f"/dev/shm/{name}")
+        psutil.Process(int((run.run_dir / "daemon").read_text())).kill()
+
+
+def test_runs_are_equal_where_every_step_has_the_same_loss_and_gradient(tmp_path):
+    def run(name: str, rows: list[tuple[int, float, float]]) -> Path:
+        (tmp_path / name).mkdir()
+        lines = [json.dumps({"step": step, "loss": loss, "grad_norm": norm}) for step, loss, norm in rows]
+        (tmp_path / name / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines))
+        return tmp_path / name
+
+    one = run("one", [(1, 0.5, 1.0), (2, 0.25, 2.0)])
+    assert differing_steps(one, run("same", [(1, 0.5, 1.0), (2, 0.25, 2.0)])) == []
+    assert differing_steps(one, run("loss", [(1, 0.5, 1.0), (2, 0.26, 2.0)])) == [
+        "step 2: loss is 0.26, undisturbed 0.25"
+    ]
+    assert differing_steps(one, run("norm", [(1, 0.5, 1.5), (2, 0.25, 2.0)])) == [
+        "step 1: grad_norm is 1.5, undisturbed 1.0"
+    ]
+    assert differing_steps(one, run("lost", [(1, 0.5, 1.0)])) == ["step 2 is in one of the two runs only"]
+
+
+def test_a_drill_stays_one_whatever_the_user_overrides():
+    what = Drill("c", ["run.max_restarts=0", "checkpointing.enabled=false"], [FAULTS["rank-kill"]], Path("out"))
+    config = load_config(None, what.changes)
+    assert config.run.max_restarts > 0 and config.checkpointing.enabled and config.checkpointing.save_period == 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "exact"),
+    [([], True), (["rollout.max_staleness=1"], False), (["cluster.gpus_per_node=1"], False)],
+)
+def test_bits_are_compared_where_they_can_be_equal(changes, exact):
+    assert is_exact(load_config(None, changes)) is exact
