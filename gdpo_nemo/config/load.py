@@ -150,8 +150,8 @@ def recorded(config: Config) -> dict[str, Any]:
 
 
 def _masked(node: Any) -> Any:
-    if isinstance(node, dict):
-        return {key: _masked(value) for key, value in node.items()}
+    if isinstance(node, dict):  # YAML 1.1 has read the key `on` of a condition as true
+        return {"on" if key is True else key: _masked(value) for key, value in node.items()}
     if isinstance(node, list):
         return [_masked(value) for value in node]
     return _PASSWORD.sub(r"\1:***@", node) if isinstance(node, str) else node

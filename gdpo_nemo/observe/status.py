@@ -30,6 +30,8 @@ class StatusFile:
     def __init__(self, run_dir: Path, describe: Callable[[], dict[str, Any]]):
         self._file = run_dir / FILE
         self._describe = describe
+        for torn in run_dir.glob(f"{self._file.stem}.[0-9a]*"):  # of a process that was killed while it wrote
+            torn.unlink(missing_ok=True)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._renew, name="status", daemon=True)
         self._thread.start()

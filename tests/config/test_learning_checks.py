@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from gdpo_nemo.config.load import load_config
+from gdpo_nemo.config.load import load_config, to_yaml
 from gdpo_nemo.errors import ConfigError
 from gdpo_nemo.validation import validate
 
@@ -208,3 +208,13 @@ def test_a_dry_run_that_uses_every_check_imports_no_torch(minimal):
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     result = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
+
+
+def test_the_key_of_a_condition_is_kept_as_it_was_written(tmp_path):
+    """YAML 1.1 reads a bare ``on`` as true, which nobody would know for it."""
+    config = load_config(None, [f"gdpo.shaping=[{CONDITION}]"])
+    (tmp_path / "kept.yaml").write_text(to_yaml(config))
+    assert "on: correctness" in to_yaml(config).replace("'", "") and "true: correctness" not in to_yaml(config)
+    again = load_config(tmp_path / "kept.yaml")
+    validate(again)
+    assert to_yaml(again) == to_yaml(config)

@@ -77,6 +77,13 @@ def test_the_status_file_tells_of_waits_while_they_last(tmp_path):
     assert ended["waits"] == [] and ended["outcome"] == "complete" and ended["step"] == 5
 
 
+def test_what_a_killed_writer_left_beside_the_status_is_removed(tmp_path):
+    for name in ("status.1398", "status.amended", "status.txt"):
+        (tmp_path / name).write_text("{")
+    StatusFile(tmp_path, lambda: {"step": 5}).close("complete")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["status.json", "status.txt"]
+
+
 def test_stacks_of_live_processes_show_where_they_are_and_stopped_ones_are_known(tmp_path):
     code = "import time\ndef dawdle():\n    time.sleep(60)\ndawdle()\n"
     (tmp_path / "dawdler.py").write_text(code)
