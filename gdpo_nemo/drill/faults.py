@@ -175,6 +175,11 @@ FAULTS = {
         Fault("driver-pause", f"the driver stands still for {PAUSE_S:.0f} s", _paused(DRIVER), None),
         Fault("rank-pause", f"a policy rank stands still for {PAUSE_S:.0f} s", _paused(RANK), None),
         Fault("worker-pause", f"a worker stands still for {PAUSE_S:.0f} s", _paused(WORKER), None),
+        Fault("engine-stop", "an engine stands still for good", _signalled(ENGINE, signal.SIGSTOP), r"^engine \d+: "),
+        # One that had no task is not missed: the others take what comes.
+        Fault("worker-stop", "a worker stands still for good", _signalled(WORKER, signal.SIGSTOP), None),
+        Fault("rank-stop", "a policy rank stands still for good", _signalled(RANK, signal.SIGSTOP), "policy rank",
+              Then.RESTARTS),
         Fault("lost-checkpoint", "killed, and the newest checkpoint is gone", _after_death(_lost_checkpoint), _KILLED,
               Then.RESTARTS),
         Fault("torn-lines", "killed, and the last lines are torn", _after_death(_torn_lines), _KILLED, Then.RESTARTS),
@@ -182,3 +187,5 @@ FAULTS = {
 }  # fmt: skip
 TEN = tuple(FAULTS)[:10]
 """Those of a drill, unless others are asked for."""
+SLOW = ("engine-stop", "worker-stop", "rank-stop")
+"""Those that a deadline finds out, after minutes. That of the ranks is learnt from three updates of the same start."""

@@ -40,6 +40,7 @@ def test_a_run_ahead_of_its_weights_accounts_for_every_prompt_after_kills(tmp_pa
     monkeypatch.setattr("soak.VARIANTS", {"two steps ahead": ("rollout.max_staleness=2",)})
     kills = ("rank-kill", "engine-kill", "worker-kill", "supervisor-kill")
     monkeypatch.setattr("soak.FAULTS", {name: FAULTS[name] for name in kills})
+    monkeypatch.setattr("soak.SLOW", ("supervisor-kill",))
     rows = soak(tmp_path, 4, 4, 5, [f"policy.model_name={digit_model}"], 900.0)
     assert [row["wrong"] for row in rows] == [None] * 4 and len({row["fault"] for row in rows}) > 2, rows
     assert read(tmp_path / RECORD) == rows

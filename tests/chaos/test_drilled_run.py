@@ -13,8 +13,8 @@ import psutil
 import pytest
 
 from gdpo_nemo.config.load import load_config
-from gdpo_nemo.drill.drilled_run import DrilledRun
-from gdpo_nemo.drill.exercise import Drill, differing_steps, is_exact
+from gdpo_nemo.drill.drilled_run import DrilledRun, Outcome
+from gdpo_nemo.drill.exercise import Drill, Result, differing_steps, is_exact
 from gdpo_nemo.drill.faults import FAULTS, Fault, Then
 from gdpo_nemo.drill.run_processes import DRIVER
 from gdpo_nemo.errors import RunError
@@ -85,6 +85,8 @@ def test_what_the_run_says_has_to_name_the_fault(program):
     assert good.wrong is None and good.said == ["engine 3: it died"] and good.seconds < 30
     other = run.disturb(poke(says="^environments: "))
     assert "said nothing of it" in other.wrong and other.said == []
+    again = run.disturb(poke(says=r"^engine \d+: ", number=0))
+    assert "said nothing of it" in again.wrong, "what was said of the fault before is not said of this one"
 
 
 def test_a_run_that_ends_where_it_should_go_on_is_told(program):
@@ -163,6 +165,12 @@ def test_runs_are_equal_where_every_step_has_the_same_loss_and_gradient(tmp_path
         "step 1: grad_norm is 1.5, undisturbed 1.0"
     ]
     assert differing_steps(one, run("lost", [(1, 0.5, 1.0)])) == ["step 2 is in one of the two runs only"]
+
+
+def test_a_drill_passes_where_nothing_is_wrong_with_any_fault_and_with_the_whole():
+    good, bad = Outcome("a", "x"), Outcome("b", "x", wrong="lost")
+    assert Result([good]).passed
+    assert not Result([good, bad]).passed and not Result([good], wrong=["step 3 is lost"]).passed
 
 
 def test_a_drill_stays_one_whatever_the_user_overrides():
