@@ -45,6 +45,7 @@ _SET_DEATH_SIGNAL = 1
 _ADOPT_ORPHANS = 36
 """PR_SET_PDEATHSIG and PR_SET_CHILD_SUBREAPER of <linux/prctl.h>."""
 _RECORD_LIMIT = 1 << 16
+_SERVERS = ("raylet", "gcs_server")
 
 
 @dataclass(frozen=True)
@@ -159,6 +160,8 @@ class _Child:
         self._mask = mask
         self.asked = 0
         """The last signal that was passed on."""
+        self._servers: list[str] = []
+        """What is known of Ray's servers that were dead when it ended."""
 
     @classmethod
     def forked(cls) -> _Child | None:
@@ -192,15 +195,21 @@ class _Child:
             status, how = code, f"ended with status {code} and no word"
         if code == 0 or code in _ASKED or self.asked:
             return status, None
-        word = f"the run's process {self._pid} {how}"
+        # A client of Ray's in the child ends it when it loses a server, at times before the child has told.
+        word = ", ".join([f"the run's process {self._pid} {how}", *self._servers])
         return status, said or Failure(FailureKind.INFRASTRUCTURE, word)
 
     def _wait(self) -> int:
         """Pass signals on until the child has ended; its exit code, negative: the signal that killed it."""
+        code = None
         while True:
             while ended := _ended_child():
-                if ended[0] == self._pid:
-                    return os.waitstatus_to_exitcode(ended[1])
+                if ended.pid == self._pid:
+                    code = ended.code
+                elif ended.name in _SERVERS:
+                    self._servers.append(f"Ray's {ended.name} (process {ended.pid}) had ended {_how(ended.code)}")
+            if code is not None:
+                return code
             number = signal.sigwaitinfo(self._waited).si_signo
             if number == signal.SIGTSTP:
                 self._stop_both()
@@ -244,13 +253,31 @@ def _control(option: int, value: int) -> None:
         raise RunError(f"the run cannot be supervised: {os.strerror(ctypes.get_errno())} (run.max_restarts=0 does not)")
 
 
-def _ended_child() -> tuple[int, int] | None:
-    """(process, status) of a child that has ended, or of one that was adopted; None: all that are left go on."""
-    try:
-        pid, status = os.waitpid(-1, os.WNOHANG)
-    except ChildProcessError:
-        return None
-    return (pid, status) if pid else None
+@dataclass(frozen=True)
+class _Ended:
+    """A child that has ended, or a process that was adopted and has."""
+
+    pid: int
+    name: str
+    """Of its program, as far as the kernel keeps it."""
+    code: int
+    """Negative: the signal that killed it."""
+
+
+def _ended_child() -> _Ended | None:
+    """One that has ended; None: all that are left go on."""
+    with contextlib.suppress(ChildProcessError):
+        ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if ended is not None:
+            name = ""
+            with contextlib.suppress(OSError):
+                name = Path(f"/proc/{ended.si_pid}/comm").read_text().strip()  # while it has not been waited for
+            return _Ended(ended.si_pid, name, os.waitstatus_to_exitcode(os.waitpid(ended.si_pid, 0)[1]))
+    return None
+
+
+def _how(code: int) -> str:
+    return f"by {signal.Signals(-code).name}" if code < 0 else f"with status {code}"
 
 
 def _settle() -> None:

@@ -124,6 +124,31 @@ def test_a_failure_of_infrastructure_starts_the_run_again(tmp_path, failure):
     assert (status, attempts) == (0, ["0", "1"]), err
 
 
+def test_a_client_of_rays_that_ends_the_process_before_it_can_tell_is_seen_through(tmp_path):
+    """The server that was lost first is named; what lives on until then, or is none of Ray's, is not."""
+    lose = """
+if number == 0:
+    programs = {name: folder / name for name in ("raylet", "gcs_server", "sleeper")}
+    for program in programs.values():
+        os.symlink("/bin/sleep", program)
+    servers = {name: subprocess.Popen([program, "600"]) for name, program in programs.items()}
+    (folder / "pid").write_text(str(servers["raylet"].pid))
+    for name in ("raylet", "sleeper"):
+        servers[name].kill()
+        os.waitid(os.P_PID, servers[name].pid, os.WEXITED | os.WNOWAIT)
+    subprocess.Popen(["sh", "-c", f"sleep 2; kill {servers['gcs_server'].pid}"])
+    os._exit(1)
+"""
+    status, attempts, err = run(tmp_path, lose)
+    assert (status, attempts) == (0, ["0", "1"]), err
+    (alert,) = read_alerts(tmp_path)
+    raylet = (tmp_path / "pid").read_text()
+    assert (
+        f"ended with status 1 and no word, Ray's raylet (process {raylet}) had ended by SIGKILL; the" in alert["text"]
+    )
+    assert "gcs_server" not in alert["text"] and "sleeper" not in alert["text"]
+
+
 def test_the_budget_of_restarts_ends(tmp_path):
     status, attempts, err = run(tmp_path, "gain(number + 1); raise InfrastructureFailed('x')", 3)
     assert (status, attempts) == (1, ["0", "1", "2", "3"])

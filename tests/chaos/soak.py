@@ -30,7 +30,7 @@ DEMO = ("gdpo.num_prompts_per_step=4", "rollout.env_workers=2")
 VARIANTS = {
     "synchronous": (),
     "two steps ahead": ("rollout.max_staleness=2",),
-    "LoRA": ("policy.lora.rank=8", "policy.optimizer.lr=1e-3"),
+    "LoRA": ("policy.lora.rank=8", "policy.megatron_cfg.optimizer.lr=1e-3"),
     "saved beside training": ("checkpointing.async_save=true",),
     "two steps ahead, saved beside training": ("rollout.max_staleness=2", "checkpointing.async_save=true"),
 }
