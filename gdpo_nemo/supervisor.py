@@ -15,6 +15,7 @@ import contextlib
 import ctypes
 import json
 import os
+import re
 import signal
 import sys
 import time
@@ -22,12 +23,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Callable
 
+from gdpo_nemo.config.reading import parse_json, read_text
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.endings import endings, leave_lost_terminal
 from gdpo_nemo.errors import FailureKind, GdpoError, RunError, kind_of, printable
 from gdpo_nemo.observe.alerts import write_alert
 from gdpo_nemo.observe.metrics import read_metrics
-from gdpo_nemo.observe.status import amend_status
+from gdpo_nemo.observe.status import FILE as STATUS, amend_status
 
 METRICS = {
     "driver/restarts": ("restarts", "Times that the supervisor had started the run again (`run.max_restarts`)"),
@@ -45,7 +47,9 @@ _SET_DEATH_SIGNAL = 1
 _ADOPT_ORPHANS = 36
 """PR_SET_PDEATHSIG and PR_SET_CHILD_SUBREAPER of <linux/prctl.h>."""
 _RECORD_LIMIT = 1 << 16
-_SERVERS = ("raylet", "gcs_server")
+_COMPLAINT = re.compile(r"\[[^]]* [WEFC] [^]]*\] \S+: (.*)")
+"""A warning or worse in a log of Ray's: [time level process thread] file:line: text."""
+_LONGEST_COMPLAINT = 300
 
 
 @dataclass(frozen=True)
@@ -105,7 +109,7 @@ def supervised(config: Config, attempt: Callable[[float | None], int]) -> int:
         child = _Child.forked()
         if child is None:
             return _reported(attempt, begin)
-        status, failure = child.outcome()
+        status, failure = child.outcome(lambda pid: _last_of_ray(run_dir, pid))
         lost_at = time.time()
         if failure is None or failure.kind != FailureKind.INFRASTRUCTURE:
             return status
@@ -160,8 +164,6 @@ class _Child:
         self._mask = mask
         self.asked = 0
         """The last signal that was passed on."""
-        self._servers: list[str] = []
-        """What is known of Ray's servers that were dead when it ended."""
 
     @classmethod
     def forked(cls) -> _Child | None:
@@ -182,9 +184,13 @@ class _Child:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         return None
 
-    def outcome(self) -> tuple[int, Failure | None]:
+    def outcome(self, explained: Callable[[int], str] = lambda pid: "") -> tuple[int, Failure | None]:
         """Wait for the end. The exit status of this process, if it is to end; None where nothing failed, or somebody
-        asked for the end."""
+        asked for the end.
+
+        Args:
+            explained: what else is known of the end of the process with this number, which itself said nothing.
+        """
         code = self._wait()
         with open(self._report, "rb") as pipe:
             said = _parsed(pipe.read(_RECORD_LIMIT))
@@ -195,21 +201,16 @@ class _Child:
             status, how = code, f"ended with status {code} and no word"
         if code == 0 or code in _ASKED or self.asked:
             return status, None
-        # A client of Ray's in the child ends it when it loses a server, at times before the child has told.
-        word = ", ".join([f"the run's process {self._pid} {how}", *self._servers])
-        return status, said or Failure(FailureKind.INFRASTRUCTURE, word)
+        return status, said or Failure(
+            FailureKind.INFRASTRUCTURE, f"the run's process {self._pid} {how}{explained(self._pid)}"
+        )
 
     def _wait(self) -> int:
         """Pass signals on until the child has ended; its exit code, negative: the signal that killed it."""
-        code = None
         while True:
             while ended := _ended_child():
-                if ended.pid == self._pid:
-                    code = ended.code
-                elif ended.name in _SERVERS:
-                    self._servers.append(f"Ray's {ended.name} (process {ended.pid}) had ended {_how(ended.code)}")
-            if code is not None:
-                return code
+                if ended[0] == self._pid:
+                    return os.waitstatus_to_exitcode(ended[1])
             number = signal.sigwaitinfo(self._waited).si_signo
             if number == signal.SIGTSTP:
                 self._stop_both()
@@ -253,31 +254,13 @@ def _control(option: int, value: int) -> None:
         raise RunError(f"the run cannot be supervised: {os.strerror(ctypes.get_errno())} (run.max_restarts=0 does not)")
 
 
-@dataclass(frozen=True)
-class _Ended:
-    """A child that has ended, or a process that was adopted and has."""
-
-    pid: int
-    name: str
-    """Of its program, as far as the kernel keeps it."""
-    code: int
-    """Negative: the signal that killed it."""
-
-
-def _ended_child() -> _Ended | None:
-    """One that has ended; None: all that are left go on."""
-    with contextlib.suppress(ChildProcessError):
-        ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        if ended is not None:
-            name = ""
-            with contextlib.suppress(OSError):
-                name = Path(f"/proc/{ended.si_pid}/comm").read_text().strip()  # while it has not been waited for
-            return _Ended(ended.si_pid, name, os.waitstatus_to_exitcode(os.waitpid(ended.si_pid, 0)[1]))
-    return None
-
-
-def _how(code: int) -> str:
-    return f"by {signal.Signals(-code).name}" if code < 0 else f"with status {code}"
+def _ended_child() -> tuple[int, int] | None:
+    """(process, status) of a child that has ended, or of one that was adopted; None: all that are left go on."""
+    try:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+    except ChildProcessError:
+        return None
+    return (pid, status) if pid else None
 
 
 def _settle() -> None:
@@ -313,6 +296,18 @@ def _parsed(record: bytes) -> Failure | None:
         return Failure(**json.loads(record))
     except (ValueError, TypeError):  # none, or half of one
         return None
+
+
+def _last_of_ray(run_dir: Path, pid: int) -> str:
+    """What Ray's client in the process had to say last. One that loses its raylet ends the process at once, at times
+    before the watch of Ray's servers has seen it."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        status = parse_json(read_text(run_dir / STATUS))
+        for log in Path(status["logs"]).glob(f"python-core-driver-*_{pid}.log"):
+            line = log.read_text(errors="replace").rstrip().rpartition("\n")[2]
+            if found := _COMPLAINT.fullmatch(line):
+                return f"; Ray's client in it said last: {printable(found[1])[:_LONGEST_COMPLAINT]}"
+    return ""
 
 
 def _furthest_step(run_dir: Path) -> int:

@@ -124,29 +124,25 @@ def test_a_failure_of_infrastructure_starts_the_run_again(tmp_path, failure):
     assert (status, attempts) == (0, ["0", "1"]), err
 
 
-def test_a_client_of_rays_that_ends_the_process_before_it_can_tell_is_seen_through(tmp_path):
-    """The server that was lost first is named; what lives on until then, or is none of Ray's, is not."""
-    lose = """
-if number == 0:
-    programs = {name: folder / name for name in ("raylet", "gcs_server", "sleeper")}
-    for program in programs.values():
-        os.symlink("/bin/sleep", program)
-    servers = {name: subprocess.Popen([program, "600"]) for name, program in programs.items()}
-    (folder / "pid").write_text(str(servers["raylet"].pid))
-    for name in ("raylet", "sleeper"):
-        servers[name].kill()
-        os.waitid(os.P_PID, servers[name].pid, os.WEXITED | os.WNOWAIT)
-    subprocess.Popen(["sh", "-c", f"sleep 2; kill {servers['gcs_server'].pid}"])
-    os._exit(1)
+def test_a_client_of_rays_that_ends_the_process_at_once_is_heard(tmp_path):
+    """The last line of its log, if that is a warning; and only that of the process."""
+    say_last = """
+logs = folder / "logs"
+logs.mkdir(exist_ok=True)
+(folder / "status.json").write_text(json.dumps({"logs": str(logs)}))
+place = "[2026-11-23 14:24:04,673 %s 24192 24192] connection.cc:216: "
+last = [place % "I" + "all is well", place % "W" + "the store is gone. \\x1b[1mEnd.", "no line of a log"][number % 3]
+(logs / f"python-core-driver-01_{os.getpid()}.log").write_text(place % "W" + "an old one\\n" + last + "\\n")
+(logs / f"python-core-driver-01_{os.getpid() + 1}.log").write_text(place % "W" + "another's\\n")
+gain(number + 1)
+number == 3 or os._exit(1)
 """
-    status, attempts, err = run(tmp_path, lose)
-    assert (status, attempts) == (0, ["0", "1"]), err
-    (alert,) = read_alerts(tmp_path)
-    raylet = (tmp_path / "pid").read_text()
-    assert (
-        f"ended with status 1 and no word, Ray's raylet (process {raylet}) had ended by SIGKILL; the" in alert["text"]
-    )
-    assert "gcs_server" not in alert["text"] and "sleeper" not in alert["text"]
+    status, attempts, err = run(tmp_path, say_last)
+    assert (status, attempts) == (0, ["0", "1", "2", "3"]), err
+    texts = [alert["text"] for alert in read_alerts(tmp_path)]
+    said = "ended with status 1 and no word; Ray's client in it said last: the store is gone. \\x1b[1mEnd.; the run is"
+    assert [said in text for text in texts] == [False, True, False], texts
+    assert all("and no word; the run is started again" in text for text in (texts[0], texts[2]))
 
 
 def test_the_budget_of_restarts_ends(tmp_path):

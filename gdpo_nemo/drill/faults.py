@@ -149,6 +149,7 @@ def _torn_lines(run_dir: Path) -> str:
 
 _KILLED = "was killed by SIGKILL; the run is started again"
 _DIED = "a worker process died"
+_RAY = f"Ray's (raylet|gcs_server|client)|{_DIED}"
 
 FAULTS = {
     fault.name: fault
@@ -158,10 +159,8 @@ FAULTS = {
         Fault("rank-kill", "a policy rank is killed", _signalled(RANK, signal.SIGKILL), _DIED, Then.RESTARTS),
         Fault("engine-kill", "an engine's actor is killed", _signalled(ENGINE, signal.SIGKILL), r"^engine \d+"),
         Fault("worker-kill", "an environment worker is killed", _signalled(WORKER, signal.SIGKILL), "^environments: "),
-        Fault("raylet-kill", "Ray's raylet is killed", _signalled(RAYLET, signal.SIGKILL), "Ray's raylet|" + _DIED,
-              Then.RESTARTS),
-        Fault("gcs-kill", "Ray's GCS is killed", _signalled(GCS, signal.SIGKILL), "Ray's gcs_server|" + _DIED,
-              Then.RESTARTS),
+        Fault("raylet-kill", "Ray's raylet is killed", _signalled(RAYLET, signal.SIGKILL), _RAY, Then.RESTARTS),
+        Fault("gcs-kill", "Ray's GCS is killed", _signalled(GCS, signal.SIGKILL), _RAY, Then.RESTARTS),
         Fault("engine-pause", f"an engine stands still for {PAUSE_S:.0f} s", _paused(ENGINE), None),
         Fault("torn-checkpoint", "killed, and the newest checkpoint is cut short", _after_death(_cut_checkpoint),
               "is damaged", Then.RESTARTS),
