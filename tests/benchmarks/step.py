@@ -121,17 +121,17 @@ def below_4096(completion_ids) -> list[float]:
 
 
 class Meter:
-    """Wall and process-tree CPU seconds per phase, of this process or of ``root``."""
+    """Wall and process-tree CPU seconds per phase."""
 
-    def __init__(self, root=None) -> None:
+    def __init__(self) -> None:
         import psutil
 
-        self._root = root or psutil.Process()
+        self._root = psutil.Process()
         self._gone = psutil.NoSuchProcess
         self.steps: list[dict[str, tuple[float, float]]] = []
 
     def cpu(self) -> float:
-        """CPU seconds that the process and its descendants have used, those of children that ended included."""
+        """CPU seconds that this process and its descendants have used, those of children that ended included."""
         total = 0.0
         for process in [self._root, *self._root.children(recursive=True)]:
             with contextlib.suppress(self._gone):
