@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -45,7 +46,9 @@ class World:
         self.script = script or Script()
         self.fleet = InProcessFleet(self.config, self.script)
         self.fleet.publish(step)
-        pool = SimpleNamespace(verify=self.verify)
+        self.recoveries: Counter[str] = Counter()
+        """What the environments replaced or repeated and nobody was told of yet."""
+        pool = SimpleNamespace(verify=self.verify, take_recoveries=self.take_recoveries)
         self.step = step
         self.scheduler = RolloutScheduler(
             self.config, self, self.fleet, pool, Tokenizer(), saved or {}, position, step, limit, (step * 2, 10)
@@ -64,6 +67,10 @@ class World:
         if any(int(t.prompt.token_ids[0]) in self.hanging for t in trajectories):
             self.release.wait(600)
         return [self.verdict(t) for t in trajectories]
+
+    def take_recoveries(self):
+        taken, self.recoveries = self.recoveries, Counter()
+        return taken
 
     def verdict(self, t):
         return Verdict({"correctness": float(t.sample_index) * (int(t.prompt.token_ids[0]) not in self.dead)})

@@ -133,3 +133,13 @@ def test_each_group_travels_with_the_updates_done_before_it_is_trained(world, st
     w.scheduler.schedule(5)
     groups = w.scheduler.evaluate([w.prompt(0)]).result()
     assert {t.trainer_state for group in groups for t in group.trajectories} == {TrainerState(10, 10, 15 / len(w))}
+
+
+def test_what_the_environments_recovered_from_is_counted_in_its_batch_and_told_once(world):
+    w = world()
+    assert w.train().measured["environments/recovered"] == 0 and w.scheduler.take_events() == []
+    w.recoveries.update({"a worker was replaced": 2, "a verification was repeated": 1})
+    assert w.train().measured["environments/recovered"] == 3
+    told = ["environments: a worker was replaced (2 times)", "environments: a verification was repeated"]
+    assert w.scheduler.take_events() == told and w.scheduler.take_events() == []
+    assert w.train().measured["environments/recovered"] == 0
