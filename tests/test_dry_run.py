@@ -110,6 +110,10 @@ def test_anchors_of_raw_texts_are_counted_and_so_are_texts_without(tmp_path, cap
     said = capsys.readouterr().out
     assert f"data.train: 4 rows of {texts}; 6 anchors, each with 3 tokens before it and 3 behind it; " in said
     assert "1 texts are shorter than the 7 tokens that an anchor takes and are left out" in said
+    # Verdicts are of prompts, and no row is one.
+    config.write_text(config.read_text().partition("env:")[0].replace("alignment", "format") + "env: {gsm8k: {}}\n")
+    assert dry(config) == 0
+    assert "verified" not in capsys.readouterr().out
 
 
 def test_csv_and_folders_are_read_by_the_run_and_by_its_dry_run_alike(config, tmp_path, capsys):
