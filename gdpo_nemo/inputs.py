@@ -122,12 +122,7 @@ def read_inputs(config: Config, splits: Sequence[str]) -> Inputs:
         with phase("preflight"):
             _preflight(environments, sources)
         check_rewards(config, environments)
-    refused = [
-        f"data.{split}: {len(source.refused)} {source.what} are longer than {room} tokens and are left out, "
-        f"the first of them {source.refused[0].id} with {source.refused[0].tokens}"
-        for split, source in sources.items()
-        if source.refused
-    ]
+    refused = [sentence for sentence in (source.left_out() for source in sources.values()) if sentence]
     held_out = sources["validation"].head(config.gdpo.val_prompts) if "validation" in sources else []
     check_turns_kept(config, len(held_out))
     return Inputs(sources, held_out, tokenizer, algorithm, folder, refused, starting_adapter(config))
@@ -139,7 +134,7 @@ def _preflight(environments: Mapping[str, Any], sources: Mapping[str, PromptSour
         if not environment.has_preflight:
             continue
         try:
-            environment.preflight([p for s in sources.values() for p in s.head() if p.environment == name])
+            environment.preflight([p for s in sources.values() for p in s.one_of_each_row() if p.environment == name])
         except GdpoError as error:
             raise type(error)(f"env.{name}: {error}") from None
         finally:

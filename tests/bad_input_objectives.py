@@ -10,6 +10,7 @@ from bad_input import Damage, added, binary, gone, text
 CHECK = "train --dry-run --config {d}/pairs.yaml"
 GOOD = "train --dry-run --config {d}/good.yaml"
 TAUGHT = GOOD + " algorithm.type=distillation teacher.model_name="
+ANCHORED = GOOD + " 'data.train={path: {d}/rows.jsonl, prompt_key: question, %s}'"
 ITERATED = GOOD + " gdpo.num_iterations="
 
 
@@ -19,6 +20,13 @@ def row(**columns: Any) -> Damage:
 
 def pair(**columns: Any) -> Damage:
     return row(**{"prompt": "a", "chosen": "a", "rejected": "a a", **columns})
+
+
+def strided(more: str = "", **keys: Any) -> str:
+    section = {"stride": 8, "context_length": 8, "generate_max_len": 16, **keys}
+    inner = ", ".join(f"{key}: {value}" for key, value in section.items())
+    # A key that comes twice counts where it comes last.
+    return (GOOD + " 'data.train={path: {d}/rows.jsonl, %s, strided: {%s}}'") % (more or "prompt_key: question", inner)
 
 
 OBJECTIVES = [
@@ -68,6 +76,38 @@ OBJECTIVES = [
     (GOOD + " 'env.gsm8k={plugin: reward_model, model: {d}/model}'", None, "{d}/model is no sequence classifier"),
     (GOOD + " 'env.gsm8k={plugin: ebft}'", None, "option model must name the folder of the frozen model"),
     (GOOD + " 'env.gsm8k={plugin: ebft, model: {d}/model}'", None, "gdpo.rewards.correctness: no environment gives"),
+    (strided(stride=0), None, "data.train.strided.stride: must be at least 1, got 0"),
+    (strided(stride=-8), None, "data.train.strided.stride: must be at least 1, got -8"),
+    (strided(stride=8.5), None, "data.train.strided.stride: expected an integer, got 8.5"),
+    (strided(context_length=0), None, "data.train.strided.context_length: must be at least 1"),
+    (strided(context_length=10**9), None, "1000000000 tokens and 16 behind them (generate_max_len) do not fit into"),
+    (strided(context_length=10**30), None, "data.train.strided.context_length: must be at most"),
+    (strided(generate_max_len=8), None, "generate_max_len: must be policy.generation.max_new_tokens (16), got 8"),
+    (strided(generate_max_len="null"), None, "data.train.strided.generate_max_len: expected an integer, got null"),
+    (strided(strid=8), None, "data.train.strided.strid: unknown key"),
+    (ANCHORED % "strided: {stride: 8, context_length: 8}", None, "data.train.strided.generate_max_len: must be set"),
+    (ANCHORED % "strided: 8", None, "data.train.strided: expected keys and values, got 8"),
+    (strided("prompt_key: text"), None, "data.train.prompt_key: row 0: no column 'text'"),
+    (strided("chat: true"), None, "data.train.chat: anchors of a text (data.train.strided) go to the model as they"),
+    (strided("system_prompt: a"), None, "data.train.system_prompt: has no effect with data.train.strided"),
+    (strided('prompt_template: "a {prompt}"'), None, "prompt_template: has no effect with data.train.strided"),
+    (
+        strided(),
+        None,
+        "data.train.strided: all 4 texts are shorter than the 24 tokens that an anchor takes (the longest",
+    ),
+    (strided(), text("rows.jsonl", '{"question": 3}\n'), "row 0: 'question' must be text, of which anchors are cut"),
+    (
+        CHECK + " algorithm.type=sft 'data.train.strided={stride: 8, context_length: 8, generate_max_len: 8}'",
+        None,
+        "data.train.strided: algorithm sft trains the answers that rows hold",
+    ),
+    (
+        "env check gsm8k --config {d}/good.yaml "
+        "'data.train.strided={stride: 8, context_length: 8, generate_max_len: 16}'",
+        None,
+        "data.train.strided: prompts are cut out of the rows by the model's tokenizer",
+    ),
     (ITERATED + "0", None, "gdpo.num_iterations: must be at least 1"),
     (ITERATED + "1e9", None, "gdpo.num_iterations: expected an integer"),
     (GOOD + " policy.sync_ref_model=true", None, "has no effect where nothing refers to a reference"),

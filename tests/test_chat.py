@@ -19,6 +19,7 @@ from gdpo_nemo.commands.run_rows import RunRows, rewards_line
 from gdpo_nemo.commands.speakers import Question, Reply, on_this_machine, read_source, sampling_of
 from gdpo_nemo.config.load import load_config
 from gdpo_nemo.data.records import Outcome, Prompt, Trajectory
+from gdpo_nemo.data.tokenizer import load_tokenizer
 from gdpo_nemo.errors import ConfigError
 from gdpo_nemo.generation.requests import Completion, SampleRequest
 
@@ -95,6 +96,18 @@ def test_rows_are_those_of_the_run_by_their_number_and_one_after_the_other(rows)
         rows.row(None, 4)
     with pytest.raises(ConfigError, match="--config: must say whose rows are meant"):
         RunRows(None).row()
+
+
+def test_a_row_of_raw_text_is_asked_as_its_first_anchor_and_shown_as_text(world):
+    (world / "texts.jsonl").write_text(json.dumps({"text": "a " * 40}) + "\n")
+    dataset = f"{{path: {world / 'texts.jsonl'}, strided: {{stride: 2, context_length: 3, generate_max_len: 16}}}}"
+    config = load_config(world / "good.yaml", [f"data.{split}={dataset}" for split in ("train", "validation")])
+    found = RunRows(config)
+    row = found.row()
+    assert row.question.startswith("a a a")
+    prompt = found.prompt(row, load_tokenizer(config, world / "model"))
+    assert (prompt.id, len(prompt.token_ids), len(prompt.answer_ids)) == ("validation/0@4", 3, 16)
+    found.close()
 
 
 def test_a_reply_to_a_row_has_the_verdict_of_the_runs_environment(rows):

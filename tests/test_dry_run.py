@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from bad_input import EMPTY_SAFETENSORS, MODEL, TOKENIZER, write
 
 from gdpo_nemo import cli
 from gdpo_nemo.commands import dry_run
@@ -86,6 +87,33 @@ def test_a_row_that_the_environment_cannot_verify_is_found(config, tmp_path, cap
     status = dry(config(jsonl(tmp_path / "train.jsonl", [{"question": "What is 1 and 1?"}])))
     said = capsys.readouterr()
     assert status in (1, 2) and "answer" in said.err and said.err.count("\n") == 1
+
+
+STRIDED = """\
+gdpo: {rewards: {alignment: 1.0}, num_prompts_per_step: 4, num_generations_per_prompt: 4}
+policy: {model_name: MODEL, precision: float32, max_total_sequence_length: 16, generation: {max_new_tokens: 3}}
+data: {train: {path: DATA, strided: {stride: 2, context_length: 3, generate_max_len: 3}}}
+env: {ebft: {model: MODEL}}
+"""
+
+
+def test_anchors_of_raw_texts_are_counted_and_so_are_texts_without(tmp_path, capsys):
+    write(tmp_path, "model/config.json", json.dumps(MODEL))
+    write(tmp_path, "model/tokenizer.json", json.dumps(TOKENIZER))
+    write(tmp_path, "model/tokenizer_config.json", json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
+    (tmp_path / "model" / "model.safetensors").write_bytes(EMPTY_SAFETENSORS)
+    texts = jsonl(tmp_path / "texts.jsonl", [{"text": "a " * tokens} for tokens in (6, 7, 9, 11)])
+    config = tmp_path / "run.yaml"
+    config.write_text(STRIDED.replace("MODEL", str(tmp_path / "model")).replace("DATA", str(texts)))
+    # Anchors at 4 of 7 tokens, 4 and 6 of 9, and 4, 6 and 8 of 11.
+    assert dry(config) == 0
+    said = capsys.readouterr().out
+    assert f"data.train: 4 rows of {texts}; 6 anchors, each with 3 tokens before it and 3 behind it; " in said
+    assert "1 texts are shorter than the 7 tokens that an anchor takes and are left out" in said
+    # Verdicts are of prompts, and no row is one.
+    config.write_text(config.read_text().partition("env:")[0].replace("alignment", "format") + "env: {gsm8k: {}}\n")
+    assert dry(config) == 0
+    assert "verified" not in capsys.readouterr().out
 
 
 def test_csv_and_folders_are_read_by_the_run_and_by_its_dry_run_alike(config, tmp_path, capsys):

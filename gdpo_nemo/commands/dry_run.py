@@ -66,7 +66,9 @@ def _check_local(config: Config, splits: Mapping[str, DatasetConfig]) -> list[tu
             )
         )
         for index, row in enumerate(rows):
-            first.setdefault(environment_of_row(row, data, environments, split, index), (row, data.prompt_key))
+            name = environment_of_row(row, data, environments, split, index)
+            if data.strided is None:
+                first.setdefault(name, (row, data.prompt_key))
     if not samples(config):
         return found
     return [
@@ -122,10 +124,7 @@ def _prompts(config: Config, split: str, rows: list[Row], environments: Mapping[
     source = source_of(config)(
         data, environments, tokenizer, split=split, seed=config.run.seed, max_prompt_tokens=room, rows=rows[:SAMPLE]
     )
-    longest = max(len(prompt.token_ids) for prompt in source.head())
-    which = "prompts" if len(rows) <= SAMPLE else f"the first {SAMPLE} prompts"
-    refused = f"; {len(source.refused)} longer than {room} are left out" if source.refused else ""
-    return f"{which} of at most {longest} tokens{refused}"
+    return source.summary(None if len(rows) <= SAMPLE else SAMPLE)
 
 
 def _verdicts(config: Config, name: str, environment: Any, row: Row, key: str | None) -> str:

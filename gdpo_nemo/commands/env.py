@@ -124,6 +124,11 @@ def _subject(arguments: argparse.Namespace):
     for split, chosen in splits:
         rows = _rows(config, name, environment, split, chosen, arguments.rows) if chosen is not None else []
         if chosen is not None and rows:
+            if chosen.strided is not None:
+                raise ConfigError(
+                    f"data.{split}.strided: prompts are cut out of the rows by the model's tokenizer, which this check "
+                    "has not"
+                )
             return options, environment, rows, chosen.prompt_key, config.rollout
     if not environment.makes_rows:
         raise ConfigError(f"{name} makes no prompts of its own, and no row of data.train or data.validation is for it")

@@ -8,7 +8,7 @@ from typing import Any, Mapping
 import numpy as np
 
 from gdpo_nemo.config.schema import Config, DatasetConfig
-from gdpo_nemo.data.prompts import PromptSource
+from gdpo_nemo.data.anchors import TEXT_KEY, prompts_of
 from gdpo_nemo.data.records import Outcome, Prompt, TrainerState, Trajectory
 from gdpo_nemo.data.rows import PROMPT_KEYS, Row, load_rows
 from gdpo_nemo.data.splits import room_for_prompts
@@ -70,9 +70,9 @@ class RunRows:
         return RunRow(split, number, rows[number], _question(rows[number], dataset))
 
     def prompt(self, row: RunRow, tokenizer: Any) -> Prompt:
-        """The row as the run asks it, in tokens of a model. Raises ConfigError."""
+        """The row as the run asks it, in tokens of a model; of a text the first anchor. Raises ConfigError."""
         config = self._of_a_run()
-        source = PromptSource(
+        source = prompts_of(
             self._dataset(row.split),
             self.environments,
             tokenizer,
@@ -141,7 +141,8 @@ def rewards_line(judged: Trajectory, weighted: list[str]) -> str:
 
 
 def _question(row: Row, dataset: DatasetConfig) -> str:
-    key = dataset.prompt_key or next((key for key in PROMPT_KEYS if key in row), "")
+    keys = PROMPT_KEYS if dataset.strided is None else (TEXT_KEY,)
+    key = dataset.prompt_key or next((key for key in keys if key in row), "")
     value = row.get(key)
     if isinstance(value, list) and value and isinstance(value[-1], Mapping):
         value = value[-1].get("content")

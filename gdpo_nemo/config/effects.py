@@ -60,6 +60,11 @@ def _reads_file(split: str, config: Config) -> bool:
     return dataset is None or dataset.path is not None
 
 
+def _asks_rows(split: str, config: Config) -> bool:
+    """Whether the split's rows are prompts, and not texts with anchors; true, too, where there is no such split."""
+    return value_of(config, f"data.{split}.strided") is None
+
+
 def _reads_type(split: str, config: Config) -> bool:
     """Whether the split's type says something: the form of answers, or a transform of rows that are read."""
     how = value_of(config, f"data.{split}.type")
@@ -325,6 +330,14 @@ EFFECTS = (
             tuple(f"data.{split}.{key}" for key in ("prompt_key", "columns", "environment_key", "remove_columns")),
             partial(_reads_file, split),
             f"without data.{split}.path: the environment makes the prompts",
+        )
+        for split in ("train", "validation")
+    ),
+    *(
+        Effect(
+            tuple(f"data.{split}.{key}" for key in ("system_prompt", "prompt_template", "chat_template_kwargs")),
+            partial(_asks_rows, split),
+            f"with data.{split}.strided, whose prompts are pieces of a text as they are",
         )
         for split in ("train", "validation")
     ),

@@ -30,6 +30,11 @@ _AT_LEAST_ONE = (
     "data.train.size", "data.validation.size", "weights.bucket_mib", "cluster.num_nodes", "cluster.cpus_per_node",
     "checkpointing.save_period", "checkpointing.keep_last", "logger.completions_period", "gdpo.num_iterations",
     "policy.ref_model_sync_steps",
+    *(
+        f"data.{split}.strided.{key}"
+        for split in ("train", "validation")
+        for key in ("stride", "context_length", "generate_max_len")
+    ),
 )  # fmt: skip
 _NOT_NEGATIVE = (
     "run.seed", "run.max_restarts", "policy.lora.rank", "gdpo.discount", "gdpo.val_period", "gdpo.val_temperature",

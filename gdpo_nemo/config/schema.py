@@ -255,6 +255,20 @@ class RolloutConfig:
 
 
 @dataclass
+class StridedConfig:
+    """Prompts cut out of raw text, each followed by its answer there (EBFT's strided mode)."""
+
+    stride: int = MISSING
+    """Tokens between two anchors of a text; an anchor lies at every multiple of it that has a whole context before it
+    and a whole answer behind it."""
+    context_length: int = MISSING
+    """Tokens before an anchor, which are its prompt."""
+    generate_max_len: int = MISSING
+    """Tokens behind an anchor that are the data's answer; the policy is asked for as many, so
+    policy.generation.max_new_tokens has to be the same."""
+
+
+@dataclass
 class DatasetConfig:
     """One split of prompts: a file, a hub dataset, or an environment that makes them."""
 
@@ -273,7 +287,8 @@ class DatasetConfig:
     size: Optional[int] = None
     """Rows: the first so many of a file, or how many the environment makes."""
     prompt_key: Optional[str] = None
-    """Column with the prompt (text or chat messages). Null: the first of messages, prompt, question, problem."""
+    """Column with the prompt (text or chat messages). Null: the first of messages, prompt, question, problem. With
+    strided, the column with the text; null: text."""
     columns: Dict[str, str] = field(default_factory=dict)
     """Renames columns on loading: {new: old}."""
     system_prompt: Optional[str] = None
@@ -301,6 +316,8 @@ class DatasetConfig:
     train_on: str = "assistant"
     """What sft trains of a conversation: assistant (every turn of the assistant), last (its last one) or all (every
     token but the first)."""
+    strided: Optional[StridedConfig] = None
+    """Rows are raw text, and each of their anchors is a prompt of its own. Null: each row is a prompt."""
 
 
 @dataclass

@@ -24,6 +24,7 @@ from gdpo_nemo.config.reuse_checks import check_reuse
 from gdpo_nemo.config.rollout_bounds import check_rollout_bounds
 from gdpo_nemo.config.schema import Config, DatasetConfig
 from gdpo_nemo.config.stages import check_stages
+from gdpo_nemo.config.strided_checks import check_strided
 from gdpo_nemo.config.supervised_checks import check_supervised
 from gdpo_nemo.config.teacher_checks import check_teacher
 from gdpo_nemo.config.transports import check_transport
@@ -65,6 +66,7 @@ def validate(config: Config) -> list[str]:
     check_rollout_bounds(config)
     check_learning(config)
     check_supervised(config)
+    check_strided(config)
     check_turns_kept(config)
     check_files(config, layout)
     check_teacher(config, layout)

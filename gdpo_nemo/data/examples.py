@@ -15,6 +15,7 @@ import numpy as np
 from gdpo_nemo.config.algorithm_choice import has_score_head, rows_of
 from gdpo_nemo.config.messages import first_line
 from gdpo_nemo.config.schema import Config, DatasetConfig
+from gdpo_nemo.data.anchors import check_texts, prompts_of
 from gdpo_nemo.data.example_rows import ExampleReader
 from gdpo_nemo.data.prompts import PromptSource, RefusedPrompt, check_prompts
 from gdpo_nemo.data.records import Prompt
@@ -98,7 +99,7 @@ class ExampleSource(PromptSource):
 def source_of(config: Config) -> Callable[..., PromptSource]:
     """What reads the rows of the run's algorithm; called as ``PromptSource`` is."""
     kind = rows_of(config)
-    return PromptSource if kind is None else partial(ExampleSource, kind=kind, whole=has_score_head(config))
+    return prompts_of if kind is None else partial(ExampleSource, kind=kind, whole=has_score_head(config))
 
 
 def check_rows(config: Config, rows: Sequence[Row], dataset: DatasetConfig, split: str) -> None:
@@ -106,7 +107,8 @@ def check_rows(config: Config, rows: Sequence[Row], dataset: DatasetConfig, spli
     ConfigError."""
     kind = rows_of(config)
     if kind is None:
-        check_prompts(rows, dataset, split)
+        check = check_prompts if dataset.strided is None else check_texts
+        check(rows, dataset, split)
         return
     read = ExampleReader(split, kind, dataset.type, dataset.prompt_key)
     for index, row in enumerate(rows):

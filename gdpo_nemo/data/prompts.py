@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Mapping, Sequence
 
@@ -27,7 +27,7 @@ _NOT_TEXT = ("image", "images", "image_url", "video", "videos", "audio")
 
 @dataclass(frozen=True)
 class RefusedPrompt:
-    """A prompt that leaves no room for a completion."""
+    """A prompt that leaves no room for a completion, or a text without room for a prompt."""
 
     id: str
     tokens: int
@@ -69,32 +69,43 @@ class PromptSource:
         self._split = split
         self._seed = seed
         self._shuffle = dataset.shuffle
+        self._room = max_prompt_tokens
+        self._environments = environments
+        self._tokenizer = tokenizer
+        self.refused: list[RefusedPrompt] = []
+        """Rows that were skipped because of their length."""
+        self._prompts: Sequence[Prompt] = []
         rows = load_rows(dataset, environments, split, seed) if rows is None else rows
         verifiers = [environment_of_row(row, dataset, environments, split, index) for index, row in enumerate(rows)]
-        render = _Renderer(dataset, environments, tokenizer, split)
+        asked = self._read(rows, verifiers, dataset)
+        self.fingerprint = _fingerprint(rows, asked, self.environment)
+        """SHA-256 over every row, refused ones too, in order: equal exactly when the data is."""
+        self._order = lru_cache(maxsize=2)(self._draw_order)
+
+    def _read(self, rows: list[Row], verifiers: Sequence[str], dataset: DatasetConfig) -> list[str]:
+        """Fill in ``_prompts`` and ``refused``, and return what is asked of each row, refused ones too."""
+        split = self._split
+        render = _Renderer(dataset, self._environments, self._tokenizer, split)
         prompts = [render(index, row, verifier) for index, (row, verifier) in enumerate(zip(rows, verifiers))]
         texts = [text for text, _ in prompts]
-        token_ids = _tokenise(tokenizer, texts, [render.chat or messages is not None for _, messages in prompts])
+        token_ids = tokenise(self._tokenizer, texts, [render.chat or messages is not None for _, messages in prompts])
         if [] in token_ids:
             raise ConfigError(f"data.{split}: row {token_ids.index([])}: the prompt has no tokens")
-        self.fingerprint = _fingerprint(rows, texts, self.environment)
-        """SHA-256 over every row, refused ones too, in order: equal exactly when the data is."""
         self.refused = [
-            RefusedPrompt(row["id"], len(ids)) for row, ids in zip(rows, token_ids) if len(ids) > max_prompt_tokens
+            RefusedPrompt(row["id"], len(ids)) for row, ids in zip(rows, token_ids) if len(ids) > self._room
         ]
-        """Prompts that were skipped because they are too long."""
         self._prompts = [
             self._prompt(row, text, ids, messages, render.key, verifier)
             for row, (text, messages), ids, verifier in zip(rows, prompts, token_ids, verifiers)
-            if len(ids) <= max_prompt_tokens
+            if len(ids) <= self._room
         ]
         if not self._prompts:
             shortest = min(refused.tokens for refused in self.refused)
             raise ConfigError(
-                f"data.{split}: all {len(rows)} prompts are longer than {max_prompt_tokens} tokens "
+                f"data.{split}: all {len(rows)} prompts are longer than {self._room} tokens "
                 f"(the shortest has {shortest}); raise policy.max_total_sequence_length"
             )
-        self._order = lru_cache(maxsize=2)(self._draw_order)
+        return texts
 
     def __len__(self) -> int:
         """Prompts in one epoch, without the refused ones."""
@@ -114,7 +125,35 @@ class PromptSource:
 
     def head(self, n: int | None = None) -> list[Prompt]:
         """The first ``n`` prompts (all of them when None) in the order of the data, for validation."""
-        return self._prompts[:n]
+        return list(self._prompts[:n])
+
+    def one_of_each_row(self) -> list[Prompt]:
+        """A prompt of every row that has some, for checks of what rows hold."""
+        return self.head()
+
+    def summary(self, first: int | None = None) -> str:
+        """What the prompts are and how many rows have none, in a few words.
+
+        Args:
+            first: how many rows were given; None: all of the split.
+        """
+        which = "prompts" if first is None else f"the first {first} prompts"
+        longest = max(len(prompt.token_ids) for prompt in self.head())
+        refused = f"; {len(self.refused)} longer than {self._room} are left out" if self.refused else ""
+        return f"{which} of at most {longest} tokens{refused}"
+
+    def left_out(self) -> str:
+        """A sentence on the rows that are left out; empty: none are."""
+        if not self.refused:
+            return ""
+        return (
+            f"data.{self._split}: {len(self.refused)} {self._limit()} and are left out, the first of them "
+            f"{self.refused[0].id} with {self.refused[0].tokens}"
+        )
+
+    def _limit(self) -> str:
+        """What the refused rows are."""
+        return f"{self.what} are longer than {self._room} tokens"
 
     def _prompt(
         self, row: Row, text: str, token_ids: Sequence[int], messages: Messages | None, key: str, environment: str
@@ -255,7 +294,7 @@ class _Renderer:
             raise self._prompt.error(index, f"the chat template refuses it: {first_line(error)}") from error
 
 
-def _tokenise(tokenizer: Any, texts: list[str], rendered: list[bool]) -> list[list[int]]:
+def tokenise(tokenizer: Any, texts: list[str], rendered: list[bool]) -> list[list[int]]:
     """Token ids per text. A chat template writes the special tokens itself; plain text gets the tokenizer's own."""
     ids: list[list[int]] = [[]] * len(texts)
     for of_template in set(rendered):
@@ -279,9 +318,7 @@ def told_apart(prompts: Sequence[Prompt]) -> list[Prompt]:
 
 
 def _again(prompt: Prompt, times: int) -> Prompt:
-    return Prompt(
-        f"{prompt.id}#{times}", prompt.token_ids, prompt.text, prompt.environment, prompt.fields, prompt.messages
-    )
+    return replace(prompt, id=f"{prompt.id}#{times}")
 
 
 def _fingerprint(rows: list[Row], texts: list[str], environment: str) -> str:

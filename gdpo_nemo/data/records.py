@@ -39,6 +39,9 @@ class Prompt:
     fields: Mapping[str, Any] = field(default_factory=dict)
     """The remaining columns of the row, as reward functions receive them."""
     messages: Sequence[Mapping[str, str]] | None = None
+    answer_ids: np.ndarray | None = None
+    """int32 [answer tokens], what the data itself goes on with; of the anchors of a text alone
+    (``data.<split>.strided``)."""
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ def reward_columns(trajectories: Sequence[Trajectory], config: Config) -> dict[s
         rules,
         lengths=np.array([t.num_policy_tokens for t in trajectories]),
         max_length=longest_completion(config),
-        truncated=np.array([t.finish_reason == "length" for t in trajectories]),
+        truncated=np.array([t.finish_reason == "length" and t.outcome is not Outcome.OK for t in trajectories]),
         functions=own_rules(config),
     )
     return shaped

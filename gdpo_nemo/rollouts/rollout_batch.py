@@ -98,7 +98,9 @@ def apply_verdicts(
         trajectory.metrics = dict(verdict.metrics)
         if verdict.outcome is not Outcome.OK:
             trajectory.outcome = verdict.outcome
-        elif trajectory.finish_reason == "length":
+        elif (
+            trajectory.finish_reason == "length" and trajectory.prompt.answer_ids is None
+        ):  # else it is as long as asked
             trajectory.outcome = Outcome.TRUNCATED
 
 

@@ -8,13 +8,17 @@ import pytest
 
 from gdpo_nemo.config.load import load_config
 from gdpo_nemo.config.ranges import _UNBOUNDED, check_ranges, number_keys
-from gdpo_nemo.config.schema import Config
+from gdpo_nemo.config.schema import Config, StridedConfig
 from gdpo_nemo.errors import ConfigError
 
 
 @pytest.fixture(scope="module")
 def config():
-    return load_config()
+    """With every section that may be null, so that its numbers are there."""
+    found = load_config()
+    for dataset in (found.data.train, found.data.validation):
+        dataset.strided = StridedConfig(stride=8, context_length=8, generate_max_len=8)
+    return found
 
 
 @pytest.mark.parametrize("key", sorted(set(number_keys(Config)) - {*_UNBOUNDED}))

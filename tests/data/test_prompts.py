@@ -185,6 +185,9 @@ def test_prompts_that_are_too_long_are_refused_one_by_one(tmp_path):
     prompts = source(DatasetConfig(path=path), limit=10)
     assert len(prompts) == 2 and set(ids(prompts.batch(0, 2))) == {"train/0", "train/2"}
     assert [(refused.id, refused.tokens) for refused in prompts.refused] == [("train/1", 20), ("train/3", 11)]
+    assert prompts.left_out() == (
+        "data.train: 2 prompts are longer than 10 tokens and are left out, the first of them train/1 with 20"
+    )
     with pytest.raises(ConfigError, match="all 4 prompts are longer than 4 tokens .the shortest has 5."):
         source(DatasetConfig(path=path), limit=4)
 

@@ -77,6 +77,26 @@ def test_the_rewards_are_equation_7_of_the_frozen_models_features(how, folder):
             assert verdict.rewards["diversity"] == pytest.approx(-2 * sum(others) / len(others), abs=1e-5)
 
 
+def test_at_an_anchor_the_answer_is_the_texts_own_tokens_not_the_column_or_their_text_again(folder):
+    """The tokens are such that no text could give them: the end stands between them."""
+    environment = load_environment(
+        "ebft", {"model": str(folder), "embed_method": "mean_pooling", "feature_layers": [1]}
+    )
+    context, gold, answer = ids("ab"), [*ids("c"), 1, *ids("d")], ids("hgf")
+    prompt = Prompt("row@2", np.array(context, np.int32), "ab", "ebft", {"answer": "hgf"},
+                    answer_ids=np.array(gold, np.int32))  # fmt: skip
+    environment.preflight([prompt])
+    asked = [Trajectory(prompt, n, np.array(tokens, np.int32), np.zeros(3, np.float32), 0, "", "length")
+             for n, tokens in enumerate((answer, gold))]  # fmt: skip
+    one, other = environment.verify(asked)
+    mine, theirs = (hidden(folder, context + tokens, [4]).sum(0) for tokens in (answer, gold))
+    cosine = mine @ theirs / np.linalg.norm(mine) / np.linalg.norm(theirs)
+    assert one.rewards["alignment"] == pytest.approx(2 * cosine, abs=1e-5)
+    assert one.rewards["diversity"] == pytest.approx(-2 * cosine, abs=1e-5)
+    assert other.rewards["alignment"] == pytest.approx(2, abs=1e-6)
+    assert load_environment("ebft", {"model": str(folder), "gold_key": "absent"}).preflight([prompt]) is None
+
+
 def test_an_answer_of_the_data_itself_is_wholly_aligned_with_or_without_its_end(folder):
     environment = load_environment("ebft", {"model": str(folder)})
     asked = trajectories()

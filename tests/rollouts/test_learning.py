@@ -282,6 +282,8 @@ def test_signal_may_be_judged_before_shaping():
     )
     right = group("a", {C: 1.0, F: 1.0}, {C: 1.0, F: 1.0})
     right.trajectories[1].finish_reason = "length"
+    assert not has_signal(right, settings)  # as at an anchor of a text: as long as asked, and not cut
+    right.trajectories[1].outcome = Outcome.TRUNCATED
     assert has_signal(right, settings)
     settings.gdpo.dynamic_sampling.before_shaping = True
     assert not has_signal(right, settings)

@@ -121,6 +121,14 @@ def test_a_verdict_gives_rewards_and_outcome_and_a_cut_completion_is_truncated()
     assert samples[1].detail == "hung"
 
 
+def test_a_completion_as_long_as_the_answer_behind_an_anchor_is_whole():
+    anchor = Prompt("row@8", np.arange(4, dtype=np.int32), "", "e", answer_ids=np.arange(2, dtype=np.int32))
+    samples = [replace(sample(finish_reason="length"), prompt=anchor) for _ in range(2)]
+    verdicts = [Verdict({"a": 1.0}), Verdict({}, Outcome.ENV_FAILED)]
+    apply_verdicts(samples, SimpleNamespace(verify=lambda trajectories: verdicts))
+    assert [t.outcome for t in samples] == [Outcome.OK, Outcome.ENV_FAILED]
+
+
 def test_seeds_differ_by_run_place_side_sample_and_turn_and_stay_what_they_were():
     places = [(r, p, s, t) for r in (0, 1) for p in (-2, -1, 0, 1, 2) for s in (0, 1) for t in (0, 1)]
     seeds = [sample_seed(*place) for place in places]

@@ -1,11 +1,12 @@
-"""Energy-based fine-tuning (arXiv 2603.12248), structured: answers are judged by how a frozen model represents them.
+"""Energy-based fine-tuning (arXiv 2603.12248): answers are judged by how a frozen model represents them.
 
 The reward of the j-th of n answers to a prompt is 2 f(y_j) f(y) - 2 / (n - 1) * sum over the others of f(y_j) f(y_k)
 (equation 7), with y the answer of the data and f the hidden states of a few layers, of length 1. Its two terms are two
 components here, so that an estimator sees them by name; ``gdpo.rewards`` holds alignment_coef and diversity_coef.
 
-Left out: the strided mode, which samples in blocks along a text, the cross-entropy of the data's answer (ce_coef), and
-rollouts of the turns that follow.
+The data's answer is a column of the row (structured mode), or the tokens behind the anchor of a text (strided mode,
+``data.<split>.strided``). Left out: the cross-entropy of the data's answer (ce_coef), and rollouts of the turns that
+follow.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class Ebft(Environment):
     Options, as axolotl calls them: ``model`` (Hugging Face folder of the frozen model: the one that the run starts
     from, or another of its tokenizer), ``feature_layers`` ([0.25, 0.5, 0.75], depths), ``embed_method`` (last_token,
     mean_pooling, completion_mean or concat), ``use_whitening`` (false); and ``gold_key`` (column with the data's
-    answer). The model runs on the CPU, in each of ``num_workers`` processes.
+    answer, where rows are no texts with anchors). The model runs on the CPU, in each of ``num_workers`` processes.
     """
 
     instant = True
@@ -74,7 +75,7 @@ class Ebft(Environment):
         if not (self._folder / "config.json").is_file():
             raise ConfigError(f"model: {self._folder} is no folder of a Hugging Face model")
         for prompt in prompts:
-            if not isinstance(column(prompt, self._gold_key), str):
+            if prompt.answer_ids is None and not isinstance(column(prompt, self._gold_key), str):
                 raise ConfigError(f"gold_key: the column {self._gold_key!r} of prompt {prompt.id} is no text")
 
     def prepare(self) -> None:
@@ -98,17 +99,24 @@ class Ebft(Environment):
         if self._model is None:
             self.prepare()
         prompt = group[0].prompt
-        gold = self._tokenizer(column(prompt, self._gold_key), add_special_tokens=False)["input_ids"]
-        answers = [self._spoken(t.completion_ids) for t in group]
-        features = self._features(prompt.token_ids, [*answers, np.array(gold, np.int64)])
+        answers = [self._spoken(ids) for ids in (*(t.completion_ids for t in group), self._gold(prompt))]
+        features = self._features(prompt.token_ids, answers)
         alignment, diversity = feature_matching(features[:-1], features[-1], self._whitens)
         return [
             Verdict({"alignment": float(a), "diversity": None if diversity is None else float(diversity[place])})
             for place, a in enumerate(alignment)
         ]
 
+    def _gold(self, prompt: Prompt) -> np.ndarray:
+        """The tokens of the data's answer: those of an anchor's text as they were cut, else the column's."""
+        if prompt.answer_ids is not None:
+            return prompt.answer_ids
+        return np.array(
+            self._tokenizer(column(prompt, self._gold_key), add_special_tokens=False)["input_ids"], np.int64
+        )
+
     def _spoken(self, ids: np.ndarray) -> np.ndarray:
-        """The tokens without the end of the text, which the data's answer does not have."""
+        """The tokens without the end of the text, which the data's answer seldom has."""
         return ids[:-1] if len(ids) and ids[-1] == self._tokenizer.eos_token_id else ids
 
     def _features(self, prompt: np.ndarray, answers: Sequence[np.ndarray]) -> np.ndarray:
