@@ -141,6 +141,40 @@ class ScoreModel(PolicyModel):
         return self.score(hidden.squeeze(1).index_select(0, rows)).float()
 
 
+class ValueModel(PolicyModel):
+    """A PolicyModel with a second head on the same hidden states: a linear one, which says what a token's state is
+    worth. It starts at 0, so that the first advantages are of the rewards alone."""
+
+    values = True
+    """Whether the value stands behind the other columns."""
+
+    def __init__(self, config: TransformerConfig, *arguments: Any, **options: Any):
+        super().__init__(config, *arguments, **options)
+        if self.post_process:
+            self.value_head = torch.nn.Linear(config.hidden_size, 1, dtype=config.params_dtype)
+            torch.nn.init.zeros_(self.value_head.weight)
+            torch.nn.init.zeros_(self.value_head.bias)
+
+    def _output(self, hidden, rows, targets):
+        """float32 [chosen, 2 or 3]: as of the PolicyModel, and the value of the state in which the target was chosen;
+        without it unless ``values``."""
+        if self.config.sequence_parallel:
+            # Each tensor-parallel rank has the whole value head, and so the whole of its gradient: none is to be added
+            # up. The other head adds up its own (``copy_to_tensor_model_parallel_region``).
+            hidden = tensor_parallel.gather_from_sequence_parallel_region(
+                hidden, tensor_parallel_output_grad=False, group=self.pg_collection.tp
+            )
+        chosen = hidden.squeeze(1).index_select(0, rows)
+        shared = tensor_parallel.copy_to_tensor_model_parallel_region(chosen, group=self.pg_collection.tp)
+        columns = self._evaluate(shared, targets)
+        if not self.values:
+            return columns
+        head = self.value_head
+        # In float32, or bfloat16 would round a value of 1 to some thousandths.
+        values = torch.nn.functional.linear(chosen.float(), head.weight.float(), head.bias.float())
+        return torch.cat((columns, values), -1)
+
+
 @dataclasses.dataclass
 class BuiltModel:
     """Everything one rank trains with. ``chunks`` are bare models, ``wrapped`` the same inside precision and DDP
@@ -237,9 +271,11 @@ def build_chunks(
     temperature: float = 1.0,
     adapted: bool = False,
     scores: bool = False,
+    values: bool = False,
 ) -> tuple[TransformerConfig, list[PolicyModel]]:
     """This rank's model chunks (one, or one per virtual pipeline stage), on its device, randomly initialised;
-    ``adapted``: for adapters (see ``layer_spec``); ``scores``: with the head of a reward model."""
+    ``adapted``: for adapters (see ``layer_spec``); ``scores``: with the head of a reward model; ``values``: with a
+    value head."""
     use_te = transformer_engine_is_usable() if layout.transformer_engine is None else layout.transformer_engine
     use_te = use_te and layout.attention_backend != "sdpa"
     if layout.fp8 and not use_te:
@@ -249,9 +285,10 @@ def build_chunks(
     frequencies = rotary(hf)
     virtual = layout.virtual_pipeline_model_parallel_size
     tensor_size = layout.tensor_model_parallel_size
+    kind = ScoreModel if scores else ValueModel if values else PolicyModel
     chunks = []
     for stage in range(virtual) if virtual else [None]:
-        model = (ScoreModel if scores else PolicyModel)(
+        model = kind(
             config,
             layer_spec(config, frequencies, use_te, adapted),
             vocab_size=-(-hf.vocab_size // tensor_size) * tensor_size,
@@ -392,18 +429,21 @@ def build(
     lora: LoraConfig | None = None,
     seed: int = 0,
     scores: bool = False,
+    values: bool = False,
 ) -> BuiltModel:
     """Model, wrappers, optimizer and schedule of this rank, with the weights of the Hugging Face ``folder``.
 
     With ``lora`` those are frozen, and adapters drawn from ``seed`` are trained; with ``scores`` it ends in the head of
-    a reward model, drawn from ``seed`` where the folder has none.
+    a reward model, drawn from ``seed`` where the folder has none; with ``values`` it has a value head, too.
     """
     from gdpo_nemo.megatron.conversion import load_hf
     from gdpo_nemo.megatron.reward_head import with_score_head
     from gdpo_nemo.weights.model_folder import open_weights
 
     hf = _read_config(folder)
-    config, chunks = build_chunks(hf, layout, dtype, temperature, adapted=lora is not None, scores=scores)
+    config, chunks = build_chunks(
+        hf, layout, dtype, temperature, adapted=lora is not None, scores=scores, values=values
+    )
     modules: list[torch.nn.Module] = list(chunks)
     read = open_weights(folder)
     load_hf(modules, with_score_head(read, hf, seed) if scores else read, hf)
