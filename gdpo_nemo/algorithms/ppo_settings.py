@@ -25,6 +25,9 @@ class PPOSettings:
     1506.02438)."""
     vf_coef: float = 0.1
     """Weight of the value loss beside the loss of loss_fn."""
+    head_lr_mult: float = 10.0
+    """Learning rate of the value head, which starts at 0, over that of the policy (Megatron's name); the recipes of
+    verl have 10."""
     cliprange_value: Optional[float] = 0.2
     """Distance from the value before the step beyond which an update does not follow a token's value; null: not
     clipped."""
@@ -38,6 +41,8 @@ class PPOSettings:
                 raise ValueError(f"{name}: must be 0 or more and at most 1, got {getattr(self, name)}")
         if not 0 <= self.vf_coef < math.inf:
             raise ValueError(f"vf_coef: must be 0 or more and finite, got {self.vf_coef}")
+        if not 0 < self.head_lr_mult < math.inf:
+            raise ValueError(f"head_lr_mult: must be more than 0 and finite, got {self.head_lr_mult}")
         if self.cliprange_value is not None and not 0 < self.cliprange_value < math.inf:
             raise ValueError(f"cliprange_value: must be more than 0 and finite, or null, got {self.cliprange_value}")
 

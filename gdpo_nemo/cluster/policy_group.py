@@ -81,7 +81,7 @@ class PolicyRank:
         total_updates: int,
         reference: bool,
         scores: bool,
-        values: bool,
+        value_lr_mult: float | None,
     ) -> int:
         """Join the process group and build the model; returns the number of parameters on this rank."""
         stay_on(ray.util.get_node_ip_address())
@@ -97,7 +97,7 @@ class PolicyRank:
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
         runtime.initialize(chosen, self.rank, self.world_size, init_method, self._listener)
         runtime.lay_out(config.megatron_cfg, seed)
-        self.policy = Policy(config, folder, chosen, total_updates, reference, seed, scores, values)
+        self.policy = Policy(config, folder, chosen, total_updates, reference, seed, scores, value_lr_mult)
         with self.policy.optimizer_on_device():
             pass  # leaving the block offloads it, if configured: engines need the room before the first update
         return sum(p.numel() for chunk in self.policy.chunks for p in chunk.parameters())
@@ -262,7 +262,7 @@ class PolicyGroup:
         self._devices = [rank.device.remote() for rank in self.ranks]
         if reference is None:
             reference = config.loss_fn.reference_policy_kl_penalty > 0 or kl_in_reward(config)
-        heads = has_score_head(config), has_value_head(config)
+        heads = has_score_head(config), config.ppo.head_lr_mult if has_value_head(config) else None
         self._model = (config.policy, config.run.seed, folder), (total_updates, reference, *heads)
         self._building: list[Any] = []
         self._data_ranks: list[int] = []

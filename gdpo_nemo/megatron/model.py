@@ -12,7 +12,12 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.models.hybrid.hybrid_model import HybridModel
-from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import (
+    OptimizerConfig as MegatronOptimizerConfig,
+    ParamKey,
+    get_megatron_optimizer,
+    get_standard_config_overrides,
+)
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
@@ -348,27 +353,37 @@ def _sum_gradients_in_place(chunks: list[PolicyModel]) -> None:
                 module.fuse_wgrad_accumulation = True
 
 
-def build_optimizer(layout: MegatronConfig, dtype: torch.dtype, wrapped: list, total_updates: int):
-    """Megatron's AdamW with its learning-rate schedule, counted in updates."""
+def build_optimizer(
+    layout: MegatronConfig,
+    dtype: torch.dtype,
+    wrapped: list,
+    total_updates: int,
+    value_lr_mult: float | None = None,
+):
+    """Megatron's AdamW with its learning-rate schedule, counted in updates; that of a value head ``value_lr_mult``
+    times as high."""
     o = layout.optimizer
     s = layout.scheduler
-    optimizer = get_megatron_optimizer(
-        MegatronOptimizerConfig(
-            optimizer="adam",
-            lr=o.lr,
-            min_lr=o.min_lr,
-            weight_decay=o.weight_decay,
-            adam_beta1=o.adam_beta1,
-            adam_beta2=o.adam_beta2,
-            adam_eps=o.adam_eps,
-            clip_grad=o.clip_grad,
-            bf16=dtype == torch.bfloat16,
-            params_dtype=dtype,
-            use_distributed_optimizer=layout.use_distributed_optimizer,
-            overlap_param_gather=layout.overlap_param_gather,
-        ),
-        wrapped,
+    config = MegatronOptimizerConfig(
+        optimizer="adam",
+        lr=o.lr,
+        min_lr=o.min_lr,
+        weight_decay=o.weight_decay,
+        adam_beta1=o.adam_beta1,
+        adam_beta2=o.adam_beta2,
+        adam_eps=o.adam_eps,
+        clip_grad=o.clip_grad,
+        bf16=dtype == torch.bfloat16,
+        params_dtype=dtype,
+        use_distributed_optimizer=layout.use_distributed_optimizer,
+        overlap_param_gather=layout.overlap_param_gather,
     )
+    overrides = None
+    if value_lr_mult is not None:
+        # Marked, because a group is known on loading by its marks: its learning rate may change between starts.
+        own: Any = dict(is_decoupled_lr=True, max_lr=value_lr_mult * o.lr, min_lr=value_lr_mult * o.min_lr)
+        overrides = {**get_standard_config_overrides(config), ParamKey(name="*value_head.*"): own}
+    optimizer = get_megatron_optimizer(config, wrapped, overrides)
     warmup = s.lr_warmup_steps
     decay_steps = s.lr_decay_steps or max(total_updates, s.lr_warmup_steps + 1)
     init = 0.0
@@ -429,21 +444,21 @@ def build(
     lora: LoraConfig | None = None,
     seed: int = 0,
     scores: bool = False,
-    values: bool = False,
+    value_lr_mult: float | None = None,
 ) -> BuiltModel:
     """Model, wrappers, optimizer and schedule of this rank, with the weights of the Hugging Face ``folder``.
 
     With ``lora`` those are frozen, and adapters drawn from ``seed`` are trained; with ``scores`` it ends in the head of
-    a reward model, drawn from ``seed`` where the folder has none; with ``values`` it has a value head, too.
+    a reward model, drawn from ``seed`` where the folder has none; with ``value_lr_mult`` it has a value head, too,
+    whose learning rate is that times the others'.
     """
     from gdpo_nemo.megatron.conversion import load_hf
     from gdpo_nemo.megatron.reward_head import with_score_head
     from gdpo_nemo.weights.model_folder import open_weights
 
     hf = _read_config(folder)
-    config, chunks = build_chunks(
-        hf, layout, dtype, temperature, adapted=lora is not None, scores=scores, values=values
-    )
+    heads = dict(scores=scores, values=value_lr_mult is not None)
+    config, chunks = build_chunks(hf, layout, dtype, temperature, adapted=lora is not None, **heads)
     modules: list[torch.nn.Module] = list(chunks)
     read = open_weights(folder)
     load_hf(modules, with_score_head(read, hf, seed) if scores else read, hf)
@@ -454,5 +469,5 @@ def build(
     wrapped = wrap(config, chunks, layout)
     # ``config.grad_scale_func`` stays empty: float32 and bfloat16 losses are not scaled, and with it model and
     # optimizer would hold each other, groups and all, through autograd nodes that Python's collector cannot see.
-    optimizer, scheduler = build_optimizer(layout, dtype, wrapped, total_updates)
+    optimizer, scheduler = build_optimizer(layout, dtype, wrapped, total_updates, value_lr_mult)
     return BuiltModel(hf, config, chunks, wrapped, optimizer, scheduler)

@@ -81,7 +81,8 @@ class Policy:
             the model without its adapters is the reference.
         seed: of LoRA's starting adapters, and of a reward model's head.
         scores: the model is a reward model: ``logprobs`` returns scores.
-        values: the model has a value head beside the policy's own, on the same hidden states.
+        value_lr_mult: the model has a value head beside the policy's own, on the same hidden states, and learns it at
+            this times the learning rate; None: it has none.
     """
 
     def __init__(
@@ -93,7 +94,7 @@ class Policy:
         keep_reference: bool = False,
         seed: int = 0,
         scores: bool = False,
-        values: bool = False,
+        value_lr_mult: float | None = None,
     ):
         self.config = config
         self.runtime = runtime
@@ -112,10 +113,10 @@ class Policy:
             self.lora,
             seed,
             scores,
-            values,
+            value_lr_mult,
         )
         self.scores = scores
-        self.values = values
+        self.values = value_lr_mult is not None
         self._forward_backward = get_forward_backward_func()
         keep_reference = keep_reference and not self.lora
         self._reference = Reference(self._parameters(), config.offload_reference) if keep_reference else None

@@ -31,6 +31,9 @@ class Valued:
     head_of_resumed: np.ndarray | None
 
 
+HEAD_LR = 3.0
+
+
 def build(place, folder, precision="float32"):
     """A Policy with a value head whose weights are far from 0."""
     import torch
@@ -38,7 +41,7 @@ def build(place, folder, precision="float32"):
     from gdpo_nemo.megatron.policy import Policy
 
     config = PolicyConfig(model_name=str(folder), precision=precision, megatron_cfg=place.layout)
-    policy = Policy(config, folder, place.runtime, 100, values=True)
+    policy = Policy(config, folder, place.runtime, 100, value_lr_mult=HEAD_LR)
     for chunk in policy.chunks:
         if hasattr(chunk, "value_head"):
             with torch.no_grad():
