@@ -3,6 +3,10 @@
 The value head shares the policy's trunk, so that one forward pass gives log-probs and values in every layout, and
 checkpoints, optimizer and schedule stay those of one model; a critic of its own would double the memory. Loop, engines,
 losses and layouts are GDPO's.
+
+A value is a running mean of the rewards to come plus what the head says, so that the head, which starts at 0, has only
+differences between states to learn (as the shift of PopArt, arXiv 1602.07714). The ranks know of the head alone: old
+values and returns are sent to them less that mean.
 """
 
 from __future__ import annotations
@@ -20,7 +24,7 @@ from gdpo_nemo.data.packing import TrainSequence
 from gdpo_nemo.data.results import UpdateResult
 from gdpo_nemo.rollouts.learning import advantages_of, updates_of
 from gdpo_nemo.rollouts.step_metrics import check_failures
-from gdpo_nemo.rollouts.token_credit import action_rewards, token_credit
+from gdpo_nemo.rollouts.token_credit import action_rewards, rewards_to_come, token_credit
 
 if TYPE_CHECKING:
     from gdpo_nemo.cluster.policy_group import PolicyGroup
@@ -41,8 +45,9 @@ METRICS = {
 _OF_UPDATES = {
     "policy/value_loss": "value/loss",
     "policy/value_clipped": "value/clip_fraction",
-    "policy/value": "value/mean",
 }
+_PACE = 0.5
+"""Share of the newest step in the running mean: rewards that rise are followed within a step or two."""
 _OF_GROUPS = ("/dead_groups", "/effective_weight", "/conflicts")
 """Of metrics of reward components: what they mean to advantages that groups give."""
 
@@ -53,6 +58,8 @@ class PPO(GDPO):
     def __init__(self, config: Config, policy: PolicyGroup, tokenizer: Any, log: RunLog):
         super().__init__(config, policy, tokenizer, log)
         self.loss = ActorCriticSettings.of(self.loss, config.ppo)
+        self.centre: float | None = None
+        """Running mean of the rewards to come; None before the first step."""
 
     def prepare(self, batch: Rollout) -> PreparedRollout:
         """Values and log-probs of all tokens under the weights before the step, and the advantages they give.
@@ -76,9 +83,9 @@ class PPO(GDPO):
         measured = {}
         if kl_in_reward(self.config):
             measured["rollout/reference_kl"] = self._subtract_kl(rewards, sequences, scores)
-        credit = token_credit(
-            rewards, [s.where_written(of_one) for s, of_one in zip(sequences, values)], self.config.ppo
-        )
+        centre = self._centre(rewards)
+        whole = [s.where_written(of_one).astype(np.float64) + centre for s, of_one in zip(sequences, values)]
+        credit = token_credit(rewards, whole, self.config.ppo)
         for s, of_one, advantages, returns in zip(sequences, values, credit.advantages, credit.returns, strict=True):
             s.old_values = of_one
             s.returns = of_one
@@ -86,9 +93,28 @@ class PPO(GDPO):
                 s.weight = 0.0
             else:
                 s.advantage = _placed(s, advantages)
-                s.returns = _placed(s, returns)
+                s.returns = _placed(s, returns - centre)
+        if np.isfinite(credit.mean_to_come):
+            self.centre = centre + _PACE * (credit.mean_to_come - centre)
+        measured["value/mean"] = centre  # the rest of it is measured by the updates
         known = {"value/explained_variance": credit.explained_variance, "value/return": credit.mean_return}
         return measured | {name: value for name, value in known.items() if np.isfinite(value)}
+
+    def _centre(self, rewards: Sequence[np.ndarray | None]) -> float:
+        """The mean of the steps before; of this one, if it is the first."""
+        if self.centre is not None:
+            return self.centre
+        come = rewards_to_come(rewards, self.config.ppo.gamma)
+        return float(come.mean()) if len(come) else 0.0
+
+    def state(self) -> dict[str, Any]:
+        """As of GDPO, and the running mean."""
+        return super().state() | ({} if self.centre is None else {"value_centre": self.centre})
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from what ``state`` returned."""
+        super().load_state(state)
+        self.centre = state.get("value_centre")
 
     def _subtract_kl(
         self, rewards: list[np.ndarray | None], sequences: list[TrainSequence], scores: TokenScores
@@ -110,6 +136,7 @@ class PPO(GDPO):
     def metrics(self, prepared: PreparedRollout, results: Sequence[UpdateResult], version: int) -> dict[str, float]:
         """As GDPO's, without what it says of groups' advantages, and with those of the values."""
         row = super().metrics(prepared, results, version)
+        row["value/mean"] += row.pop("policy/value", 0.0)
         return {
             _OF_UPDATES.get(name, name): value
             for name, value in row.items()

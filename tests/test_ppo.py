@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -83,17 +84,34 @@ def test_an_action_gets_its_advantage_value_and_return():
         trajectory([5, 6, 7], [True, False, True], rewards={"correctness": 0.5, "format": None, "length": 1.0}),
     )
     ((first, second),) = found.updates
-    advantages, returns = gae([0, 0, 2.0], [0.75, 1.0, 0.5], 1.0, 0.95)
+    mean = (3 * 2.0 + 2 * 1.5) / 5  # rewards to come of the five actions
+    advantages, returns = gae([0, 0, 2.0], mean + np.array([0.75, 1.0, 0.5]), 1.0, 0.95)
     np.testing.assert_allclose(first.advantage, advantages, rtol=1e-6)
-    np.testing.assert_allclose(first.returns, returns, rtol=1e-6)
+    np.testing.assert_allclose(first.returns, returns - mean, rtol=1e-5)
     np.testing.assert_allclose(first.old_values, [0.75, 1.0, 0.5])
     # The token of the environment is no step of time: the value behind the first action is that before the second.
-    advantages, returns = gae([0, 1.5], [1.25, 1.75], 1.0, 0.95)
+    advantages, returns = gae([0, 1.5], mean + np.array([1.25, 1.75]), 1.0, 0.95)
     np.testing.assert_allclose(second.advantage[[0, 2]], advantages, rtol=1e-6)
-    np.testing.assert_allclose(second.returns[[0, 2]], returns, rtol=1e-6)
+    np.testing.assert_allclose(second.returns[[0, 2]], returns - mean, rtol=1e-5)
     assert first.weight == second.weight == pytest.approx(1 / 5)
     assert first.old_logprobs is None, "the first update's ratio is 1"
     assert isinstance(algorithm.loss, ActorCriticSettings) and algorithm.loss.vf_coef == 0.1
+
+
+def test_values_are_a_running_mean_and_what_the_head_says():
+    """The head's targets are without it, and a run that goes on has it from the checkpoint."""
+    algorithm, found = prepared(trajectory([3, 4, 2]))
+    assert algorithm.state() == {"value_centre": 2.0}
+    algorithm.prepare(batch_of(trajectory([3], rewards={"correctness": 0.0, "format": 0.0, "length": 1.0})))
+    assert algorithm.centre == 1.5, "half of it the newest step's mean"
+    other, _ = prepared(trajectory([3]))
+    other.load_state(algorithm.state())
+    for now in (algorithm, other):
+        (s,) = now.prepare(batch_of(trajectory([4, 8]))).updates[0]
+        advantages, returns = gae([0, 2.0], [2.5, 3.5], 1.0, 0.95)
+        np.testing.assert_allclose(s.advantage, advantages, rtol=1e-6)
+        np.testing.assert_allclose(s.returns, returns - 1.5, rtol=1e-6)
+    assert algorithm.state() == other.state() == {"value_centre": 1.75}
 
 
 def test_advantages_are_whitened_over_the_actions_of_the_step():
@@ -133,13 +151,17 @@ def test_kl_is_taken_from_the_reward_of_each_action():
     algorithm, found = prepared(trajectory([3, 4, 6], [True, False, True]), overrides=overrides)
     (s,) = found.updates[0]
     gaps = np.array([-0.3 + 0.5, -0.6 + 0.5])
-    advantages, _ = gae(np.array([0, 2.0]) - 0.1 * gaps, [0.75, 1.5], 1.0, 0.95)
+    rewards = np.array([0, 2.0]) - 0.1 * gaps
+    advantages, _ = gae(rewards, np.array([0.75, 1.5]) + rewards[::-1].cumsum().mean(), 1.0, 0.95)
     np.testing.assert_allclose(s.advantage[[0, 2]], advantages, rtol=1e-5)
     assert found.measured["rollout/reference_kl"] == pytest.approx(gaps.sum(), abs=1e-6)
     assert ("reference", 1) in algorithm.policy.calls and algorithm.needs_reference(algorithm.config)
 
 
 TURNS = "rollout.turns.max_turns=3"
+weighted = cache(
+    lambda credit: load_config(CONFIG, [TURNS, credit, "gdpo.rewards={correctness: 2.0, format: 1.0, length: 0.5}"])
+)
 DRAWN = st.lists(st.tuples(st.integers(1, 4), st.none() | st.floats(-2, 2)), min_size=1, max_size=4)
 
 
@@ -154,17 +176,14 @@ def test_rewards_of_turns_stand_where_credit_by_turn_has_them(turns, total, writ
         list(range(len(mask) if mask else sum(tokens))), mask, rewards=rewards, turns=len(turns),
         turn_tokens=tuple(tokens), turn_rewards=tuple({"correctness": value} for _, value in turns),
     )  # fmt: skip
-    config = load_config(
-        CONFIG, [TURNS, "gdpo.credit=turn", "gdpo.rewards={correctness: 2.0, format: 1.0, length: 0.5}"]
-    )
-    (found,) = action_rewards([t], config)
+    (found,) = action_rewards([t], weighted("gdpo.credit=turn"))
     rows = turn_rows([t], ["correctness", "length"], 1.0)
     from_each_turn = 2.0 * rows.columns["correctness"] + 0.5 * rows.columns["length"]
     starts = np.cumsum([0, *tokens[:-1]])
     np.testing.assert_allclose(found[::-1].cumsum()[::-1][starts], from_each_turn, atol=1e-9)
     ends = np.cumsum(tokens) - 1
     assert not np.delete(found, ends).any()
-    (whole,) = action_rewards([t], load_config(CONFIG, ["gdpo.rewards={correctness: 2.0, format: 1.0, length: 0.5}"]))
+    (whole,) = action_rewards([t], weighted("gdpo.credit=sequence"))
     np.testing.assert_allclose(whole[-1], 2 * total + 0.5)
     assert not whole[:-1].any()
 
@@ -191,7 +210,9 @@ def test_the_row_says_how_good_the_values_are_and_nothing_of_groups():
     )
     sums = {"tokens": 3.0, "value_loss": 6.0, "value_clipped": 1.5, "value": 4.5, "ratio": 3.0}
     row = algorithm.metrics(found, [UpdateResult(1.0, 1.0, 1e-4, False, sums, {})], 0)
-    assert (row["value/loss"], row["value/clip_fraction"], row["value/mean"]) == (2.0, 0.5, 1.5)
+    mean = (2 + 2 + 0) / 3
+    assert (row["value/loss"], row["value/clip_fraction"], row["value/mean"]) == (2.0, 0.5, 1.5 + mean)
+    assert "policy/value" not in row
     said, came = np.array([0.75, 1.0, 1.25]), np.array([2.0, 2.0, 0.0])
     assert row["value/explained_variance"] == pytest.approx(1 - np.var(came - said) / np.var(came))
     assert row["reward/total/mean"] == 1.0 and row["reward/correctness/mean"] == 0.5

@@ -31,7 +31,9 @@ class TokenCredit:
     explained_variance: float
     """Of the discounted rewards from each action on, by the values; NaN where they do not vary."""
     mean_return: float
-    """NaN: no trajectory has a reward."""
+    """NaN: no trajectory has a reward, as of the next one."""
+    mean_to_come: float
+    """Of the discounted rewards from each action on."""
 
 
 def action_rewards(trajectories: Sequence[Trajectory], config: Config) -> list[np.ndarray | None]:
@@ -93,8 +95,14 @@ def token_credit(
     for (place, _), part, (_, of_one) in zip(known, parts, pairs):
         advantages[place], returns[place] = part, of_one
     if not known:
-        return TokenCredit(advantages, returns, float("nan"), float("nan"))
+        return TokenCredit(advantages, returns, *[float("nan")] * 3)
     said = np.concatenate([np.asarray(values[place], np.float64) for place, _ in known])
-    came = np.concatenate([discounted_sums(given, settings.gamma) for _, given in known])
+    came = rewards_to_come(rewards, settings.gamma)
     mean = float(np.concatenate([of_one for _, of_one in pairs]).mean())
-    return TokenCredit(advantages, returns, explained_variance(said, came), mean)
+    return TokenCredit(advantages, returns, explained_variance(said, came), mean, float(came.mean()))
+
+
+def rewards_to_come(rewards: Sequence[np.ndarray | None], gamma: float) -> np.ndarray:
+    """float64 [actions of all trajectories that have a reward]: the discounted rewards from each action on."""
+    parts = [discounted_sums(given, gamma) for given in rewards if given is not None]
+    return np.concatenate(parts) if parts else np.zeros(0)
