@@ -202,24 +202,37 @@ class PreparedRollout:
 
 class TokenScores:
     """What the trainer says of a step's tokens before it trains them: log-probs, and entropies where they are recorded.
-    Each sequence is scored once."""
+    Each sequence is scored once. With ``values`` the policy's value head says what each state is worth, too."""
 
-    def __init__(self, policy: PolicyGroup, config: Config):
+    def __init__(self, policy: PolicyGroup, config: Config, values: bool = False):
         self._policy = policy
+        self._with_values = values
         rollout = config.rollout
         self._entropies = rollout.save_entropies and rollout.save_samples
         self._all = self._entropies or (rollout.save_trainer_logprobs and rollout.save_samples)
         self._found: dict[int, np.ndarray] = {}
-        """By sequence (its ``id``), [completion tokens, 1 or 2]."""
+        """By sequence (its ``id``), [completion tokens, 1 to 3]: log-prob, entropy, value."""
 
     def logprobs(self, sequences: list[TrainSequence]) -> list[np.ndarray]:
         """float32 [completion tokens] for each sequence under the current weights."""
+        return self._column(sequences, 0)
+
+    def values(self, sequences: list[TrainSequence]) -> list[np.ndarray]:
+        """float32 [completion tokens] for each sequence: what the value head says of the state before each token."""
+        return self._column(sequences, -1)
+
+    def _column(self, sequences: list[TrainSequence], place: int) -> list[np.ndarray]:
+        unknown = [sequence for sequence in sequences if id(sequence) not in self._found]
+        if unknown:
+            self._found |= {id(sequence): found for sequence, found in zip(unknown, self._ask(unknown), strict=True)}
+        return [np.ascontiguousarray(self._found[id(sequence)][:, place]) for sequence in sequences]
+
+    def _ask(self, sequences: list[TrainSequence]) -> list[np.ndarray]:
+        if self._with_values:
+            return self._policy.logprobs_and_values(sequences, self._entropies)
         if self._entropies:
-            found = self._policy.logprobs_and_entropies(sequences)
-        else:
-            found = [values[:, None] for values in self._policy.logprobs(sequences)]
-        self._found |= {id(sequence): values for sequence, values in zip(sequences, found, strict=True)}
-        return [np.ascontiguousarray(values[:, 0]) for values in found]
+            return self._policy.logprobs_and_entropies(sequences)
+        return [found[:, None] for found in self._policy.logprobs(sequences)]
 
     def recorded(
         self, sequences: list[TrainSequence]
@@ -265,10 +278,20 @@ class GDPO(Algorithm):
         check_failures(batch.trajectories, self.config.rollout.max_env_failure_share)
         advantages, of_sequences, measured = self._credit(batch)
         updates = updates_of(batch.trajectories, of_sequences, self.config, batch.version)
+        return self._scored(batch, advantages, updates, measured, TokenScores(self.policy, self.config))
+
+    def _scored(
+        self,
+        batch: Rollout,
+        advantages: Advantages | TurnAdvantages,
+        updates: list[list[TrainSequence]],
+        measured: dict[str, float],
+        scores: TokenScores,
+    ) -> PreparedRollout:
+        """The updates with the log-probs that they start from: ``scores``, and those of the starting weights."""
         several = updates_per_step(self.config) > 1 and old_logprobs_source(self.config) == "trainer"
         # TargetPO's coefficients, which are yet to come, need the whole group, and a covariance the whole update.
         skips = self.config.policy.skip_zero_advantage and not self._rewrites
-        scores = TokenScores(self.policy, self.config)
         for update in updates:
             # Later updates of a step start from other weights; their ratios refer to the weights that sampled.
             if several:

@@ -47,6 +47,10 @@ class TokenFields:
     """float32; log-probs under which the tokens were drawn, NaN where they are not known."""
     reference_logprobs: Tensor | None = None
     """float32; log-probs of the reference model, for the KL penalty."""
+    old_values: Tensor | None = None
+    """float32; what the value head said before the step. None: there is no value head."""
+    returns: Tensor | None = None
+    """float32; what the values are to become, where there is a value head."""
     staleness: Tensor | None = None
     """int32; version that is trained minus the version that sampled the token. None: 0 everywhere. A loss and a
     correction of one's own always get a tensor."""

@@ -14,7 +14,7 @@ import numpy as np
 from gdpo_nemo.cluster.network import stay_on
 from gdpo_nemo.cluster.reservation import Placement, here
 from gdpo_nemo.cluster.session import answered, cores, gather, ray, thread_environment
-from gdpo_nemo.config.algorithm_choice import has_score_head
+from gdpo_nemo.config.algorithm_choice import has_score_head, has_value_head
 from gdpo_nemo.config.objective_checks import kl_in_reward
 from gdpo_nemo.config.objects import load_functions, load_object, place_of
 from gdpo_nemo.config.prompt_sharing import prompt_sharing
@@ -81,6 +81,7 @@ class PolicyRank:
         total_updates: int,
         reference: bool,
         scores: bool,
+        value_lr_mult: float | None,
     ) -> int:
         """Join the process group and build the model; returns the number of parameters on this rank."""
         stay_on(ray.util.get_node_ip_address())
@@ -96,7 +97,7 @@ class PolicyRank:
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
         runtime.initialize(chosen, self.rank, self.world_size, init_method, self._listener)
         runtime.lay_out(config.megatron_cfg, seed)
-        self.policy = Policy(config, folder, chosen, total_updates, reference, seed, scores)
+        self.policy = Policy(config, folder, chosen, total_updates, reference, seed, scores, value_lr_mult)
         with self.policy.optimizer_on_device():
             pass  # leaving the block offloads it, if configured: engines need the room before the first update
         return sum(p.numel() for chunk in self.policy.chunks for p in chunk.parameters())
@@ -110,9 +111,11 @@ class PolicyRank:
         result = self.policy.train(share.sequences(), share.micro_batches, settings)
         return result if self.rank == 0 else None
 
-    def logprobs(self, share: Share, reference: bool, temperature: float | None, entropies: bool) -> FlatValues | None:
-        """This rank's part of the log-probs, and entropies, of the share's completion tokens, or None."""
-        found = self.policy.logprobs(share.sequences(), share.micro_batches, reference, temperature, entropies)
+    def logprobs(
+        self, share: Share, reference: bool, temperature: float | None, entropies: bool, values: bool = False
+    ) -> FlatValues | None:
+        """This rank's part of the log-probs, entropies and values of the share's completion tokens, or None."""
+        found = self.policy.logprobs(share.sequences(), share.micro_batches, reference, temperature, entropies, values)
         return None if found is None else share.flat(found, self.policy.layout.context_parallel_size == 1)
 
     def sync_reference(self, alpha: float) -> None:
@@ -259,7 +262,8 @@ class PolicyGroup:
         self._devices = [rank.device.remote() for rank in self.ranks]
         if reference is None:
             reference = config.loss_fn.reference_policy_kl_penalty > 0 or kl_in_reward(config)
-        self._model = (config.policy, config.run.seed, folder), (total_updates, reference, has_score_head(config))
+        heads = has_score_head(config), config.ppo.head_lr_mult if has_value_head(config) else None
+        self._model = (config.policy, config.run.seed, folder), (total_updates, reference, *heads)
         self._building: list[Any] = []
         self._data_ranks: list[int] = []
         """Of every rank its data-parallel rank, once it has been asked."""
@@ -392,6 +396,12 @@ class PolicyGroup:
         """float32 [completion tokens, 2] for each sequence under the current weights, from one pass: the token's
         log-prob, and the entropy in nats of the distribution that it was drawn from; NaN under its mask."""
         return self._scores("logprobs", sequences, True, False, None, True)
+
+    def logprobs_and_values(self, sequences: list[TrainSequence], entropies: bool = False) -> list[np.ndarray]:
+        """float32 [completion tokens, 2] for each sequence under the current weights, from one pass: the token's
+        log-prob, and what the value head says of the state before it; with ``entropies`` [completion tokens, 3], as of
+        ``logprobs_and_entropies`` and the value. NaN under its mask."""
+        return self._scores("logprobs", sequences, True, False, None, entropies, True)
 
     def _scores(
         self, method: str, sequences: list[TrainSequence], packed: bool, *arguments: bool | float | None

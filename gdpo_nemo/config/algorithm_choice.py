@@ -21,8 +21,11 @@ ROWS = {"sft": "sft", **PREFERENCES}
 """What a row is to each built-in algorithm that does not sample (``data.example_rows``)."""
 DISTILLATION = "distillation"
 """Name of the algorithm that reads the section `teacher`."""
+PPO = "ppo"
+"""Name of the algorithm that reads the section `ppo`."""
 ALGORITHMS = {
     "gdpo": "gdpo_nemo.algorithm:GDPO",
+    PPO: "gdpo_nemo.ppo:PPO",
     DISTILLATION: "gdpo_nemo.distillation:OnPolicyDistillation",
     "sft": "gdpo_nemo.supervised:SupervisedFineTuning",
     **dict.fromkeys(PREFERENCES, "gdpo_nemo.supervised:PreferenceTuning"),
@@ -39,6 +42,11 @@ def rows_of(config: Config) -> str | None:
 def has_score_head(config: Config) -> bool:
     """Whether the policy ends in one score of a sequence in place of its next token's distribution."""
     return config.algorithm.type == "reward_model"
+
+
+def has_value_head(config: Config) -> bool:
+    """Whether the policy has a second head, which says what the state before each token is worth."""
+    return config.algorithm.type == PPO
 
 
 def sequences_per_prompt(config: Config) -> int:

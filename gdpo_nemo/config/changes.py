@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Mapping
 
+from gdpo_nemo.config.algorithm_choice import PPO
 from gdpo_nemo.config.load import config_to_dict, recorded
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.errors import ConfigError
@@ -20,6 +21,8 @@ _FIXED = {
     "far",
 }
 """Keys that a run keeps, with the reason. Model and data are compared by their contents instead."""
+_HEADS = {PPO: "a value head", "reward_model": "a reward model's head"}
+"""Algorithms whose checkpoints hold other parameters than those of the others."""
 
 _CONSEQUENCES = {
     "run.seed": "prompts are drawn in another order from there on: of this epoch some come again and some do not come",
@@ -64,11 +67,18 @@ def find_changes(before: Mapping[str, Any], config: Config) -> list[Change]:
 def check_changes(changes: list[Change], what: str) -> None:
     """Refuse changes that ``what``, a checkpoint, cannot be continued with. Raises ConfigError."""
     for change in changes:
-        if change.key in _FIXED:
+        if reason := _why_fixed(change):
             raise ConfigError(
                 f"{change.key}: cannot change from {change.before} to {change.now} on resuming {what}: "
-                f"{_FIXED[change.key]}; keep it, or use another run.name"
+                f"{reason}; keep it, or use another run.name"
             )
+
+
+def _why_fixed(change: Change) -> str | None:
+    if change.key == "algorithm.type":
+        kinds = dict.fromkeys((change.before, change.now))
+        return next((f"{kind} alone trains {_HEADS[kind]}" for kind in kinds if kind in _HEADS), None)
+    return _FIXED.get(change.key)
 
 
 def flattened(tree: Any, prefix: str = "") -> dict[str, Any]:

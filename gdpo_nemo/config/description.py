@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Sequence
 
-from gdpo_nemo.config.algorithm_choice import samples, sequences_per_prompt
+from gdpo_nemo.config.algorithm_choice import PPO, has_value_head, samples, sequences_per_prompt
 from gdpo_nemo.config.files import model_source
 from gdpo_nemo.config.layout import Layout, resolve_layout, samples_per_step, samples_per_update, updates_per_step
 from gdpo_nemo.config.placement import describe_places
@@ -118,7 +118,8 @@ def _rewards(config: Config) -> str:
         return f"none, {config.algorithm.type} does not sample"
     weights = " + ".join(f"{weight:g} {name}" for name, weight in config.gdpo.rewards.items())
     preset = f", preset {config.gdpo.preset}" if config.gdpo.preset else ""
-    return f"{weights} by {config.gdpo.estimator}{preset}, loss {config.loss_fn.type} ({config.loss_fn.aggregation})"
+    estimator = PPO if has_value_head(config) else config.gdpo.estimator
+    return f"{weights} by {estimator}{preset}, loss {config.loss_fn.type} ({config.loss_fn.aggregation})"
 
 
 def _staleness(config: Config) -> str:

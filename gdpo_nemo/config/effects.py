@@ -17,8 +17,9 @@ from gdpo_nemo.algorithms.loss_settings import LossSettings
 from gdpo_nemo.algorithms.losses import LOSSES
 from gdpo_nemo.algorithms.offpolicy import CORRECTIONS
 from gdpo_nemo.algorithms.own_functions import correction_entry, loss_entry
+from gdpo_nemo.algorithms.ppo_settings import PPOSettings
 from gdpo_nemo.algorithms.preference_settings import PreferenceSettings
-from gdpo_nemo.config.algorithm_choice import ALGORITHMS, DISTILLATION, PREFERENCES, rows_of, samples
+from gdpo_nemo.config.algorithm_choice import ALGORITHMS, DISTILLATION, PPO, PREFERENCES, rows_of, samples
 from gdpo_nemo.config.example_types import is_transform
 from gdpo_nemo.config.rollout_bounds import steps_ahead
 from gdpo_nemo.config.schema import Config
@@ -154,6 +155,24 @@ EFFECTS = (
         ),
         lambda c: c.algorithm.type != DISTILLATION,
         "with algorithm distillation, whose advantages are the teacher's",
+    ),
+    Effect(
+        (
+            "gdpo.estimator",
+            "gdpo.preset",
+            "gdpo.batch_norm",
+            "gdpo.epsilon",
+            "gdpo.options",
+            "gdpo.discount",
+            "gdpo.turn_baseline",
+        ),
+        lambda c: c.algorithm.type != PPO,
+        "with algorithm ppo, whose advantages are the value head's, as the section ppo says",
+    ),
+    Effect(
+        tuple(f"ppo.{field.name}" for field in fields(PPOSettings)),
+        lambda c: c.algorithm.type == PPO,
+        "unless algorithm.type is ppo",
     ),
     Effect(
         ("teacher.model_name",),

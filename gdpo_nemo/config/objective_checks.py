@@ -11,7 +11,7 @@ from typing import Any, Callable, Iterable
 from gdpo_nemo.algorithms.own_functions import Functions, is_place, loss_entry
 from gdpo_nemo.algorithms.rewards import check_shaping, creates, parse_condition, rule_name
 from gdpo_nemo.algorithms.selection import check_selection
-from gdpo_nemo.config.algorithm_choice import samples
+from gdpo_nemo.config.algorithm_choice import has_value_head, samples
 from gdpo_nemo.config.files import find_function
 from gdpo_nemo.config.layout import updates_per_step
 from gdpo_nemo.config.reward_weights import check_reward_weights
@@ -144,7 +144,7 @@ def _check_credit(config: Config) -> None:
         raise ConfigError(f"gdpo.discount: must be at most 1, got {gdpo.discount}")
     whole = {
         "gdpo.shaping": bool(gdpo.shaping),
-        "gdpo.kl_in_reward": kl_in_reward(config),
+        "gdpo.kl_in_reward": kl_in_reward(config) and not has_value_head(config),
         f"loss_fn.type {config.loss_fn.type}": loss_entry(config.loss_fn.type).by_group,
         "loss_fn.off_policy.sequence_mask_threshold": config.loss_fn.off_policy.sequence_mask_threshold is not None,
     }

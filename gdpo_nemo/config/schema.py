@@ -13,6 +13,7 @@ from typing import Any, Dict, List, Optional
 from omegaconf import MISSING
 
 from gdpo_nemo.algorithms.loss_settings import LossSettings
+from gdpo_nemo.algorithms.ppo_settings import PPOSettings
 from gdpo_nemo.algorithms.preference_settings import PreferenceSettings
 
 # Imported under their own names, so that every section is found here.
@@ -48,12 +49,13 @@ class AlgorithmConfig:
     """What the loop asks for the updates of a step."""
 
     type: str = "gdpo"
-    """gdpo: samples, rewards and policy gradients, as the sections gdpo and loss_fn say. sft: cross-entropy of the
-    data's answers. dpo, kto, orpo, simpo, cpo: preferences, as the section preference says. reward_model: a model that
-    scores answers, from the same rows (Bradley-Terry). distillation: samples, and what the model of the section teacher
-    would have given for each token. Or a class of your own by its place, `file.py:Name` (see
-    `examples/custom_sft.py`). One with `samples = False`, as all built-in ones but gdpo and distillation, needs no
-    engines, no environments and no gdpo.rewards."""
+    """gdpo: samples, rewards and policy gradients, as the sections gdpo and loss_fn say. ppo: the same, with advantages
+    of tokens from a value head (GAE), as the section ppo says. sft: cross-entropy of the data's answers. dpo, kto,
+    orpo, simpo, cpo: preferences, as the section preference says. reward_model: a model that scores answers, from the
+    same rows (Bradley-Terry). distillation: samples, and what the model of the section teacher would have given for
+    each token. Or a class of your own by its place, `file.py:Name` (see `examples/custom_sft.py`). One with `samples =
+    False`, as all built-in ones but gdpo, ppo and distillation, needs no engines, no environments and no
+    gdpo.rewards."""
     options: Dict[str, Any] = field(default_factory=dict)
     """Options of a class of your own, which reads them from the config."""
 
@@ -115,7 +117,8 @@ class GdpoConfig:
     """Standardise the advantages over the sequences of the batch that carry signal (the GDPO paper: over all of them,
     which `preset: paper` does). Null: as published, on for gdpo, gd2po, sa_mrpo and dara, off for the others."""
     credit: str = "sequence"
-    """What an advantage is of: sequence, or turn: of each turn by what it and those after it earned (MT-GRPO)."""
+    """What an advantage is of: sequence, or turn: of each turn by what it and those after it earned (MT-GRPO). With
+    algorithm ppo, where a reward stands: at the last token of the sequence, or of the turn that earned it."""
     discount: float = 1.0
     """Factor of the next turn's return in a turn's, with credit: turn; from 0, each turn by its own rewards, to 1."""
     turn_baseline: str = "turn"
@@ -124,14 +127,15 @@ class GdpoConfig:
     kl_in_reward: Optional[float] = None
     """Coefficient beta of the KL to the starting model in the reward: A - beta (KL - mean of its group), KL being the
     summed log-ratio of a trajectory, before the batch norm and never normalised itself; estimators of the summed reward
-    have it in the sum. Null: off. loss_fn.reference_policy_kl_penalty is the KL in the loss."""
+    have it in the sum, and algorithm ppo takes beta times a token's log-ratio from its reward. Null: off.
+    loss_fn.reference_policy_kl_penalty is the KL in the loss."""
     epsilon: float = 1.0e-6
     """Added to every standard deviation. A preset brings its own, which only a value unlike 1e-6 replaces."""
     num_prompts_per_step: int = 16
     """Prompts in one step."""
     num_generations_per_prompt: int = 8
-    """Samples per prompt (the group size G), at least 2; where the algorithm does not sample, the sequences that it
-    makes of a row."""
+    """Samples per prompt (the group size G), at least 2, with algorithm ppo 1; where the algorithm does not sample, the
+    sequences that it makes of a row."""
     num_iterations: int = 1
     """Times that a step trains each of its samples (mu in GRPO), one optimizer update after the other; the ratios of
     all refer to the weights that sampled."""
@@ -487,6 +491,7 @@ class Config:
     loss_fn: LossSettings = field(default_factory=LossSettings)
     preference: PreferenceSettings = field(default_factory=PreferenceSettings)
     teacher: TeacherConfig = field(default_factory=TeacherConfig)
+    ppo: PPOSettings = field(default_factory=PPOSettings)
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     data: DataConfig = field(default_factory=DataConfig)

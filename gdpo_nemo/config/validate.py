@@ -9,7 +9,7 @@ import difflib
 import os
 import re
 
-from gdpo_nemo.config.algorithm_choice import samples
+from gdpo_nemo.config.algorithm_choice import has_value_head, samples
 from gdpo_nemo.config.choices import ALIASED, LORA_TARGETS
 from gdpo_nemo.config.effects import SWITCHED_OFF, keys_without_effect, value_of
 from gdpo_nemo.config.env_workers import place_workers
@@ -18,6 +18,7 @@ from gdpo_nemo.config.health_checks import read_checks
 from gdpo_nemo.config.layout import Layout, resolve_layout, updates_per_step
 from gdpo_nemo.config.objective_checks import check_learning
 from gdpo_nemo.config.placement import Places, joined, place
+from gdpo_nemo.config.ppo_checks import check_ppo
 from gdpo_nemo.config.prompt_sharing import check_prompt_sharing
 from gdpo_nemo.config.ranges import check_ranges as check_ranges
 from gdpo_nemo.config.reuse_checks import check_reuse
@@ -65,6 +66,7 @@ def validate(config: Config) -> list[str]:
     check_reuse(config)
     check_rollout_bounds(config)
     check_learning(config)
+    check_ppo(config)
     check_supervised(config)
     check_strided(config)
     check_turns_kept(config)
@@ -121,7 +123,7 @@ def _check_rewards(config: Config) -> None:
         if group < 1:
             raise ConfigError(f"gdpo.num_generations_per_prompt: must be at least 1, got {group}")
         return
-    if group < 2:
+    if group < (1 if has_value_head(config) else 2):
         raise ConfigError(
             f"gdpo.num_generations_per_prompt: must be at least 2, got {group}; samples are compared within their group"
         )

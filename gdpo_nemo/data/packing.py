@@ -37,6 +37,11 @@ class TrainSequence:
     """float32 [completion tokens]; None: the log-probs of the update itself (ratio 1)."""
     reference_logprobs: np.ndarray | None = None
     """float32 [completion tokens], of the reference model."""
+    old_values: np.ndarray | None = None
+    """float32 [completion tokens]: what the value head said of the state before each token, before the step; None:
+    there is no such head."""
+    returns: np.ndarray | None = None
+    """float32 [completion tokens]: what the values are to become. Like those never read where the mask is false."""
     loss_mask: np.ndarray | None = None
     """bool [completion tokens]: the tokens that the policy wrote. The others are context: no log-prob, no loss, no
     metric. None: all."""

@@ -16,7 +16,10 @@ from gdpo_nemo.data.packing import Assignment, TrainSequence
 from gdpo_nemo.data.results import TokenValues
 from gdpo_nemo.errors import RunError
 
-TRAINING = ("sampler_logprobs", "old_logprobs", "reference_logprobs", "loss_mask", "staleness", "chosen")
+TRAINING = (
+    "sampler_logprobs", "old_logprobs", "reference_logprobs", "old_values", "returns", "loss_mask", "staleness",
+    "chosen",
+)  # fmt: skip
 """What an update reads of every completion token besides the token itself."""
 SCORING = ("loss_mask",)
 """What evaluating log-probs reads."""

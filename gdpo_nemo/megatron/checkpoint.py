@@ -185,8 +185,15 @@ def _reason(error: BaseException, folder: Path) -> str:
 
 def _fill_moments(optimizer) -> None:
     """Give parameters without an update their (zero) moments, so that a checkpoint before the first update is
-    complete."""
-    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+    complete, and groups of which this rank has no parameter the step count of the others: it is the first rank's that
+    is written."""
+    parts = getattr(optimizer, "chained_optimizers", [optimizer])
+    groups = [group for part in parts for group in part.optimizer.param_groups]
+    step = max((group["step"] for group in groups if "step" in group), default=None)
+    for group in groups:
+        if step is not None:
+            group.setdefault("step", step)
+    for part in parts:
         part.init_state_fn(part.optimizer, part.config)
 
 

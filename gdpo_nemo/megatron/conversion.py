@@ -30,12 +30,13 @@ _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 def local_weights(
     chunks: list[torch.nn.Module], config: PretrainedConfig
 ) -> Iterator[tuple[torch.nn.Parameter, Weight]]:
-    """This rank's parameters with their global Hugging Face names, in a fixed order."""
+    """This rank's parameters with their global Hugging Face names, in a fixed order; without adapters and value head,
+    which have none."""
     family = family_of(config)
     top = top_weights(family.model_type)
     for chunk in chunks:
         for name, parameter in chunk.named_parameters():
-            if ".adapters." in name:
+            if ".adapters." in name or name.startswith("value_head."):
                 continue
             match = _LAYER.fullmatch(name)
             if match is None:

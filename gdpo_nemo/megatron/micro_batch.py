@@ -115,7 +115,7 @@ def _field_arrays(sequences: Sequence[TrainSequence], rows: PackedRows) -> tuple
     found = {"advantages": advantages, "weights": weights, "sequence_ids": rows.sequence}
     if not sequences or any(sequence.pair for sequence in sequences):
         found["pairs"] = _pair_numbers(sequences)[rows.sequence]
-    for name in ("sampler_logprobs", "old_logprobs", "reference_logprobs", *_KINDS):
+    for name in ("sampler_logprobs", "old_logprobs", "reference_logprobs", "old_values", "returns", *_KINDS):
         # Of a rank without a sequence nobody knows what the others have; no token of anything is right for all.
         if not sequences or getattr(sequences[0], name) is not None:
             found[name] = column(name, _KINDS.get(name, np.float32))

@@ -12,7 +12,12 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.models.hybrid.hybrid_model import HybridModel
-from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import (
+    OptimizerConfig as MegatronOptimizerConfig,
+    ParamKey,
+    get_megatron_optimizer,
+    get_standard_config_overrides,
+)
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
@@ -141,6 +146,40 @@ class ScoreModel(PolicyModel):
         return self.score(hidden.squeeze(1).index_select(0, rows)).float()
 
 
+class ValueModel(PolicyModel):
+    """A PolicyModel with a second head on the same hidden states: a linear one, which says what a token's state is
+    worth. It starts at 0, so that the first advantages are of the rewards alone."""
+
+    values = True
+    """Whether the value stands behind the other columns."""
+
+    def __init__(self, config: TransformerConfig, *arguments: Any, **options: Any):
+        super().__init__(config, *arguments, **options)
+        if self.post_process:
+            self.value_head = torch.nn.Linear(config.hidden_size, 1, dtype=config.params_dtype)
+            torch.nn.init.zeros_(self.value_head.weight)
+            torch.nn.init.zeros_(self.value_head.bias)
+
+    def _output(self, hidden, rows, targets):
+        """float32 [chosen, 2 or 3]: as of the PolicyModel, and the value of the state in which the target was chosen;
+        without it unless ``values``."""
+        if self.config.sequence_parallel:
+            # Each tensor-parallel rank has the whole value head, and so the whole of its gradient: none is to be added
+            # up. The other head adds up its own (``copy_to_tensor_model_parallel_region``).
+            hidden = tensor_parallel.gather_from_sequence_parallel_region(
+                hidden, tensor_parallel_output_grad=False, group=self.pg_collection.tp
+            )
+        chosen = hidden.squeeze(1).index_select(0, rows)
+        shared = tensor_parallel.copy_to_tensor_model_parallel_region(chosen, group=self.pg_collection.tp)
+        columns = self._evaluate(shared, targets)
+        if not self.values:
+            return columns
+        head = self.value_head
+        # In float32, or bfloat16 would round a value of 1 to some thousandths.
+        values = torch.nn.functional.linear(chosen.float(), head.weight.float(), head.bias.float())
+        return torch.cat((columns, values), -1)
+
+
 @dataclasses.dataclass
 class BuiltModel:
     """Everything one rank trains with. ``chunks`` are bare models, ``wrapped`` the same inside precision and DDP
@@ -237,9 +276,11 @@ def build_chunks(
     temperature: float = 1.0,
     adapted: bool = False,
     scores: bool = False,
+    values: bool = False,
 ) -> tuple[TransformerConfig, list[PolicyModel]]:
     """This rank's model chunks (one, or one per virtual pipeline stage), on its device, randomly initialised;
-    ``adapted``: for adapters (see ``layer_spec``); ``scores``: with the head of a reward model."""
+    ``adapted``: for adapters (see ``layer_spec``); ``scores``: with the head of a reward model; ``values``: with a
+    value head."""
     use_te = transformer_engine_is_usable() if layout.transformer_engine is None else layout.transformer_engine
     use_te = use_te and layout.attention_backend != "sdpa"
     if layout.fp8 and not use_te:
@@ -249,9 +290,10 @@ def build_chunks(
     frequencies = rotary(hf)
     virtual = layout.virtual_pipeline_model_parallel_size
     tensor_size = layout.tensor_model_parallel_size
+    kind = ScoreModel if scores else ValueModel if values else PolicyModel
     chunks = []
     for stage in range(virtual) if virtual else [None]:
-        model = (ScoreModel if scores else PolicyModel)(
+        model = kind(
             config,
             layer_spec(config, frequencies, use_te, adapted),
             vocab_size=-(-hf.vocab_size // tensor_size) * tensor_size,
@@ -311,27 +353,37 @@ def _sum_gradients_in_place(chunks: list[PolicyModel]) -> None:
                 module.fuse_wgrad_accumulation = True
 
 
-def build_optimizer(layout: MegatronConfig, dtype: torch.dtype, wrapped: list, total_updates: int):
-    """Megatron's AdamW with its learning-rate schedule, counted in updates."""
+def build_optimizer(
+    layout: MegatronConfig,
+    dtype: torch.dtype,
+    wrapped: list,
+    total_updates: int,
+    value_lr_mult: float | None = None,
+):
+    """Megatron's AdamW with its learning-rate schedule, counted in updates; that of a value head ``value_lr_mult``
+    times as high."""
     o = layout.optimizer
     s = layout.scheduler
-    optimizer = get_megatron_optimizer(
-        MegatronOptimizerConfig(
-            optimizer="adam",
-            lr=o.lr,
-            min_lr=o.min_lr,
-            weight_decay=o.weight_decay,
-            adam_beta1=o.adam_beta1,
-            adam_beta2=o.adam_beta2,
-            adam_eps=o.adam_eps,
-            clip_grad=o.clip_grad,
-            bf16=dtype == torch.bfloat16,
-            params_dtype=dtype,
-            use_distributed_optimizer=layout.use_distributed_optimizer,
-            overlap_param_gather=layout.overlap_param_gather,
-        ),
-        wrapped,
+    config = MegatronOptimizerConfig(
+        optimizer="adam",
+        lr=o.lr,
+        min_lr=o.min_lr,
+        weight_decay=o.weight_decay,
+        adam_beta1=o.adam_beta1,
+        adam_beta2=o.adam_beta2,
+        adam_eps=o.adam_eps,
+        clip_grad=o.clip_grad,
+        bf16=dtype == torch.bfloat16,
+        params_dtype=dtype,
+        use_distributed_optimizer=layout.use_distributed_optimizer,
+        overlap_param_gather=layout.overlap_param_gather,
     )
+    overrides = None
+    if value_lr_mult is not None:
+        # Marked, because a group is known on loading by its marks: its learning rate may change between starts.
+        own: Any = dict(is_decoupled_lr=True, max_lr=value_lr_mult * o.lr, min_lr=value_lr_mult * o.min_lr)
+        overrides = {**get_standard_config_overrides(config), ParamKey(name="*value_head.*"): own}
+    optimizer = get_megatron_optimizer(config, wrapped, overrides)
     warmup = s.lr_warmup_steps
     decay_steps = s.lr_decay_steps or max(total_updates, s.lr_warmup_steps + 1)
     init = 0.0
@@ -392,18 +444,21 @@ def build(
     lora: LoraConfig | None = None,
     seed: int = 0,
     scores: bool = False,
+    value_lr_mult: float | None = None,
 ) -> BuiltModel:
     """Model, wrappers, optimizer and schedule of this rank, with the weights of the Hugging Face ``folder``.
 
     With ``lora`` those are frozen, and adapters drawn from ``seed`` are trained; with ``scores`` it ends in the head of
-    a reward model, drawn from ``seed`` where the folder has none.
+    a reward model, drawn from ``seed`` where the folder has none; with ``value_lr_mult`` it has a value head, too,
+    whose learning rate is that times the others'.
     """
     from gdpo_nemo.megatron.conversion import load_hf
     from gdpo_nemo.megatron.reward_head import with_score_head
     from gdpo_nemo.weights.model_folder import open_weights
 
     hf = _read_config(folder)
-    config, chunks = build_chunks(hf, layout, dtype, temperature, adapted=lora is not None, scores=scores)
+    heads = dict(scores=scores, values=value_lr_mult is not None)
+    config, chunks = build_chunks(hf, layout, dtype, temperature, adapted=lora is not None, **heads)
     modules: list[torch.nn.Module] = list(chunks)
     read = open_weights(folder)
     load_hf(modules, with_score_head(read, hf, seed) if scores else read, hf)
@@ -414,5 +469,5 @@ def build(
     wrapped = wrap(config, chunks, layout)
     # ``config.grad_scale_func`` stays empty: float32 and bfloat16 losses are not scaled, and with it model and
     # optimizer would hold each other, groups and all, through autograd nodes that Python's collector cannot see.
-    optimizer, scheduler = build_optimizer(layout, dtype, wrapped, total_updates)
+    optimizer, scheduler = build_optimizer(layout, dtype, wrapped, total_updates, value_lr_mult)
     return BuiltModel(hf, config, chunks, wrapped, optimizer, scheduler)

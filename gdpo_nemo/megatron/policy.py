@@ -20,8 +20,10 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from gdpo_nemo.algorithms import LossSettings
 from gdpo_nemo.algorithms.own_functions import Functions
 from gdpo_nemo.algorithms.policy_loss import policy_loss
+from gdpo_nemo.algorithms.ppo_settings import ActorCriticSettings
 from gdpo_nemo.algorithms.preference_losses import preference_loss
 from gdpo_nemo.algorithms.preference_settings import PreferenceUpdate
+from gdpo_nemo.algorithms.value_loss import actor_critic_loss
 from gdpo_nemo.config.objects import load_functions
 from gdpo_nemo.config.schema import PolicyConfig
 from gdpo_nemo.data.packing import TrainSequence, pack_rows
@@ -79,6 +81,8 @@ class Policy:
             the model without its adapters is the reference.
         seed: of LoRA's starting adapters, and of a reward model's head.
         scores: the model is a reward model: ``logprobs`` returns scores.
+        value_lr_mult: the model has a value head beside the policy's own, on the same hidden states, and learns it at
+            this times the learning rate; None: it has none.
     """
 
     def __init__(
@@ -90,6 +94,7 @@ class Policy:
         keep_reference: bool = False,
         seed: int = 0,
         scores: bool = False,
+        value_lr_mult: float | None = None,
     ):
         self.config = config
         self.runtime = runtime
@@ -108,8 +113,10 @@ class Policy:
             self.lora,
             seed,
             scores,
+            value_lr_mult,
         )
         self.scores = scores
+        self.values = value_lr_mult is not None
         self._forward_backward = get_forward_backward_func()
         keep_reference = keep_reference and not self.lora
         self._reference = Reference(self._parameters(), config.offload_reference) if keep_reference else None
@@ -166,6 +173,7 @@ class Policy:
         self.built.optimizer.zero_grad()
         finish = partial(self._loss, settings, functions)
         self._ask_entropy("gradient" if settings.entropy_bonus else "value")
+        self._ask_values(self.values)
         try:
             done = self._run(sequences, micro_batches, finish, forward_only=False)
         except ValueError as error:
@@ -205,8 +213,13 @@ class Policy:
         if batch.trained is not None:
             columns = tuple(values.index_select(0, batch.trained) for values in columns)
         logprobs = columns[0]
-        entropy = columns[1] if len(columns) > 1 else None  # a reward model has none
         assert batch.fields is not None
+        if isinstance(settings, ActorCriticSettings):
+            loss, metrics = actor_critic_loss(
+                logprobs, columns[1], columns[2], batch.fields, settings, self._sum_over_context, functions
+            )
+            return loss, _count(batch, output), (loss.detach(), metrics)
+        entropy = columns[1] if len(columns) > 1 else None  # a reward model has none
         if isinstance(settings, PreferenceUpdate):
             loss, metrics = preference_loss(logprobs, entropy, batch.fields, settings, self._sum_over_context)
         else:
@@ -293,11 +306,13 @@ class Policy:
         reference: bool = False,
         temperature: float | None = None,
         entropies: bool = False,
+        values: bool = False,
     ) -> TokenValues | None:
         """Log-probs of all completion tokens of this rank's sequences under the current (or reference) weights.
 
         ``temperature`` replaces the sampling temperature for this call. With ``entropies`` the values are
-        [tokens, 2]: log-prob, and entropy of the distribution that the token was drawn from.
+        [tokens, 2]: log-prob, and entropy of the distribution that the token was drawn from. With ``values`` what the
+        value head says of the state before the token is one more column.
 
         Returns:
             This rank's share where the rank reports (see ``reports``), else None.
@@ -305,6 +320,7 @@ class Policy:
         with self._reference_weights() if reference else contextlib.nullcontext(), self._at_temperature(temperature):
             self._training(False)
             self._ask_entropy("value" if entropies else "none")
+            self._ask_values(values)
             done = self._run(sequences, micro_batches, self._collect, forward_only=True)
             self._training(True)
         if not self.reports:
@@ -342,6 +358,10 @@ class Policy:
     def _ask_entropy(self, use: EntropyUse) -> None:
         for chunk in self.chunks:
             chunk.entropy = use
+
+    def _ask_values(self, wanted: bool) -> None:
+        for chunk in self.chunks:
+            chunk.values = wanted
 
     @staticmethod
     def _collect(batch: MicroBatch, output: torch.Tensor):

@@ -19,6 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from gdpo_nemo.algorithms import Advantages
+from gdpo_nemo.config.algorithm_choice import has_value_head
 from gdpo_nemo.config.load import load_config
 from gdpo_nemo.config.messages import nearest
 from gdpo_nemo.config.objective_checks import kl_in_reward
@@ -60,6 +61,8 @@ def explain_step(
     config = load_config(config_path or _config_beside(path), overrides)
     if kl_in_reward(config):
         raise ConfigError("gdpo.kl_in_reward: needs log-probs of the starting model, which rollouts do not record")
+    if has_value_head(config):
+        raise ConfigError("algorithm.type: ppo's advantages are of a value head, which rollouts do not record")
     if shown < 0:
         raise ConfigError(f"--groups: must be 0 or more, got {shown}")
     _check_recorded(groups, config, path)

@@ -73,13 +73,19 @@ def _returns(trajectory: Trajectory, name: str, turns: int, discount: float) -> 
     total = trajectory.rewards.get(name)
     if total is None:
         return np.full(turns, np.nan)
-    earned = [rewards.get(name) for rewards in trajectory.turn_rewards]
-    if all(value is None for value in earned):
-        earned = [None] * (turns - 1) + [total]
-    found = np.array([0.0 if value is None else value for value in earned], np.float64)
+    found = earned(trajectory, name, turns)
     for turn in range(turns - 2, -1, -1):
         found[turn] += discount * found[turn + 1]
     return found
+
+
+def earned(trajectory: Trajectory, name: str, turns: int) -> np.ndarray:
+    """float64 [turns]: what each turn earned of a component that the trajectory has; all of it the last one where no
+    turn is said to have earned any."""
+    found = [rewards.get(name) for rewards in trajectory.turn_rewards]
+    if all(value is None for value in found):
+        found = [*[None] * (turns - 1), trajectory.rewards.get(name)]
+    return np.array([0.0 if value is None else value for value in found], np.float64)
 
 
 @dataclass(frozen=True)
