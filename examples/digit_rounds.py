@@ -6,7 +6,7 @@ r"""Several digits to sort, one after the other: a game whose turns have nothing
 
 Every round asks for five other digits, and each answer is rewarded by itself. The advantage of a whole trajectory
 praises a wrong answer for the right ones beside it; that of a turn (``gdpo.credit: turn``, ``gdpo.discount: 0``) does
-not. The characters are those of digit sorting, so the demo's model plays it.
+not. The model (``make_tiny_model.py:make_rounds_model``) has seen such games, seldom with everything right.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ _ANSWER = re.compile(r"<t>[^<>]*</t><a>([^<>]*)</a>")
 
 class DigitRounds(Environment):
     """The environment. Components, each of every round: ``correctness`` (the answer is the sorted digits) and
-    ``format`` (tags in place). Option: ``rounds`` (3)."""
+    ``format`` (tags in place). Option: ``rounds`` (8)."""
 
     instant = True
     reward_names = ("correctness", "format")
 
     def __init__(self, options: Mapping[str, Any] | None = None):
-        self._rounds = read_options("digit_rounds", options, rounds=3).rounds
+        self._rounds = read_options("digit_rounds", options, rounds=8).rounds
 
     def episode(self) -> Rounds:
         """A new episode."""

@@ -23,8 +23,10 @@ import string
 import sys
 import tempfile
 import time
+from dataclasses import replace
+from itertools import islice
 from pathlib import Path
-from typing import Iterator
+from typing import Iterator, NamedTuple
 
 # Threads that spin while they wait cost more than they gain on a few cores. Read once, when torch is imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -47,6 +49,8 @@ PAD = 0
 EOS = 1
 
 WARM_UP_STEPS = 200
+ROUNDS = 8
+"""Of a text of ``make_rounds_model``."""
 ROWS_PER_STEP = 96
 _PROGRESS_EVERY = 20
 
@@ -60,6 +64,10 @@ MODEL_CONFIGS = {
     "make_small_model": {
         "model_type": "qwen2", "vocab_size": 21, "hidden_size": 96, "num_hidden_layers": 2, "num_attention_heads": 3,
         "num_key_value_heads": 3, "intermediate_size": 256, "max_position_embeddings": 128, "tie_word_embeddings": True,
+    },
+    "make_rounds_model": {
+        "model_type": "qwen2", "vocab_size": 21, "hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4,
+        "num_key_value_heads": 4, "intermediate_size": 512, "max_position_embeddings": 256, "tie_word_embeddings": True,
     },
     "make_answering_model": {
         "model_type": "qwen2", "vocab_size": 259, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
@@ -106,6 +114,17 @@ def make_small_model(folder: str, seed: int, steps: int = 250) -> None:
     As ``make_tiny_model``.
     """
     _make_digit_sorter(folder, seed, steps, MODEL_CONFIGS["make_small_model"])
+
+
+def make_rounds_model(folder: str, seed: int, steps: int = WARM_UP_STEPS) -> None:
+    """Write a digit sorter of the tiny size that has seen ``ROUNDS`` rounds of ``digit_rounds.py`` in each text.
+
+    As ``make_tiny_model``.
+    """
+    tokenizer = character_tokenizer()
+    with whole_or_nothing(folder) as whole, tempfile.TemporaryDirectory() as scratch:
+        _write_random(scratch, tokenizer, seed, MODEL_CONFIGS["make_rounds_model"])
+        _warm_up(scratch, whole, seed, steps, _round_rows(seed), rows_per_step=24)
 
 
 def _make_digit_sorter(folder: str, seed: int, steps: int, fields: dict) -> None:
@@ -209,10 +228,15 @@ def warm_up_texts(seed: int) -> Iterator[tuple[str, str]]:
     Well-formed in 40 % of the rows, right in 40 %, and with a short body in 40 %.
     """
     rng = random.Random(seed)
+    for digits in _questions(rng):
+        yield f"{digits}=", _completion(rng, _answer(rng, digits), _body(rng))
+
+
+def _questions(rng: random.Random) -> Iterator[str]:
     while True:
         digits = "".join(rng.choices("0123456789", k=DIGITS))
         if not is_held_out(digits):
-            yield f"{digits}=", _completion(rng, _answer(rng, digits))
+            yield digits
 
 
 def _answer(rng: random.Random, digits: str) -> str:
@@ -226,9 +250,12 @@ def _answer(rng: random.Random, digits: str) -> str:
     return "".join(rng.choices(digits, k=DIGITS))
 
 
-def _completion(rng: random.Random, answer: str) -> str:
+def _body(rng: random.Random) -> str:
+    return "." * (rng.randint(0, 4) if rng.random() < 0.4 else rng.randint(5, 14))
+
+
+def _completion(rng: random.Random, answer: str, body: str) -> str:
     """At most 35 characters: with the end token they fill the 36 that the config lets the model write."""
-    body = "." * (rng.randint(0, 4) if rng.random() < 0.4 else rng.randint(5, 14))
     if rng.random() < 0.4:
         return f"<t>{body}</t><a>{answer}</a>"
     malformed = (
@@ -243,13 +270,34 @@ def _completion(rng: random.Random, answer: str) -> str:
 
 _LETTERS = string.ascii_lowercase * 8 + string.ascii_uppercase + string.digits + ".,$?'%"
 
-Row = tuple[list[int], list[int]]
-"""Token ids of a prompt and of its completion, the end token included."""
+
+class Row(NamedTuple):
+    """A text of the warm-up."""
+
+    prompt: list[int]
+    completion: list[int]
+    """Token ids, the end token included."""
+    written: list[bool] | None = None
+    """Which tokens of the completion are learnt; None: all."""
 
 
 def _character_rows(seed: int) -> Iterator[Row]:
     for prompt, completion in warm_up_texts(seed):
-        yield [_ID[c] for c in prompt], [*(_ID[c] for c in completion), EOS]
+        yield Row([_ID[c] for c in prompt], [*(_ID[c] for c in completion), EOS])
+
+
+def _round_rows(seed: int) -> Iterator[Row]:
+    """``ROUNDS`` questions and answers behind each other, the answers as in ``warm_up_texts`` but without a body."""
+    rng = random.Random(seed)
+    questions = _questions(rng)
+    while True:
+        ids: list[int] = []
+        written: list[bool] = []
+        for digits in islice(questions, ROUNDS):
+            answer = _completion(rng, _answer(rng, digits), "")
+            ids += [*(_ID[c] for c in f"{digits}={answer}"), EOS]
+            written += [False] * (DIGITS + 1) + [True] * (len(answer) + 1)
+        yield Row(ids[: DIGITS + 1], ids[DIGITS + 1 :], written[DIGITS + 1 :])
 
 
 def _byte_rows(seed: int, tokenizer: Qwen2Tokenizer) -> Iterator[Row]:
@@ -263,7 +311,7 @@ def _byte_rows(seed: int, tokenizer: Qwen2Tokenizer) -> Iterator[Row]:
         chat = [system, {"role": "user", "content": " ".join(words)}]
         prompt = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
         answer = tokenizer.encode(_tagged_answer(rng), add_special_tokens=False)
-        yield tokenizer.encode(prompt, add_special_tokens=False), [*answer, tokenizer.eos_token_id]
+        yield Row(tokenizer.encode(prompt, add_special_tokens=False), [*answer, tokenizer.eos_token_id])
 
 
 def _tagged_answer(rng: random.Random) -> str:
@@ -291,7 +339,7 @@ def _tool_call_rows(seed: int, tokenizer: Qwen2Tokenizer) -> Iterator[Row]:
         call = f'<tool_call>{{"name": "get_weather", "arguments": {{"city": "{city}"}}}}</tool_call>'
         spoilt = (f"Sure. {call}", call.replace('"}}', '"}'), call.replace("city", "place", 1), f"Fine in {city}.")
         answer = tokenizer.encode(call if rng.random() < 0.67 else rng.choice(spoilt), add_special_tokens=False)
-        yield tokenizer.encode(prompt, add_special_tokens=False), [*answer, tokenizer.eos_token_id]
+        yield Row(tokenizer.encode(prompt, add_special_tokens=False), [*answer, tokenizer.eos_token_id])
 
 
 # -- the warm-up ----------------------------------------------------------------------------------------------------
@@ -344,17 +392,18 @@ def _train(policy, rows: Iterator[Row], steps: int, rows_per_step: int) -> None:
 
 def _sequences(rows: list[Row]) -> list[TrainSequence]:
     """The rows as training sequences, each completion token of the batch with the same weight."""
-    tokens = sum(len(completion) for _, completion in rows)
-    return [
+    sequences = [
         TrainSequence(
-            prompt_ids=np.array(prompt, np.int32),
-            completion_ids=np.array(completion, np.int32),
-            sampler_logprobs=np.zeros(len(completion), np.float32),
+            prompt_ids=np.array(row.prompt, np.int32),
+            completion_ids=np.array(row.completion, np.int32),
+            sampler_logprobs=np.zeros(len(row.completion), np.float32),
             advantage=1.0,
-            weight=1.0 / tokens,
+            loss_mask=None if row.written is None else np.array(row.written),
         )
-        for prompt, completion in rows
+        for row in rows
     ]
+    tokens = sum(s.num_policy_tokens for s in sequences)
+    return [replace(s, weight=1.0 / tokens) for s in sequences]
 
 
 _ID = {character: number for number, character in enumerate(ALPHABET, start=EOS + 1)}
