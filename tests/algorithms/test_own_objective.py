@@ -33,6 +33,7 @@ DEMO = REPOSITORY / "configs" / "gdpo_tiny_cpu.yaml"
 SAPO = "examples/sapo.py:sapo"
 VESPO = "examples/vespo.py:vespo"
 OPO = "examples/opo.py:opo"
+PAPO = "examples/papo.py:papo"
 COSINE = "examples/custom_shaping.py:cosine"
 SHAPES = (12, 8)
 
@@ -141,6 +142,31 @@ def test_a_reward_that_a_row_does_not_have_is_no_part_of_opos_baseline():
         {"right": [1.0, 0.0, None]}, [0, 0, 0], lengths=[1, 3, 100], estimator=load_object(OPO), batch_norm=False
     )
     np.testing.assert_allclose(result.values.numpy(), [0.75, -0.25, 0.0])
+
+
+def test_papo_compares_the_process_of_right_answers_alone():
+    """arXiv 2603.26535: the outcome over all samples of a group, the process over its right ones."""
+    outcome = [1.0, 1.0, 1.0, 0.0, 0.0, 1.0, 0.0, 1.0, 1.0]
+    process = [0.9, 0.5, None, 1.0, 0.2, 0.7, 0.1, 0.2, 0.8]
+    groups = [0, 0, 0, 0, 0, 1, 1, 2, 2]
+    result = compute_advantages(
+        {"outcome": outcome, "process": process}, groups, weights={"outcome": 1.0, "process": 0.5},
+        estimator=load_object(PAPO), outcome="outcome", batch_norm=False,
+    )  # fmt: skip
+
+    def z(values):
+        return (np.array(values) - np.mean(values)) / (np.std(values, ddof=1) + 1e-6)
+
+    expected = [*z([1, 1, 1, 0, 0]), *z([1, 0]), 0, 0]
+    for (first, second), pair in {(0, 1): (0.9, 0.5), (7, 8): (0.2, 0.8)}.items():
+        expected[first] += 0.5 * z(pair)[0]
+        expected[second] += 0.5 * z(pair)[1]
+    np.testing.assert_allclose(result.values.numpy(), expected, atol=1e-6)
+
+
+def test_papo_names_the_rewards_there_are_where_its_outcome_is_none_of_them():
+    with pytest.raises(ValueError, match="no reward is called 'right'; there are a, b"):
+        compute_advantages({"a": [1.0, 0.0], "b": [1.0, 0.0]}, [0, 0], estimator=load_object(PAPO), outcome="right")
 
 
 # -- what a function of one's own must be -----------------------------------------------------------------------

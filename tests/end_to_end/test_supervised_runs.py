@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import signal
 
 import pytest
+import torch
 from launch import Launch, rows, timeless
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from gdpo_nemo.config.load import load_config
+from gdpo_nemo.data.examples import ExampleSource
+from gdpo_nemo.data.records import Prompt
 
 QUIET = ("logger.plot=false", "logger.tensorboard.enabled=false", "gdpo.num_prompts_per_step=16")
 SFT = (*QUIET, "--config", "configs/sft_tiny_cpu.yaml")
 STEPS = 9
+STEPS_OF_SFT = 6
 OF_PAIRS = (*QUIET, f"gdpo.max_num_steps={STEPS}", "gdpo.val_prompts=48", "--config", "configs/dpo_tiny_cpu.yaml")
 
 
@@ -28,11 +36,54 @@ def dpo(tmp_path_factory, digit_model):
     return finished(Launch(tmp_path_factory.mktemp("runs") / "dpo", digit_model, *OF_PAIRS))
 
 
-def test_supervised_training_lowers_the_loss_of_held_out_rows(tmp_path, digit_model):
+def loop_of_transformers(model_folder) -> tuple[list[float], list[float]]:
+    """Losses of the trained batches, and of the held-out rows before each and at the end: a plain loop with AdamW. Of
+    our code it has the order of the rows alone."""
+    config = load_config("configs/sft_tiny_cpu.yaml")
+    tokenizer = AutoTokenizer.from_pretrained(model_folder)
+    model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-4, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.0)
+
+    def source(split: str) -> ExampleSource:
+        return ExampleSource(
+            getattr(config.data, split), {}, tokenizer, split=split, seed=0, max_prompt_tokens=63, kind="sft"
+        )
+
+    files = [config.data.train.path, config.data.validation.path]
+    answers = {row["prompt"]: row["answer"] for path in files for row in map(json.loads, open(path))}
+
+    def loss_of(prompts: list[Prompt]) -> torch.Tensor:
+        total, tokens = torch.zeros(()), 0
+        for text in (prompt.text for prompt in prompts):
+            asked, told = tokenizer.encode(text), [*tokenizer.encode(answers[text]), tokenizer.eos_token_id]
+            logits = model(torch.tensor([asked + told])).logits[0, len(asked) - 1 : -1]
+            total = total + torch.nn.functional.cross_entropy(logits, torch.tensor(told), reduction="sum")
+            tokens += len(told)
+        return total / tokens
+
+    train, held_out_rows = source("train"), source("validation").head(8)
+    trained, validated = [], []
+    for step in range(STEPS_OF_SFT + 1):
+        with torch.no_grad():
+            validated.append(float(loss_of(held_out_rows)))
+        if step < STEPS_OF_SFT:
+            loss = loss_of(train.batch(16 * step, 16))
+            optimizer.zero_grad()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            trained.append(float(loss.detach()))
+    return trained, validated
+
+
+def test_supervised_training_has_the_curves_of_a_loop_of_transformers(tmp_path, digit_model):
     launch = finished(Launch(tmp_path / "sft", digit_model, *SFT))
     losses = held_out(launch, "loss")
     assert list(losses) == [0, 3, 6] and losses[6] < 0.8 * losses[0]
     assert (launch.run_dir / "model" / "model.safetensors").stat().st_size and launch.left_behind() == []
+    trained, validated = loop_of_transformers(digit_model)
+    assert [row["loss"] for row in rows(launch.run_dir) if "loss" in row] == pytest.approx(trained, rel=1e-4)
+    assert list(losses.values()) == pytest.approx(validated[::3], rel=1e-4)
 
 
 def test_dpo_parts_held_out_pairs_from_log_two_on(dpo):

@@ -141,7 +141,7 @@ def network():
 def launch(head: Host, run_dir: Path, model: Path, *nodes: str) -> Launch:
     """The undisturbed run's config, started on the head for these nodes."""
     words = [f"{name}={value}" for name, value in ENVIRONMENT.items()]
-    wanted = ["gdpo.val_at_start=true", "run.max_restarts=0", f"cluster.address={head.address}:{PORT}", *nodes]
+    wanted = ["gdpo.val_at_start=true", f"cluster.address={head.address}:{PORT}", *nodes]
     return Launch(run_dir, model, *wanted, before=["env", *words, *head.prefix])
 
 
@@ -180,11 +180,11 @@ def kill_in_the_middle_of_verdicts(host: Host, run: Launch) -> None:
             os.kill(worker, signal.SIGKILL)
 
 
-def test_a_run_over_two_hosts_loses_one_and_resumes_to_the_one_host_run_bit_for_bit(
+def test_a_run_over_two_hosts_that_loses_one_by_hand_and_one_by_itself_equals_the_one_host_run_bit_for_bit(
     network, undisturbed, digit_model, tmp_path
 ):
     head, second = network.hosts
-    run = launch(head, tmp_path / "run", digit_model, "cluster.num_nodes=2")
+    run = launch(head, tmp_path / "run", digit_model, "cluster.num_nodes=2", "run.max_restarts=0")
     run.wait_for_step(3)
     assert (actors(head), actors(second)) == ({"PolicyRank"}, {"EngineActor"})
     second.lose()
@@ -202,10 +202,15 @@ def test_a_run_over_two_hosts_loses_one_and_resumes_to_the_one_host_run_bit_for_
     kill_in_the_middle_of_verdicts(verifier, resumed)
     placed = [actors(host) for host in (head, replacement, verifier)]
     assert placed == [{"PolicyRank"}, {"EngineActor"}, {"EnvironmentHost"}]
+    resumed.wait_for_step(4)
+    replacement.lose()
+    another = network.add(5)  # the supervisor's next attempt waits for it
     status, out, err = resumed.finish()
     assert status == 0 and "resuming from" in out, (out, err)
+    told = [line for line in err.splitlines() if line.startswith("supervisor:")]
+    assert len(told) == 1 and f"node {replacement.address} is no longer in the cluster" in told[0], err
     straight = undisturbed[0].run_dir
     assert [timeless(row) for row in rows(tmp_path / "run")] == [timeless(row) for row in rows(straight)]
     weights = [folder / "model" / "model.safetensors" for folder in (straight, tmp_path / "run")]
     assert weights[0].read_bytes() == weights[1].read_bytes()
-    assert not any(actors(host) for host in (head, replacement, verifier))
+    assert not any(actors(host) for host in (head, another, verifier))
