@@ -3,9 +3,10 @@
     python tests/chaos/soak.py --faults 1000 --out results/soak
 
 Runs follow each other in the variants below, with ``--per-run`` faults each, of kinds and at moments that the seed
-draws; every one is a drill (``gdpo-nemo drill``), held against an undisturbed run. ``soak.jsonl`` gets a line for each
-fault; the same command goes on where it was stopped. Status 0: nothing was lost, done twice, left behind or passed over
-in silence.
+draws; every one is a drill (``gdpo-nemo drill``), held against an undisturbed run. In one variant the verifier is
+hostile besides (``hostile_verifier.py``), and what it did to a sample is a fault, too. ``soak.jsonl`` gets a line for
+each fault; the same command goes on where it was stopped, and ``--faults 0`` shows the table of all that is there.
+Status 0: nothing was lost, done twice, left behind or passed over in silence.
 """
 
 from __future__ import annotations
@@ -20,12 +21,17 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from hostile_verifier import DEEDS, deed_of
+
 from gdpo_nemo.config.load import load_config
-from gdpo_nemo.drill.drilled_run import Outcome
+from gdpo_nemo.data import records
+from gdpo_nemo.drill.drilled_run import Outcome, trained
 from gdpo_nemo.drill.exercise import Drill, by_fault, drill, is_exact
 from gdpo_nemo.drill.faults import FAULTS, SLOW
+from gdpo_nemo.observe.rollouts import read_rollouts, rollout_path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+HOSTILE = Path(__file__).with_name("hostile_verifier.py")
 DEMO = ("gdpo.num_prompts_per_step=4", "rollout.env_workers=2")
 VARIANTS = {
     "synchronous": (),
@@ -33,6 +39,7 @@ VARIANTS = {
     "LoRA": ("policy.lora.rank=8", "policy.megatron_cfg.optimizer.lr=1e-3"),
     "saved beside training": ("checkpointing.async_save=true",),
     "two steps ahead, saved beside training": ("rollout.max_staleness=2", "checkpointing.async_save=true"),
+    "a hostile verifier": (f"env.digit_sort.plugin={HOSTILE}:HostileDigitSort", "rollout.env_timeout_s=5"),
 }
 RECORD = "soak.jsonl"
 
@@ -69,9 +76,29 @@ def one_run(folder, variant, number, changes, overrides, per_run, seed, patience
     exact = is_exact(load_config(config, what.changes))
     result = drill(what, exact, lambda line: print(line, flush=True))
     about = {"run": number, "variant": variant}
-    rows = [{**about, **outcome.record()} for outcome in result.outcomes if outcome.victim]
+    outcomes = [outcome for outcome in result.outcomes if outcome.victim]
+    if any("hostile_verifier" in change for change in changes):
+        outcomes += verifier_faults(what.disturbed)
+    rows = [{**about, **outcome.record()} for outcome in outcomes]
     wrong = [{**about, **Outcome("the whole run", str(folder), wrong=sentence).record()} for sentence in result.wrong]
     return rows + wrong
+
+
+def verifier_faults(run_dir: Path) -> list[Outcome]:
+    """What ``hostile_verifier`` did to samples of the run, and whether exactly these were masked, with the reason."""
+    found = []
+    took = {step: row["time/step"] for step, row in trained(run_dir).items()}
+    for step in took:
+        for sample in read_rollouts(rollout_path(run_dir, step)):
+            deed = deed_of(sample["prompt_id"], sample["completion"])
+            outcome, detail = DEEDS[deed] if deed else (records.Outcome.OK, "")
+            spared = "not tried alone" in sample["detail"]  # too many of those that it came with had failed
+            right = spared or (sample["outcome"] == outcome and detail in sample["detail"])
+            if deed or not right:
+                victim = f"sample {sample['sample_index']} of {sample['prompt_id']}"
+                wrong = None if right else f"{sample['outcome']} {sample['detail']}"
+                found.append(Outcome(deed or "verifier-nothing", victim, step, took[step], wrong=wrong))
+    return found
 
 
 def read(record: Path) -> list[dict[str, Any]]:

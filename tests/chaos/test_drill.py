@@ -7,7 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from soak import DEMO, RECORD, read, soak, table
+from hostile_verifier import DEEDS
+from soak import DEMO, RECORD, VARIANTS, read, soak, table
 
 from gdpo_nemo.drill.drilled_run import Outcome
 from gdpo_nemo.drill.exercise import by_fault
@@ -35,16 +36,21 @@ def test_a_run_through_ten_kinds_of_faults_is_the_undisturbed_run_bit_for_bit(tm
     assert "bit for bit" in done.stdout and "Traceback" not in done.stdout + done.stderr
 
 
-def test_a_run_ahead_of_its_weights_accounts_for_every_prompt_after_kills(tmp_path, digit_model, monkeypatch):
-    """A soak of one run, of the second variant, with kills of every role."""
-    monkeypatch.setattr("soak.VARIANTS", {"two steps ahead": ("rollout.max_staleness=2",)})
+def test_a_run_ahead_of_its_weights_accounts_for_every_prompt_after_kills_and_bad_verdicts(
+    tmp_path, digit_model, monkeypatch
+):
+    """A soak of one run, with kills of every role and a verifier that hangs, dies, fails and says nothing."""
+    changes = ("rollout.max_staleness=2", *VARIANTS["a hostile verifier"])
+    monkeypatch.setattr("soak.VARIANTS", {"two steps ahead, a hostile verifier": changes})
     kills = ("rank-kill", "engine-kill", "worker-kill", "supervisor-kill")
     monkeypatch.setattr("soak.FAULTS", {name: FAULTS[name] for name in kills})
     monkeypatch.setattr("soak.SLOW", ("supervisor-kill",))
-    rows = soak(tmp_path, 4, 4, 5, [f"policy.model_name={digit_model}"], 900.0)
-    assert [row["wrong"] for row in rows] == [None] * 4 and len({row["fault"] for row in rows}) > 2, rows
+    rows = soak(tmp_path, 4, 4, 10, [f"policy.model_name={digit_model}"], 900.0)
+    assert [row for row in rows if row["wrong"]] == []
+    assert {row["fault"] for row in rows[:4]} == set(kills)
+    assert {row["fault"] for row in rows[4:]} == set(DEEDS)
     assert read(tmp_path / RECORD) == rows
-    assert "4 of 4 faults as they should be" in table(rows)
+    assert f"{len(rows)} of {len(rows)} faults as they should be" in table(rows)
     assert not (tmp_path / "run_0").exists(), "what went well is not kept"
 
 

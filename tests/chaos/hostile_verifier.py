@@ -1,0 +1,48 @@
+"""The demo's verifier, which hangs, dies, fails or says nothing of a sample now and then: of the same ones in every
+run."""
+
+from __future__ import annotations
+
+import os
+import time
+import zlib
+from typing import Sequence
+
+from gdpo_nemo.data.records import Outcome, Trajectory, Verdict
+from gdpo_nemo.environments.tasks.digit_sort import DigitSort
+
+DEEDS = {
+    "verifier-hang": (Outcome.ENV_FAILED, "exceeded"),
+    "verifier-death": (Outcome.ENV_FAILED, "exit code 7"),
+    "verifier-failure": (Outcome.ENV_FAILED, "out of order"),
+    "verifier-silence": (Outcome.OK, ""),
+}
+"""What becomes of the sample: its outcome, and a part of its detail."""
+_OF = 160
+"""One sample in so many meets each of the deeds."""
+
+
+def deed_of(prompt_id: str, text: str) -> str | None:
+    """What happens to the verdict of this completion; None: nothing."""
+    drawn = zlib.crc32(f"{prompt_id} {text}".encode()) % _OF
+    return list(DEEDS)[drawn] if drawn < len(DEEDS) else None
+
+
+class HostileDigitSort(DigitSort):
+    """The environment."""
+
+    def verify(self, trajectories: Sequence[Trajectory]) -> list[Verdict]:
+        """As of ``DigitSort``, but for those that meet a deed."""
+        return [self._spoilt(t, verdict) for t, verdict in zip(trajectories, super().verify(trajectories))]
+
+    def _spoilt(self, trajectory: Trajectory, verdict: Verdict) -> Verdict:
+        deed = deed_of(trajectory.prompt.id, trajectory.text)
+        if deed == "verifier-hang":
+            time.sleep(3600)
+        elif deed == "verifier-death":
+            os._exit(7)
+        elif deed == "verifier-failure":
+            return Verdict({}, Outcome.ENV_FAILED, "out of order")
+        elif deed == "verifier-silence":
+            return Verdict(dict.fromkeys(verdict.rewards, float("nan")))
+        return verdict
