@@ -52,6 +52,10 @@ class RunError(GdpoError):
     """A run failed after it had started; the text says what failed and where to look."""
 
 
+START_AGAIN = "; start the run again to resume from its last checkpoint"
+"""What the sentence of a lost process or node ends with, for those who have no supervisor."""
+
+
 class InfrastructureFailed(RunError):
     """Processes, devices, nodes or the network failed, and not what they were given to do."""
 

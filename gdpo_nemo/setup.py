@@ -25,7 +25,7 @@ from gdpo_nemo.data.records import Prompt
 from gdpo_nemo.data.splits import wanted_splits
 from gdpo_nemo.endings import answered_by, leave_lost_terminal, raw_lines_in
 from gdpo_nemo.environments.execution.dispatch import EnvironmentPools
-from gdpo_nemo.errors import GdpoError, InfrastructureFailed, present
+from gdpo_nemo.errors import START_AGAIN, GdpoError, InfrastructureFailed, present
 from gdpo_nemo.inputs import Inputs, read_inputs
 from gdpo_nemo.observe.diagnosis import examine
 from gdpo_nemo.observe.display import active
@@ -240,7 +240,7 @@ def _end_without_ray(parts: RunComponents, status: StatusFile, sentence: str) ->
     """
     from gdpo_nemo.cluster.session import keep_logs
 
-    error = InfrastructureFailed(f"{sentence}; start the run again to resume from its last checkpoint")
+    error = InfrastructureFailed(sentence + START_AGAIN)
     report(error)
     status.write([], outcome="failed", reason=str(error))
     with contextlib.suppress(OSError):

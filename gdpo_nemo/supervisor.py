@@ -26,7 +26,7 @@ from typing import Any, Callable
 from gdpo_nemo.config.reading import parse_json, read_text
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.endings import endings, leave_lost_terminal
-from gdpo_nemo.errors import FailureKind, GdpoError, RunError, kind_of, printable
+from gdpo_nemo.errors import START_AGAIN, FailureKind, GdpoError, RunError, kind_of, printable
 from gdpo_nemo.observe.alerts import write_alert
 from gdpo_nemo.observe.metrics import read_metrics
 from gdpo_nemo.observe.status import FILE as STATUS, amend_status
@@ -124,8 +124,8 @@ def supervised(config: Config, attempt: Callable[[float | None], int]) -> int:
         restarts += 1
         pause = min(_BACKOFF_S[0] * 2**stuck, _BACKOFF_S[1])
         sentence = (
-            f"{failure.sentence}; the run is started again in {pause:.0f} s (restart {restarts} of at most "
-            f"{config.run.max_restarts}, run.max_restarts)"
+            f"{failure.sentence.replace(START_AGAIN, '')}; the run is started again in {pause:.0f} s "
+            f"(restart {restarts} of at most {config.run.max_restarts}, run.max_restarts)"
         )
         _tell(run_dir, step, sentence, "restarting")
         time.sleep(pause)

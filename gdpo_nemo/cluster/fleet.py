@@ -20,7 +20,7 @@ from gdpo_nemo.cluster.lane import REPLACEMENTS, START_S, Lane, LaneState, Pendi
 from gdpo_nemo.cluster.reservation import Placement, here
 from gdpo_nemo.cluster.session import WorkerDied, answer, answered, cores, gather, ray, thread_environment
 from gdpo_nemo.config.schema import Config
-from gdpo_nemo.errors import GdpoError, InfrastructureFailed, RunError
+from gdpo_nemo.errors import START_AGAIN, GdpoError, InfrastructureFailed, RunError
 from gdpo_nemo.generation.engine import CPU_ENVIRONMENT, ENVIRONMENT
 from gdpo_nemo.generation.requests import Completion, CompletionBatch, SampleRequest, Sampling
 from gdpo_nemo.phases import phase
@@ -339,12 +339,7 @@ class EngineFleet:
         others = [other for other in self.lanes if other is not lane and other.samples]
         gone = lane.state in _GONE
         if all(other.state in _GONE for other in self.lanes):
-            self.fail(
-                InfrastructureFailed(
-                    f"no engine is left: engine {lane.index}: {reason}; start the run again to resume from its last "
-                    "checkpoint"
-                )
-            )
+            self.fail(InfrastructureFailed(f"no engine is left: engine {lane.index}: {reason}{START_AGAIN}"))
             return
         others = others or [other for other in self.lanes if gone and other.state not in _GONE]
         if not others:

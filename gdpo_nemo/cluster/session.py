@@ -19,7 +19,10 @@ os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"
 # Keep CUDA_VISIBLE_DEVICES of actors that ask for no GPU: engines that share the policy's GPUs are such actors.
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-os.environ.setdefault("RAY_DEDUP_LOGS", "0")
+# Keeps what Ray prints of a lost process, a hundred lines of its state among it, from the terminal, which
+# ``log_to_driver`` does not: the run says it in a sentence, and Ray's own logs are kept.
+os.environ.setdefault("RAY_DEDUP_LOGS", "1")
+os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", ".")
 # Ray runs its workers at niceness 15, so the run's own verifiers at 0 would starve them on a busy machine.
 os.environ.setdefault("RAY_worker_niceness", "0")
 # Each of our actors has its own runtime_env, so the workers that Ray prestarts, one per core, would never be used.
@@ -45,7 +48,14 @@ from gdpo_nemo.config.messages import message_line  # noqa: E402
 from gdpo_nemo.config.placement import joined  # noqa: E402
 from gdpo_nemo.config.schema import ClusterConfig  # noqa: E402
 from gdpo_nemo.endings import hangups_held  # noqa: E402
-from gdpo_nemo.errors import ConfigError, EngineFailed, GdpoError, InfrastructureFailed, RunError  # noqa: E402
+from gdpo_nemo.errors import (  # noqa: E402
+    START_AGAIN,
+    ConfigError,
+    EngineFailed,
+    GdpoError,
+    InfrastructureFailed,
+    RunError,
+)
 from gdpo_nemo.phases import phase  # noqa: E402
 from gdpo_nemo.waits import WaitExpired, waiting  # noqa: E402
 
@@ -182,10 +192,7 @@ def _check_nodes(what: str, patience_s: float = 0.0) -> None:
         lost = _watched.keys() - {node["NodeID"] for node in ray.nodes() if node["Alive"]}
         if lost:
             names = ", ".join(sorted(_watched[node] for node in lost))
-            raise InfrastructureFailed(
-                f"{what}: node {names} is no longer in the cluster; start the run again to resume from its last "
-                "checkpoint"
-            )
+            raise InfrastructureFailed(f"{what}: node {names} is no longer in the cluster{START_AGAIN}")
         if time.monotonic() >= deadline:
             return
         time.sleep(_POLL_S)
