@@ -85,10 +85,12 @@ def connect_to_the_suspended(node):
         silent.append(gcs)
     connect(node)
 
-if how == "before its port is known":  # the first one sleeps in the place of a GCS
+if how in ("before its port is known", "never"):  # the first one, or each, sleeps in the place of a GCS
     script, mark = folder + "/gcs_server", folder + "/first"
     with open(script, "w") as file:
-        file.write(f'#!/bin/sh\\n[ -e {mark} ] && exec {services.GCS_SERVER_EXECUTABLE} "$@"\\n')
+        file.write("#!/bin/sh\\n")
+        if how != "never":
+            file.write(f'[ -e {mark} ] && exec {services.GCS_SERVER_EXECUTABLE} "$@"\\n')
         file.write(f': > {mark}\\nexec sleep 1000\\n')
     os.chmod(script, 0o755)
     services.GCS_SERVER_EXECUTABLE = script
@@ -122,5 +124,5 @@ def test_a_ray_session_whose_gcs_falls_silent_is_started_once_more(tmp_path, how
 
 
 def test_a_ray_session_that_never_comes_up_is_one_sentence(tmp_path):
-    line = start_late("never", 0, tmp_path)
+    line = start_late("never", 1, tmp_path)
     assert line.startswith("Ray did not start on this machine in 3 attempts (") and line.count("\n") == 1, line
