@@ -12,12 +12,14 @@ import subprocess
 import sys
 import unicodedata
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from gdpo_nemo.config.files import REPOSITORY
+from gdpo_nemo.config.load import load_config
 from gdpo_nemo.environments.tasks.digit_sort import is_held_out
 from gdpo_nemo.errors import ConfigError
 
@@ -94,6 +96,23 @@ def test_training_rows_hold_the_tokens_that_the_tokenizer_gives(tokenizers):
     assert row.prompt_ids.tolist() == characters(prompt)["input_ids"]
     assert row.completion_ids.tolist() == [*characters(completion)["input_ids"], characters.eos_token_id]
     assert (characters.pad_token_id, characters.eos_token_id, len(characters)) == (makers.PAD, makers.EOS, 21)
+
+
+def test_games_of_rounds_learn_the_answers_alone_and_fit_their_config(tokenizers):
+    characters, _ = tokenizers
+    config = load_config("configs/gdpo_rounds_cpu.yaml").policy
+    for row in itertools.islice(makers._round_rows(0), 50):
+        written = np.array([False] * len(row.prompt) + row.written)
+        ids = np.array(row.prompt + row.completion)
+        assert len(ids) <= config.max_total_sequence_length
+        starts = np.flatnonzero(np.diff(written.astype(int)) == 1) + 1
+        answers = [ids[start:end] for start, end in zip(starts, [*(starts[1:] - 6), None])]
+        assert len(answers) == makers.ROUNDS and written.sum() == sum(map(len, answers))
+        assert all(a[-1] == makers.EOS and len(a) <= config.generation.max_new_tokens for a in answers)
+        questions = [characters.decode(ids[start - 6 : start]) for start in starts]
+        assert all(q[:5].isdigit() and q[5] == "=" and not is_held_out(q[:5]) for q in questions)
+        (sequence,) = makers._sequences([row])
+        assert sequence.weight == pytest.approx(1 / written.sum())
 
 
 @given(st.text(st.characters(exclude_categories=["Cs"]), max_size=60).filter(lambda text: "<|" not in text))

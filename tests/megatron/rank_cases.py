@@ -91,7 +91,7 @@ def updates(
     place, folder, batch, count=3, budget=80, settings=None, logit_bytes=None, precision="float32", temperature=1.0
 ) -> Updates:
     """Log-probs of the batch, then ``count`` updates on it."""
-    with _logit_bytes(logit_bytes):
+    with logit_bytes(logit_bytes):
         policy = build_policy(place, folder, precision, temperature)
         assignment = spread(place, batch, budget)
         before = policy.logprobs(batch, assignment)
@@ -288,7 +288,8 @@ def of_pairs(place, folder, batch, told, sharing, budget=120, count=2):
 
 
 @contextmanager
-def _logit_bytes(limit):
+def logit_bytes(limit):
+    """Bytes of logits that are computed at once; None: as it is."""
     from gdpo_nemo.megatron import model
 
     stock = model._LOGIT_BYTES
@@ -313,13 +314,6 @@ def layers_held(place, folder) -> list[int]:
     """Numbers of the Hugging Face layers whose weights this rank has."""
     policy = build_policy(place, folder)
     return [(layer.layer_number - 1) // 2 for chunk in policy.chunks for layer in chunk.decoder.layers]
-
-
-def starting_a(place, init) -> np.ndarray:
-    """[64, 192]: a starting A."""
-    from gdpo_nemo.megatron.lora import initial_a
-
-    return initial_a("self_attn.q_proj", 64, 192, 3, init).numpy()
 
 
 def learning_rates(place, folder, batch, count) -> list[float]:
@@ -372,25 +366,6 @@ def exported_at_once(place, folder) -> int:
         seen.append(weakref.ref(tensor))
         most = max(most, sum(ref() is not None for ref in seen))
     return most
-
-
-def load_failure(place, folder, break_it) -> str:
-    """The message with which loading fails when ``break_it(name, tensor)`` changes what the reader returns."""
-    import torch
-    from transformers import AutoConfig
-
-    from gdpo_nemo.megatron.conversion import load_hf
-    from gdpo_nemo.megatron.model import build_chunks
-    from gdpo_nemo.weights.model_folder import open_weights
-
-    hf = AutoConfig.from_pretrained(folder)
-    _, chunks = build_chunks(hf, place.layout, torch.float32)
-    read = open_weights(folder)
-    try:
-        load_hf(chunks, lambda name: break_it(name, read(name)), hf)
-    except (KeyError, ValueError) as error:
-        return str(error)
-    return ""
 
 
 def token_values(place, logits, targets, options, gradients):
@@ -450,208 +425,12 @@ def poisoned_update(place, folder, batch, poisoned):
     return result.skipped, before, after, np.concatenate([first, train(policy, batch, assignment, 1)])
 
 
-def save_and_go_on(place, folder, batch, checkpoint, count=2, precision="float32"):
-    """One update, a checkpoint, and ``count`` more updates."""
-    from gdpo_nemo.megatron.checkpoint import save
-
-    policy = build_policy(place, folder, precision)
-    assignment = spread(place, batch)
-    train(policy, batch, assignment, 1)
-    save(policy, checkpoint)
-    return train(policy, batch, assignment, count)
-
-
-def save_beside_training(place, folder, batch, checkpoint, count=2):
-    """As ``save_and_go_on``, but on a disk so slow that nothing is written before those updates are done."""
-    import threading
-
-    from gdpo_nemo.megatron.checkpoint import Save
-
-    trained = threading.Event()
-
-    class SlowDisk(Save):
-        def _write(self, *arguments):
-            trained.wait(300)
-            super()._write(*arguments)
-
-    policy = build_policy(place, folder)
-    assignment = spread(place, batch)
-    train(policy, batch, assignment, 1)
-    save = SlowDisk(policy, checkpoint, background=True)
-    rows = train(policy, batch, assignment, count)
-    assert not save.is_written
-    trained.set()
-    save.finish()
-    return rows
-
-
-def tampered_save(place, folder, batch, checkpoint):
-    """What a save says when one byte of the weights turns on its way to the disk."""
-    from pathlib import Path
-
-    from gdpo_nemo.errors import RunError
-    from gdpo_nemo.megatron.checkpoint import Save
-
-    policy = build_policy(place, folder)
-    save = Save(policy, checkpoint, background=False)
-    weight = next(policy.chunks[0].parameters()).detach().numpy().tobytes()
-    file = Path(checkpoint) / "__0_0.distcp"
-    data = bytearray(file.read_bytes())
-    data[data.find(weight) + 1] ^= 64
-    file.write_bytes(data)
-    try:
-        save.finish()
-    except RunError as error:
-        return str(error)
-    return ""
-
-
-def load_and_go_on(place, folder, batch, checkpoint, count=2, precision="float32"):
-    """The updates after a checkpoint."""
-    from gdpo_nemo.megatron.checkpoint import load_checkpoint
-
-    policy = build_policy(place, folder, precision)
-    load_checkpoint(policy, checkpoint)
-    return train(policy, batch, spread(place, batch), count)
-
-
-def continuations(place, folder, batch, checkpoint, starts, precision="float32"):
-    """One update and a checkpoint; then for each of ``starts``, keywords of ``build_policy``, one update from there.
-
-    Returns:
-        the weights of the checkpoint, and by start (learning rate, announced learning rate, Adam's settings by group,
-        weights).
-    """
-    from gdpo_nemo.algorithms.policy_loss import LossSettings
-    from gdpo_nemo.megatron.checkpoint import load_checkpoint, save
-
-    policy = build_policy(place, folder, precision)
-    assignment = spread(place, batch)
-    train(policy, batch, assignment, 1)
-    save(policy, checkpoint)
-    saved = exported(policy)
-    out = []
-    for start in starts:
-        policy = build_policy(place, folder, precision, **start)
-        load_checkpoint(policy, checkpoint)
-        announced = policy.next_learning_rate()
-        result = policy.train(batch, assignment, LossSettings())
-        groups = [(group["betas"], group["eps"], group["step"]) for group in policy.built.optimizer.param_groups]
-        out.append((result.lr, announced, groups, exported(policy)))
-    return saved, out
-
-
-def random_streams(place, folder, checkpoint):
-    """Random numbers drawn after a save and again after loading it."""
-    import torch
-    from megatron.core.tensor_parallel import get_cuda_rng_tracker
-
-    from gdpo_nemo.megatron.checkpoint import load_checkpoint, save
-
-    def draw():
-        with get_cuda_rng_tracker().fork():
-            stream = torch.rand(3)
-        return torch.cat((stream, torch.rand(3), torch.from_numpy(np.random.rand(3)).float())).numpy()
-
-    policy = build_policy(place, folder)
-    draw()
-    save(policy, checkpoint)
-    first = draw()
-    load_checkpoint(policy, checkpoint)
-    return first, draw()
-
-
 def changed_in_torch(place) -> list[str]:
     """Names in torch that are other objects than before Megatron was made importable."""
     import rank_pool
 
     now = rank_pool.torch_names()
     return sorted(name for name, value in place.torch_before.items() if now.get(name) is not value)
-
-
-def lora_updates(place, folder, batch, lora, count=2, adapter_folder=None):
-    """Updates of adapters: what each measured, the merged weights, log-probs with the adapters and without."""
-    from gdpo_nemo.weights.adapters import write_adapter
-
-    policy = build_policy(place, folder, lora=lora, keep_reference=True)
-    assignment = spread(place, batch)
-    start = policy.logprobs(batch, assignment)
-    steps = train(policy, batch, assignment, count)
-    moved = policy.logprobs(batch, assignment)
-    reference = policy.logprobs(batch, assignment, reference=True)
-    matrices = dict(policy.update())
-    if adapter_folder and place.rank == 0:
-        write_adapter(adapter_folder, matrices, policy.adapters)
-    return steps, exported(policy), start, moved, reference, policy._reference is None
-
-
-def lora_shipments(place, folders, precision):
-    """Per model folder, after an update of adapters: the merged weights that an export gives, and the packed
-    adapters."""
-    from gdpo_nemo.weights.manifest import pack
-
-    found = {}
-    for name, (folder, batch, lora) in folders.items():
-        policy = build_policy(place, folder, precision, lora=lora)
-        train(policy, batch, spread(place, batch), 1)
-        found[name] = exported(policy), pack(policy.update(), 1, policy.adapters)
-    return found if place.rank == 0 else {}
-
-
-def lora_checkpoint(place, folder, batch, lora, checkpoint, saves):
-    """Saves after one update, or loads; then two more updates."""
-    from gdpo_nemo.megatron.checkpoint import load_checkpoint, save
-
-    policy = build_policy(place, folder, lora=lora)
-    assignment = spread(place, batch)
-    if saves:
-        train(policy, batch, assignment, 1)
-        save(policy, checkpoint)
-    else:
-        load_checkpoint(policy, checkpoint)
-    return train(policy, batch, assignment, 2)
-
-
-def lora_targets_refused(place, folder, lora):
-    """The error of adapters that cannot be."""
-    from gdpo_nemo.errors import ConfigError
-
-    try:
-        build_policy(place, folder, lora=lora)
-    except ConfigError as error:
-        return str(error)
-    return ""
-
-
-def lora_head_gradients(place, folder, lora) -> tuple[np.ndarray, np.ndarray]:
-    """The gradient of A of lm_head's adapter: with logits in chunks that are computed twice, and with the same chunks
-    kept."""
-    import torch
-
-    (model,) = build_policy(place, folder, lora=lora).chunks
-    (pair,) = model.output_layer.adapters.pairs
-    model.train()
-    generator = torch.Generator().manual_seed(3)
-    hidden = torch.randn(12, pair.a.size(1), generator=generator)
-    targets = torch.randint(0, model.real_vocab_size, (12,), generator=generator)
-    with torch.no_grad():
-        pair.b.normal_(0.0, 1.0, generator=generator)
-
-    def gradient(evaluate):
-        torch.manual_seed(11)
-        (found,) = torch.autograd.grad(evaluate()[:, 0].sum(), [pair.a])
-        return found.numpy().copy()
-
-    weight = model.output_layer.weight
-    with _logit_bytes(4 * 5 * weight.size(0)):
-        again = gradient(lambda: model._evaluate(hidden, targets))
-    chunks = zip(hidden.split(5), targets.split(5))
-    return again, gradient(lambda: torch.cat([model._evaluate_chunk(h, weight, t) for h, t in chunks]))
-
-
-def lora_start(place, folder, lora):
-    """The pairs of matrices before any update, by Hugging Face module."""
-    return build_policy(place, folder, lora=lora).adapter()
 
 
 def gradients_released(place, folder, batch):
@@ -691,22 +470,3 @@ def step_that_waits_for_nothing(place, folder, batch, offload):
     before = torch.cuda.memory_allocated()
     policy.release()
     return steps, exported(policy), before - torch.cuda.memory_allocated()
-
-
-def continued_adapters(place, folder, adapter, batch, settings):
-    """Log-probs of a policy that starts with the matrices of the PEFT folder ``adapter``; these as the policy has
-    them, and after an update."""
-    from pathlib import Path
-
-    from gdpo_nemo.config.peft_config import read_peft_adapter
-    from gdpo_nemo.formats.peft_merge import read_pairs
-
-    policy = build_policy(place, folder, lora=settings, optimizer=dict(lr=1e-6))
-    policy.start_adapters(read_pairs(read_peft_adapter(Path(adapter), "adapter"), Path(folder), "adapter"))
-    assignment = spread(place, batch)
-    found = [policy.logprobs(batch, assignment, reference=reference) for reference in (False, True)]
-    kept = []
-    for _ in range(2):
-        kept.append({module: tuple(m.clone() for m in pair) for module, pair in policy.adapter().items()})
-        train(policy, batch, assignment, 1)
-    return found, kept

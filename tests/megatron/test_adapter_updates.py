@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 
+import adapter_cases
 import numpy as np
 import pytest
-import rank_cases
 import tiny_models
 import torch
 
@@ -46,7 +46,7 @@ def test_a_receiver_merges_what_the_policy_would_have_exported_bit_for_bit(on_ra
     merges."""
     names = MODELS if precision == "float32" else ["qwen2-tied"]
     wanted = {name: (model_folder(name), tiny_models.make_batch(), MODELS[name]) for name in names}
-    found = on_ranks(layout, rank_cases.lora_shipments, wanted, precision)[0]
+    found = on_ranks(layout, adapter_cases.lora_shipments, wanted, precision)[0]
     for name, (exported, (manifest, buffer)) in found.items():
         folder = model_folder(name)
         moved = 0
@@ -67,7 +67,7 @@ def shipment(on_ranks, model_folder):
     """(folder, manifest, buffer) of one update of adapters."""
     folder = model_folder("qwen2-tied")
     asked = {"it": (folder, tiny_models.make_batch(), ATTENTION)}
-    return folder, *on_ranks("TP1", rank_cases.lora_shipments, asked, "float32")[0]["it"][1]
+    return folder, *on_ranks("TP1", adapter_cases.lora_shipments, asked, "float32")[0]["it"][1]
 
 
 def test_a_flipped_bit_of_an_adapter_is_named_before_anything_is_merged(shipment):

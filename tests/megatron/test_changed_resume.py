@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 
+import checkpoint_cases
 import numpy as np
 import pytest
-import rank_cases
 import tiny_models
 
 # those of tests/megatron/layouts.py
@@ -19,7 +19,7 @@ CASES += [("DP2xEP2+DIST", "qwen3-moe", "float32"), ("DP2xEP2", "qwen3-moe", "fl
 def continuations(on_ranks, folder, tmp_path, layout, starts, precision="float32"):
     """(weights of the checkpoint, one tuple per start) as rank 0 has them."""
     arguments = (folder, tiny_models.make_batch(), tmp_path / "checkpoint", starts, precision)
-    return on_ranks(layout, rank_cases.continuations, *arguments)[0]
+    return on_ranks(layout, checkpoint_cases.continuations, *arguments)[0]
 
 
 @pytest.mark.parametrize("layout, model, precision", CASES)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import checkpoint_cases
 import numpy as np
 import pytest
-import rank_cases
 import tiny_models
 from hf_reference import relative_error
 
@@ -20,14 +20,16 @@ def saved(on_ranks, model_folder, tmp_path_factory):
         if layout not in done:
             folder = tmp_path_factory.mktemp("checkpoint")
             arguments = (model_folder("qwen3"), tiny_models.make_batch(), folder)
-            done[layout] = folder, on_ranks(layout, rank_cases.save_and_go_on, *arguments)[0]
+            done[layout] = folder, on_ranks(layout, checkpoint_cases.save_and_go_on, *arguments)[0]
         return done[layout]
 
     return save
 
 
 def go_on(on_ranks, model_folder, layout, checkpoint):
-    return on_ranks(layout, rank_cases.load_and_go_on, model_folder("qwen3"), tiny_models.make_batch(), checkpoint)[0]
+    return on_ranks(
+        layout, checkpoint_cases.load_and_go_on, model_folder("qwen3"), tiny_models.make_batch(), checkpoint
+    )[0]
 
 
 @pytest.mark.parametrize("layout", [*LAYOUTS, "TP1", "TP2", "DP2"])
@@ -65,7 +67,7 @@ def test_a_run_with_frozen_routers_goes_on_where_it_was(on_ranks, model_folder, 
     layout = "DP2xEP2+DIST+FROZENROUTER"
     checkpoint, undisturbed = saved_mixture(layout)
     arguments = (model_folder("qwen3-moe"), tiny_models.make_batch(), checkpoint)
-    np.testing.assert_array_equal(on_ranks(layout, rank_cases.load_and_go_on, *arguments)[0], undisturbed)
+    np.testing.assert_array_equal(on_ranks(layout, checkpoint_cases.load_and_go_on, *arguments)[0], undisturbed)
 
 
 @pytest.mark.parametrize("before, after", [("TP2", "DP2+DIST"), ("DP2+DIST", "TP2")])
@@ -73,27 +75,29 @@ def test_bfloat16_main_weights_survive_a_change_of_optimizer(on_ranks, model_fol
     """Main weights are float32: had they been read back from the bfloat16 model, the updates would differ in the third
     digit."""
     arguments = (model_folder("qwen3"), tiny_models.make_batch(), tmp_path / "checkpoint", 2, "bfloat16")
-    undisturbed = on_ranks(before, rank_cases.save_and_go_on, *arguments)[0]
-    continued = on_ranks(after, rank_cases.load_and_go_on, *arguments)[0]
+    undisturbed = on_ranks(before, checkpoint_cases.save_and_go_on, *arguments)[0]
+    continued = on_ranks(after, checkpoint_cases.load_and_go_on, *arguments)[0]
     assert relative_error(continued, undisturbed) < 2e-2
 
 
 @pytest.mark.parametrize("layout", ["TP2", "DP2+DIST"])
 def test_random_streams_go_on_where_they_were_even_before_the_first_update(on_ranks, model_folder, tmp_path, layout):
-    for first, second in on_ranks(layout, rank_cases.random_streams, model_folder("qwen3"), tmp_path / "checkpoint"):
+    for first, second in on_ranks(
+        layout, checkpoint_cases.random_streams, model_folder("qwen3"), tmp_path / "checkpoint"
+    ):
         np.testing.assert_array_equal(first, second)
 
 
 @pytest.mark.parametrize("layout", ["TP1", "TP2xPP2", "DP2+OVERLAP"])
 def test_a_checkpoint_written_beside_training_holds_the_moment_it_began(on_ranks, model_folder, tmp_path, layout):
     arguments = (model_folder("qwen3"), tiny_models.make_batch(), tmp_path / "checkpoint")
-    undisturbed = on_ranks(layout, rank_cases.save_beside_training, *arguments)[0]
+    undisturbed = on_ranks(layout, checkpoint_cases.save_beside_training, *arguments)[0]
     np.testing.assert_array_equal(go_on(on_ranks, model_folder, layout, tmp_path / "checkpoint"), undisturbed)
 
 
 def test_a_byte_that_turns_on_the_way_to_disk_is_found_by_reading_back(on_ranks, model_folder, tmp_path):
     arguments = (model_folder("qwen3"), tiny_models.make_batch(), tmp_path / "checkpoint")
-    (said,) = on_ranks("TP1", rank_cases.tampered_save, *arguments)
+    (said,) = on_ranks("TP1", checkpoint_cases.tampered_save, *arguments)
     assert said == "1 tensors read back with other values, the first of them model.embedding.word_embeddings.weight"
 
 
@@ -118,7 +122,7 @@ def saved_mixture(on_ranks, model_folder, tmp_path_factory):
         if layout not in done:
             folder = tmp_path_factory.mktemp("mixture")
             arguments = (model_folder("qwen3-moe"), tiny_models.make_batch(), folder)
-            done[layout] = folder, on_ranks(layout, rank_cases.save_and_go_on, *arguments)[0]
+            done[layout] = folder, on_ranks(layout, checkpoint_cases.save_and_go_on, *arguments)[0]
         return done[layout]
 
     return save
@@ -128,7 +132,7 @@ def saved_mixture(on_ranks, model_folder, tmp_path_factory):
 def test_experts_are_resharded(on_ranks, model_folder, saved_mixture, before, after):
     checkpoint, undisturbed = saved_mixture(before)
     arguments = (model_folder("qwen3-moe"), tiny_models.make_batch(), checkpoint)
-    continued = on_ranks(after, rank_cases.load_and_go_on, *arguments)[0]
+    continued = on_ranks(after, checkpoint_cases.load_and_go_on, *arguments)[0]
     assert relative_error(continued, undisturbed) < 1e-5
 
 
@@ -136,6 +140,6 @@ def test_experts_are_resharded(on_ranks, model_folder, saved_mixture, before, af
 @pytest.mark.parametrize("before, after", [("float32", "bfloat16"), ("bfloat16", "float32")])
 def test_a_checkpoint_continues_in_the_other_precision(on_ranks, model_folder, tmp_path, layout, before, after):
     arguments = (model_folder("qwen3"), tiny_models.make_batch(), tmp_path / "checkpoint", 2)
-    undisturbed = on_ranks(layout, rank_cases.save_and_go_on, *arguments, before)[0]
-    continued = on_ranks(layout, rank_cases.load_and_go_on, *arguments, after)[0]
+    undisturbed = on_ranks(layout, checkpoint_cases.save_and_go_on, *arguments, before)[0]
+    continued = on_ranks(layout, checkpoint_cases.load_and_go_on, *arguments, after)[0]
     assert relative_error(continued, undisturbed) < 5e-2

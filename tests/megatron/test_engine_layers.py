@@ -7,6 +7,8 @@ import subprocess
 import sys
 from functools import partial
 
+import adapter_cases
+import checkpoint_cases
 import engine_layer_cases
 import layouts
 import numpy as np
@@ -91,8 +93,8 @@ def test_bfloat16_stays_near_float32(on_ranks, on_engine_ranks, model_folder, re
     found = on_engine_ranks(layout, rank_cases.updates, *arguments, 3, 80, None, None, "bfloat16")[0].steps
     assert (np.abs(found - expected) <= np.array([2e-2, 5e-2, 2e-2]) * np.abs(expected).max(0)).all()
     arguments = (*arguments, tmp_path / "checkpoint", 2, "bfloat16")
-    straight = on_engine_ranks(layout, rank_cases.save_and_go_on, *arguments)[0]
-    resumed = on_ranks("DP2+DIST", rank_cases.load_and_go_on, *arguments)[0]
+    straight = on_engine_ranks(layout, checkpoint_cases.save_and_go_on, *arguments)[0]
+    resumed = on_ranks("DP2+DIST", checkpoint_cases.load_and_go_on, *arguments)[0]
     assert relative_error(resumed, straight) < 5e-2
 
 
@@ -127,8 +129,8 @@ def test_checkpoints_go_on_with_and_without_it(on_ranks, on_engine_ranks, model_
     batch = tiny_models.make_batch()
     folder = model_folder(model)
     writes, reads = (on_engine_ranks if name.endswith("TE") else on_ranks for name in (before, after))
-    straight = writes(before, rank_cases.save_and_go_on, folder, batch, tmp_path / "checkpoint")[0]
-    resumed = reads(after, rank_cases.load_and_go_on, folder, batch, tmp_path / "checkpoint")[0]
+    straight = writes(before, checkpoint_cases.save_and_go_on, folder, batch, tmp_path / "checkpoint")[0]
+    resumed = reads(after, checkpoint_cases.load_and_go_on, folder, batch, tmp_path / "checkpoint")[0]
     assert relative_error(resumed, straight) < (1e-5 if before != after else 1e-12)
 
 
@@ -139,8 +141,8 @@ def test_checkpoints_go_on_with_and_without_it(on_ranks, on_engine_ranks, model_
 )  # fmt: skip
 def test_adapters_learn_the_same_beside_its_layers(on_ranks, on_engine_ranks, model_folder, layout, model, lora):
     arguments = (model_folder(model), tiny_models.make_batch(), lora)
-    expected = on_ranks("TP1", rank_cases.lora_updates, *arguments)[0]
-    steps, weights, *_ = on_engine_ranks(layout, rank_cases.lora_updates, *arguments)[0]
+    expected = on_ranks("TP1", adapter_cases.lora_updates, *arguments)[0]
+    steps, weights, *_ = on_engine_ranks(layout, adapter_cases.lora_updates, *arguments)[0]
     assert relative_error(steps, expected[0]) < 1e-5
     for name, value in expected[1].items():
         np.testing.assert_allclose(weights[name], value, atol=2e-6)
@@ -152,8 +154,8 @@ def test_adapters_checkpoints_go_on_with_and_without_it(
 ):
     arguments = (model_folder("qwen2-tied"), tiny_models.make_batch(), LORA, str(tmp_path / "checkpoint"))
     writes, reads = (on_engine_ranks if name.endswith("TE") else on_ranks for name in (before, after))
-    straight = writes(before, rank_cases.lora_checkpoint, *arguments, True)[0]
-    assert relative_error(reads(after, rank_cases.lora_checkpoint, *arguments, False)[0], straight) < 1e-5
+    straight = writes(before, adapter_cases.lora_checkpoint, *arguments, True)[0]
+    assert relative_error(reads(after, adapter_cases.lora_checkpoint, *arguments, False)[0], straight) < 1e-5
 
 
 def test_the_fused_kernels_are_those_that_model_and_layers_allow(on_ranks, on_engine_ranks, model_folder, tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import checkpoint_cases
 import numpy as np
 import pytest
 import rank_cases
@@ -62,4 +63,4 @@ def cut(name, tensor):
 
 @pytest.mark.parametrize("fault, culprit", [(missing, "layers.2.mlp.up_proj"), (cut, "layers.1.self_attn.o_proj")])
 def test_a_missing_or_misshapen_tensor_is_named(on_ranks, model_folder, fault, culprit):
-    assert culprit in on_ranks("TP1", rank_cases.load_failure, model_folder("qwen3"), fault)[0]
+    assert culprit in on_ranks("TP1", checkpoint_cases.load_failure, model_folder("qwen3"), fault)[0]

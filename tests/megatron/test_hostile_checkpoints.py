@@ -8,8 +8,8 @@ import shutil
 import zipfile
 from pathlib import Path
 
+import checkpoint_cases
 import pytest
-import rank_cases
 import tiny_models
 import torch
 import torch.distributed.checkpoint as torch_checkpoint
@@ -124,7 +124,7 @@ def test_an_index_that_points_outside_or_out_of_range_is_refused(tmp_path, writt
 @pytest.fixture(scope="module")
 def checkpoint(on_ranks, model_folder, tmp_path_factory):
     folder = tmp_path_factory.mktemp("whole")
-    on_ranks("TP1", rank_cases.save_and_go_on, model_folder("qwen3"), tiny_models.make_batch(), folder, 0)
+    on_ranks("TP1", checkpoint_cases.save_and_go_on, model_folder("qwen3"), tiny_models.make_batch(), folder, 0)
     return folder
 
 
@@ -156,5 +156,5 @@ def test_ranks_refuse_a_hostile_checkpoint_and_run_none_of_it(on_ranks, model_fo
     hide(folder, tmp_path / "mark")
     arguments = (model_folder("qwen3"), tiny_models.make_batch(), folder)
     with pytest.raises(RankFailure, match=f"RunError: checkpoint {folder} cannot be read: .*{said}"):
-        on_ranks("TP1", rank_cases.load_and_go_on, *arguments)
+        on_ranks("TP1", checkpoint_cases.load_and_go_on, *arguments)
     assert not (tmp_path / "mark").exists()

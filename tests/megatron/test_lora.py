@@ -6,6 +6,7 @@ import dataclasses
 import json
 from pathlib import Path
 
+import adapter_cases
 import hf_reference
 import layouts
 import numpy as np
@@ -60,7 +61,7 @@ def expected(on_ranks, model_folder):
         options = layouts.optimizer()
         batch = tiny_models.make_batch()
         folder = model_folder(name)
-        start = on_ranks("TP1", rank_cases.lora_start, folder, settings)[0]
+        start = on_ranks("TP1", adapter_cases.lora_start, folder, settings)[0]
         model, pairs = with_adapters(folder, settings, start)
         assert start.keys() == pairs.keys()
         parameters = list({id(p): p for pair in pairs.values() for p in pair}.values())
@@ -98,7 +99,7 @@ def expected(on_ranks, model_folder):
 )  # fmt: skip
 def test_adapters_learn_what_they_learn_in_transformers(on_ranks, model_folder, expected, layout, which, tmp_path):
     settings, folder, steps, pairs = expected[which]
-    results = on_ranks(layout, rank_cases.lora_updates, folder, tiny_models.make_batch(), settings, 2, str(tmp_path))
+    results = on_ranks(layout, adapter_cases.lora_updates, folder, tiny_models.make_batch(), settings, 2, str(tmp_path))
     assert max(relative_error(ours, steps) for ours, *_ in results) < 1e-5
     # The export merges exactly these pairs into the frozen weights, and PEFT's file holds them under PEFT's names.
     base = load_file(folder / "model.safetensors")
@@ -121,7 +122,7 @@ def test_adapters_learn_what_they_learn_in_transformers(on_ranks, model_folder, 
 
 def test_without_adapters_the_model_is_the_reference_and_no_copy_is_kept(on_ranks, model_folder):
     batch = tiny_models.make_batch()
-    results = on_ranks("TP2", rank_cases.lora_updates, model_folder("qwen2-tied"), batch, SETTINGS)
+    results = on_ranks("TP2", adapter_cases.lora_updates, model_folder("qwen2-tied"), batch, SETTINGS)
     start, moved, reference = (rank_cases.by_sequence([r[i] for r in results], batch) for i in (2, 3, 4))
     for s, m, r in zip(start, moved, reference):
         np.testing.assert_array_equal(s, r)
@@ -146,8 +147,8 @@ def test_a_checkpoint_of_adapters_goes_on_at_another_layout_and_holds_nothing_el
     folder = model_folder(name)
     batch = tiny_models.make_batch()
     checkpoint = str(tmp_path / "checkpoint")
-    straight = on_ranks(saved, rank_cases.lora_checkpoint, folder, batch, settings, checkpoint, True)
-    resumed = on_ranks(loaded, rank_cases.lora_checkpoint, folder, batch, settings, checkpoint, False)
+    straight = on_ranks(saved, adapter_cases.lora_checkpoint, folder, batch, settings, checkpoint, True)
+    resumed = on_ranks(loaded, adapter_cases.lora_checkpoint, folder, batch, settings, checkpoint, False)
     assert relative_error(resumed[0], straight[0]) < 1e-5
     from torch.distributed.checkpoint import FileSystemReader
 
@@ -162,7 +163,7 @@ def test_dropout_acts_on_updates_and_not_on_log_probs(on_ranks, model_folder):
     batch = tiny_models.make_batch()
     dropped = LoraConfig(rank=4, alpha=8.0, dropout=0.5)
     results = {
-        name: on_ranks("TP2+SP", rank_cases.lora_updates, folder, batch, settings)[0]
+        name: on_ranks("TP2+SP", adapter_cases.lora_updates, folder, batch, settings)[0]
         for name, settings in (("with", dropped), ("without", SETTINGS))
     }
     # At the first update B is 0, so dropout shows in the gradient of B alone; the loss is that of the frozen model.
@@ -172,15 +173,15 @@ def test_dropout_acts_on_updates_and_not_on_log_probs(on_ranks, model_folder):
 
 def test_experts_cannot_be_adapted_and_attention_beside_them_can(on_ranks, model_folder):
     folder = model_folder("mixtral")
-    assert "experts" in on_ranks("TP1", rank_cases.lora_targets_refused, folder, SETTINGS)[0]
+    assert "experts" in on_ranks("TP1", adapter_cases.lora_targets_refused, folder, SETTINGS)[0]
     attention = LoraConfig(rank=4, alpha=8.0, target_modules=["q_proj", "o_proj"])
-    assert on_ranks("TP1", rank_cases.lora_targets_refused, folder, attention)[0] == ""
+    assert on_ranks("TP1", adapter_cases.lora_targets_refused, folder, attention)[0] == ""
 
 
 def test_an_output_layer_that_is_the_embedding_cannot_be_adapted(on_ranks, model_folder):
     assert (
         "lm_head is its embedding"
-        in on_ranks("TP1", rank_cases.lora_targets_refused, model_folder("qwen2-tied"), HEAD)[0]
+        in on_ranks("TP1", adapter_cases.lora_targets_refused, model_folder("qwen2-tied"), HEAD)[0]
     )
 
 
@@ -189,13 +190,13 @@ def test_logits_that_are_computed_twice_have_the_same_dropout_both_times(on_rank
     """In several chunks the logits are computed again in the backward pass; another mask would give another loss's
     gradient."""
     settings = dataclasses.replace(HEAD, dropout=0.5)
-    for again, once in on_ranks(layout, rank_cases.lora_head_gradients, model_folder("qwen2"), settings):
+    for again, once in on_ranks(layout, adapter_cases.lora_head_gradients, model_folder("qwen2"), settings):
         np.testing.assert_array_equal(again, once)
         assert np.abs(once).max() > 0
 
 
 def test_a_starts_from_the_distribution_that_is_asked_for(on_ranks):
     """Uniform within 1 / sqrt(width), or normal with variance 2 / (rank + width)."""
-    uniform, xavier = (on_ranks("TP1", rank_cases.starting_a, init)[0] for init in ("uniform", "xavier"))
+    uniform, xavier = (on_ranks("TP1", adapter_cases.starting_a, init)[0] for init in ("uniform", "xavier"))
     assert np.abs(uniform).max() <= 192**-0.5 and np.isclose(uniform.std(), (3 * 192) ** -0.5, rtol=0.05)
     assert np.isclose(xavier.std(), (2 / 256) ** 0.5, rtol=0.05) and np.abs(xavier).max() > 3 * xavier.std()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import adapter_cases
 import hf_reference
 import peft
 import pytest
@@ -57,7 +58,7 @@ def test_a_policy_starts_with_the_log_probs_of_peft_and_trains_from_there(layout
     base, folder, beside, without = adapted(name)
     batch = tiny_models.make_batch()
     settings = LoraConfig(rank=4, alpha=6.0, target_modules=CASES[name])
-    results = on_ranks(layout, rank_cases.continued_adapters, base, folder, batch, settings)
+    results = on_ranks(layout, adapter_cases.continued_adapters, base, folder, batch, settings)
     for place, wanted in enumerate((beside, without)):
         found = rank_cases.by_sequence([result[0][place] for result in results], batch)
         for ours, theirs in zip(found, wanted, strict=True):
@@ -76,7 +77,7 @@ def test_a_scale_by_the_root_of_the_rank_is_that_of_the_run_with_its_alpha(adapt
     base, folder, beside, _ = adapted("qwen2", use_rslora=True)
     batch = tiny_models.make_batch()
     settings = LoraConfig(rank=4, alpha=12.0, target_modules=CASES["qwen2"])
-    results = on_ranks("TP1", rank_cases.continued_adapters, base, folder, batch, settings)
+    results = on_ranks("TP1", adapter_cases.continued_adapters, base, folder, batch, settings)
     found = rank_cases.by_sequence([result[0][0] for result in results], batch)
     for ours, theirs in zip(found, beside, strict=True):
         torch.testing.assert_close(torch.from_numpy(ours), torch.from_numpy(theirs), atol=1e-5, rtol=0)

@@ -51,7 +51,7 @@ def rows(tokenizer) -> Iterator[tuple[list[int], list[int]]]:
         prompt = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
         answer = rng.choice(CALLS if rng.random() < 0.6 else WORDS)
         ids = tokenizer.encode(answer, add_special_tokens=False)
-        yield tokenizer.encode(prompt, add_special_tokens=False), [*ids, tokenizer.eos_token_id]
+        yield tiny.Row(tokenizer.encode(prompt, add_special_tokens=False), [*ids, tokenizer.eos_token_id])
 
 
 def main(folder: str) -> None:

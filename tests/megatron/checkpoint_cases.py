@@ -1,0 +1,136 @@
+"""What the tests of checkpoints run on ranks; see ``rank_cases``."""
+
+from __future__ import annotations
+
+import numpy as np
+from rank_cases import build_policy, exported, spread, train
+
+
+def load_failure(place, folder, break_it) -> str:
+    """The message with which loading fails when ``break_it(name, tensor)`` changes what the reader returns."""
+    import torch
+    from transformers import AutoConfig
+
+    from gdpo_nemo.megatron.conversion import load_hf
+    from gdpo_nemo.megatron.model import build_chunks
+    from gdpo_nemo.weights.model_folder import open_weights
+
+    hf = AutoConfig.from_pretrained(folder)
+    _, chunks = build_chunks(hf, place.layout, torch.float32)
+    read = open_weights(folder)
+    try:
+        load_hf(chunks, lambda name: break_it(name, read(name)), hf)
+    except (KeyError, ValueError) as error:
+        return str(error)
+    return ""
+
+
+def save_and_go_on(place, folder, batch, checkpoint, count=2, precision="float32"):
+    """One update, a checkpoint, and ``count`` more updates."""
+    from gdpo_nemo.megatron.checkpoint import save
+
+    policy = build_policy(place, folder, precision)
+    assignment = spread(place, batch)
+    train(policy, batch, assignment, 1)
+    save(policy, checkpoint)
+    return train(policy, batch, assignment, count)
+
+
+def save_beside_training(place, folder, batch, checkpoint, count=2):
+    """As ``save_and_go_on``, but on a disk so slow that nothing is written before those updates are done."""
+    import threading
+
+    from gdpo_nemo.megatron.checkpoint import Save
+
+    trained = threading.Event()
+
+    class SlowDisk(Save):
+        def _write(self, *arguments):
+            trained.wait(300)
+            super()._write(*arguments)
+
+    policy = build_policy(place, folder)
+    assignment = spread(place, batch)
+    train(policy, batch, assignment, 1)
+    save = SlowDisk(policy, checkpoint, background=True)
+    rows = train(policy, batch, assignment, count)
+    assert not save.is_written
+    trained.set()
+    save.finish()
+    return rows
+
+
+def tampered_save(place, folder, batch, checkpoint):
+    """What a save says when one byte of the weights turns on its way to the disk."""
+    from pathlib import Path
+
+    from gdpo_nemo.errors import RunError
+    from gdpo_nemo.megatron.checkpoint import Save
+
+    policy = build_policy(place, folder)
+    save = Save(policy, checkpoint, background=False)
+    weight = next(policy.chunks[0].parameters()).detach().numpy().tobytes()
+    file = Path(checkpoint) / "__0_0.distcp"
+    data = bytearray(file.read_bytes())
+    data[data.find(weight) + 1] ^= 64
+    file.write_bytes(data)
+    try:
+        save.finish()
+    except RunError as error:
+        return str(error)
+    return ""
+
+
+def load_and_go_on(place, folder, batch, checkpoint, count=2, precision="float32"):
+    """The updates after a checkpoint."""
+    from gdpo_nemo.megatron.checkpoint import load_checkpoint
+
+    policy = build_policy(place, folder, precision)
+    load_checkpoint(policy, checkpoint)
+    return train(policy, batch, spread(place, batch), count)
+
+
+def continuations(place, folder, batch, checkpoint, starts, precision="float32"):
+    """One update and a checkpoint; then for each of ``starts``, keywords of ``build_policy``, one update from there.
+
+    Returns:
+        the weights of the checkpoint, and by start (learning rate, announced learning rate, Adam's settings by group,
+        weights).
+    """
+    from gdpo_nemo.algorithms.policy_loss import LossSettings
+    from gdpo_nemo.megatron.checkpoint import load_checkpoint, save
+
+    policy = build_policy(place, folder, precision)
+    assignment = spread(place, batch)
+    train(policy, batch, assignment, 1)
+    save(policy, checkpoint)
+    saved = exported(policy)
+    out = []
+    for start in starts:
+        policy = build_policy(place, folder, precision, **start)
+        load_checkpoint(policy, checkpoint)
+        announced = policy.next_learning_rate()
+        result = policy.train(batch, assignment, LossSettings())
+        groups = [(group["betas"], group["eps"], group["step"]) for group in policy.built.optimizer.param_groups]
+        out.append((result.lr, announced, groups, exported(policy)))
+    return saved, out
+
+
+def random_streams(place, folder, checkpoint):
+    """Random numbers drawn after a save and again after loading it."""
+    import torch
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+    from gdpo_nemo.megatron.checkpoint import load_checkpoint, save
+
+    def draw():
+        with get_cuda_rng_tracker().fork():
+            stream = torch.rand(3)
+        return torch.cat((stream, torch.rand(3), torch.from_numpy(np.random.rand(3)).float())).numpy()
+
+    policy = build_policy(place, folder)
+    draw()
+    save(policy, checkpoint)
+    first = draw()
+    load_checkpoint(policy, checkpoint)
+    return first, draw()
