@@ -9,12 +9,14 @@ import random
 import re
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 from dataclasses import asdict, dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, Callable, Iterator, Sequence
 
@@ -235,8 +237,9 @@ def _last_step(file: Path) -> int:
 
 
 def _pace(file: Path) -> float:
-    """Seconds of two steps, as long as the newest one."""
-    return 2 * next((float(row.get("time/step", 0.0)) for row in _newest_rows(file)), 0.0)
+    """Seconds of two steps, as long as the last five in the median: one that waited for a verdict is no measure."""
+    times = [float(row.get("time/step", 0.0)) for row in islice(_newest_rows(file), 5)]
+    return 2 * statistics.median(times or [0.0])
 
 
 def _newest_rows(file: Path) -> Iterator[dict[str, Any]]:

@@ -17,7 +17,7 @@ from gdpo_nemo.weights.model_folder import differences
 
 BETWEEN = 3
 """Steps from one fault to the next."""
-_FURTHER = 2
+_FURTHER = 4
 """Steps for each fault besides."""
 _MOST_SENTENCES = 5
 _OWN = (
@@ -57,7 +57,8 @@ class Drill:
     @property
     def changes(self) -> list[str]:
         """Overrides of both runs; the user's first, so that a drill stays one."""
-        # A fault takes the step that it disturbs besides, and now and then one or two until it is heard of.
+        # A fault takes the step that it disturbs besides, the moment until it comes another two, and it may be heard of
+        # three steps later.
         steps = (self.between + _FURTHER) * (len(self.faults) + 1)
         return [*self.overrides, *_OWN, f"gdpo.max_num_steps={steps}"]
 

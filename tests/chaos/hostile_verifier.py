@@ -12,12 +12,12 @@ from gdpo_nemo.data.records import Outcome, Trajectory, Verdict
 from gdpo_nemo.environments.tasks.digit_sort import DigitSort
 
 DEEDS = {
-    "verifier-hang": (Outcome.ENV_FAILED, "exceeded"),
-    "verifier-death": (Outcome.ENV_FAILED, "exit code 7"),
-    "verifier-failure": (Outcome.ENV_FAILED, "out of order"),
-    "verifier-silence": (Outcome.OK, ""),
+    "verifier-hang": "exceeded",
+    "verifier-death": "exit code 7",
+    "verifier-failure": "out of order",
+    "verifier-silence": None,
 }
-"""What becomes of the sample: its outcome, and a part of its detail."""
+"""A part of the reason for which the sample is masked; None: it is not, its rewards are unknown."""
 _OF = 160
 """One sample in so many meets each of the deeds."""
 

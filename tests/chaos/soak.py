@@ -24,7 +24,7 @@ from typing import Any
 from hostile_verifier import DEEDS, deed_of
 
 from gdpo_nemo.config.load import load_config
-from gdpo_nemo.data import records
+from gdpo_nemo.data.records import Outcome as Verdicts
 from gdpo_nemo.drill.drilled_run import Outcome, trained
 from gdpo_nemo.drill.exercise import Drill, by_fault, drill, is_exact
 from gdpo_nemo.drill.faults import FAULTS, SLOW
@@ -91,9 +91,11 @@ def verifier_faults(run_dir: Path) -> list[Outcome]:
     for step in took:
         for sample in read_rollouts(rollout_path(run_dir, step)):
             deed = deed_of(sample["prompt_id"], sample["completion"])
-            outcome, detail = DEEDS[deed] if deed else (records.Outcome.OK, "")
-            spared = "not tried alone" in sample["detail"]  # too many of those that it came with had failed
-            right = spared or (sample["outcome"] == outcome and detail in sample["detail"])
+            reason = DEEDS.get(deed) if deed else None
+            failed = sample["outcome"] == Verdicts.ENV_FAILED
+            told = (reason or "") in sample["detail"]
+            # Where too many of those that it came with have failed, a sample is not tried alone.
+            right = (failed == (reason is not None) and told) or "not tried alone" in sample["detail"]
             if deed or not right:
                 victim = f"sample {sample['sample_index']} of {sample['prompt_id']}"
                 wrong = None if right else f"{sample['outcome']} {sample['detail']}"
