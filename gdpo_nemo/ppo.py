@@ -38,8 +38,7 @@ METRICS = {
     "value/clip_fraction": ("share", "Trained tokens whose value ppo.cliprange_value keeps from learning"),
     "value/explained_variance": (
         "",
-        "Share of the variance of the discounted rewards to come that the values before the step know; 0: a constant "
-        "would do as well",
+        "Share of the variance of the rewards to come that the values before the step know; 0: as a constant does",
     ),
 }
 _OF_UPDATES = {

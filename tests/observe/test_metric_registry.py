@@ -166,6 +166,7 @@ def test_every_measured_key_is_described_and_every_described_one_is_measured():
         "supervisor.py",
         "supervised.py",
         "distillation.py",
+        "ppo.py",
     )  # tests/end_to_end, tests/test_trainer
     computed = {m.pattern for m in metrics().values() if Path(m.source).name not in elsewhere}
     assert described == computed - {"policy/NAME"}  # which is for losses of a user's own
