@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from rank_cases import build_policy, exported, logit_bytes, spread, train
+from rank_cases import build_policy, exported, limited_logits, spread, train
 
 
 def starting_a(place, init) -> np.ndarray:
@@ -87,7 +87,7 @@ def lora_head_gradients(place, folder, lora) -> tuple[np.ndarray, np.ndarray]:
         return found.numpy().copy()
 
     weight = model.output_layer.weight
-    with logit_bytes(4 * 5 * weight.size(0)):
+    with limited_logits(4 * 5 * weight.size(0)):
         again = gradient(lambda: model._evaluate(hidden, targets))
     chunks = zip(hidden.split(5), targets.split(5))
     return again, gradient(lambda: torch.cat([model._evaluate_chunk(h, weight, t) for h, t in chunks]))

@@ -91,7 +91,7 @@ def updates(
     place, folder, batch, count=3, budget=80, settings=None, logit_bytes=None, precision="float32", temperature=1.0
 ) -> Updates:
     """Log-probs of the batch, then ``count`` updates on it."""
-    with logit_bytes(logit_bytes):
+    with limited_logits(logit_bytes):
         policy = build_policy(place, folder, precision, temperature)
         assignment = spread(place, batch, budget)
         before = policy.logprobs(batch, assignment)
@@ -288,7 +288,7 @@ def of_pairs(place, folder, batch, told, sharing, budget=120, count=2):
 
 
 @contextmanager
-def logit_bytes(limit):
+def limited_logits(limit):
     """Bytes of logits that are computed at once; None: as it is."""
     from gdpo_nemo.megatron import model
 
