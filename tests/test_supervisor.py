@@ -99,6 +99,16 @@ def test_a_run_whose_process_is_killed_goes_on_and_every_restart_is_on_record(tm
     assert left["outcome"] == "restarting" and left["reason"] == alerts[1]["text"] and left["waits"] == []
 
 
+def test_who_is_told_of_a_restart_is_not_asked_to_start_the_run_again(tmp_path):
+    status, attempts, err = run(
+        tmp_path, "gain(number + 1); number or exec(\"raise InfrastructureFailed('x' + START_AGAIN)\")"
+    )
+    assert (status, attempts) == (0, ["0", "1"]), err
+    error, told = err.splitlines()
+    assert error.endswith("start the run again to resume from its last checkpoint")
+    assert told.startswith("supervisor: x; the run is started again in ")
+
+
 @pytest.mark.parametrize(
     "failure",
     [
