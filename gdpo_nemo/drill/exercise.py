@@ -55,12 +55,16 @@ class Drill:
         return (self.out / "disturbed").absolute()
 
     @property
-    def changes(self) -> list[str]:
-        """Overrides of both runs; the user's first, so that a drill stays one."""
+    def steps(self) -> int:
+        """Steps of both runs."""
         # A fault takes the step that it disturbs besides, the moment until it comes another two, and it may be heard of
         # three steps later.
-        steps = (self.between + _FURTHER) * (len(self.faults) + 1)
-        return [*self.overrides, *_OWN, f"gdpo.max_num_steps={steps}"]
+        return (self.between + _FURTHER) * (len(self.faults) + 1)
+
+    @property
+    def changes(self) -> list[str]:
+        """Overrides of both runs; the user's first, so that a drill stays one."""
+        return [*self.overrides, *_OWN, f"gdpo.max_num_steps={self.steps}"]
 
     def run(self, run_dir: Path) -> DrilledRun:
         """One of the two runs, not started."""

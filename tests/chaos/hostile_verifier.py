@@ -22,9 +22,9 @@ _OF = 160
 """One sample in so many meets each of the deeds."""
 
 
-def deed_of(prompt_id: str, text: str) -> str | None:
+def deed_of(prompt_id: str, sample: int, text: str) -> str | None:
     """What happens to the verdict of this completion; None: nothing."""
-    drawn = zlib.crc32(f"{prompt_id} {text}".encode()) % _OF
+    drawn = zlib.crc32(f"{prompt_id} {sample} {text}".encode()) % _OF
     return list(DEEDS)[drawn] if drawn < len(DEEDS) else None
 
 
@@ -36,7 +36,7 @@ class HostileDigitSort(DigitSort):
         return [self._spoilt(t, verdict) for t, verdict in zip(trajectories, super().verify(trajectories))]
 
     def _spoilt(self, trajectory: Trajectory, verdict: Verdict) -> Verdict:
-        deed = deed_of(trajectory.prompt.id, trajectory.text)
+        deed = deed_of(trajectory.prompt.id, trajectory.sample_index, trajectory.text)
         if deed == "verifier-hang":
             time.sleep(3600)
         elif deed == "verifier-death":

@@ -18,6 +18,7 @@ import shutil
 import signal
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -69,10 +70,9 @@ def one_run(folder, variant, number, changes, overrides, per_run, seed, patience
     quick = [fault for name, fault in FAULTS.items() if name not in SLOW]
     kinds = [*draw.choices(quick, k=per_run - 1), FAULTS[draw.choice(SLOW[:2])]]
     config = str(REPOSITORY / "configs" / "gdpo_tiny_cpu.yaml")
-    what = Drill(
-        config, [*DEMO, *changes, *overrides], kinds, folder, draw.randrange(2**31), 2, patience_s,
-        folder.with_name(f"undisturbed_{'_'.join(variant.split())}_{per_run}"),
-    )  # fmt: skip
+    what = Drill(config, [*DEMO, *changes, *overrides], kinds, folder, draw.randrange(2**31), 2, patience_s)
+    peaceful = folder.with_name(f"undisturbed_{'_'.join(variant.split())}_{what.steps}")
+    what = replace(what, compared=peaceful)
     exact = is_exact(load_config(config, what.changes))
     result = drill(what, exact, lambda line: print(line, flush=True))
     about = {"run": number, "variant": variant}
@@ -90,7 +90,7 @@ def verifier_faults(run_dir: Path) -> list[Outcome]:
     took = {step: row["time/step"] for step, row in trained(run_dir).items()}
     for step in took:
         for sample in read_rollouts(rollout_path(run_dir, step)):
-            deed = deed_of(sample["prompt_id"], sample["completion"])
+            deed = deed_of(sample["prompt_id"], sample["sample_index"], sample["completion"])
             reason = DEEDS.get(deed) if deed else None
             failed = sample["outcome"] == Verdicts.ENV_FAILED
             told = (reason or "") in sample["detail"]
