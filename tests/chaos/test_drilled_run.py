@@ -111,6 +111,7 @@ def test_the_time_of_a_restart_is_to_a_step_of_the_next_process_that_none_before
         """
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
         steps(1, 8)
+        parent = os.getpid()
         if os.fork() == 0:
             time.sleep(1)
             status["driver"] = os.getpid()
@@ -119,7 +120,8 @@ def test_the_time_of_a_restart_is_to_a_step_of_the_next_process_that_none_before
             steps(5, 8)
             time.sleep(1)
             steps(9, 9)
-            time.sleep(600)
+            while os.getppid() == parent:
+                time.sleep(0.1)
         time.sleep(600)
         """
     )
