@@ -122,6 +122,7 @@ def test_the_time_of_a_restart_is_to_a_step_of_the_next_process_that_none_before
             steps(9, 9)
             while os.getppid() == parent:
                 time.sleep(0.1)
+            os._exit(0)
         time.sleep(600)
         """
     )
