@@ -27,13 +27,14 @@ from gdpo_nemo.endings import answered_by, leave_lost_terminal, raw_lines_in
 from gdpo_nemo.environments.execution.dispatch import EnvironmentPools
 from gdpo_nemo.errors import START_AGAIN, GdpoError, InfrastructureFailed, present
 from gdpo_nemo.inputs import Inputs, read_inputs
+from gdpo_nemo.kept import Kept
 from gdpo_nemo.observe.diagnosis import examine
 from gdpo_nemo.observe.display import active
 from gdpo_nemo.observe.installation import require_libraries
 from gdpo_nemo.observe.log import RunLog
 from gdpo_nemo.observe.metrics import read_metrics
 from gdpo_nemo.observe.ownership import check_free, owned
-from gdpo_nemo.observe.status import StatusFile
+from gdpo_nemo.observe.status import RESTARTING, StatusFile
 from gdpo_nemo.phases import phase
 from gdpo_nemo.resume import find_start, record_config, total_updates
 from gdpo_nemo.rollouts.prompt_stream import BatchStream, PromptStream
@@ -133,11 +134,15 @@ class RunComponents:
 
 
 @contextlib.contextmanager
-def run_context(config: Config, begin: float | None = None) -> Iterator[RunComponents]:
+def run_context(config: Config, begin: float | None = None, kept: Kept | None = None) -> Iterator[RunComponents]:
     """The parts of a run, ready to train; closed, with the reason in the log, when the block ends.
 
-    ``begin``: when the user asked for it, in seconds since the epoch; None: when this process started.
+    Args:
+        begin: when the user asked for it, in seconds since the epoch; None: when this process started.
+        kept: parts of an attempt before this one, and where the caller finds whether some stay for another.
     """
+    kept = kept or Kept()
+    kept.goes_on = False
     # The processes of a joined cluster have their own working directory.
     run_dir = Path(config.run.dir).absolute() if joined(config.cluster) else Path(config.run.dir)
     stop = Stop()
@@ -163,7 +168,8 @@ def run_context(config: Config, begin: float | None = None) -> Iterator[RunCompo
         stack.callback(lambda: status.close(outcome[0]))
         stack.enter_context(raw_lines_in(run_dir / RAW_LINES))
         try:
-            _start_processes(parts, stack, inputs, start.path, begin, partial(_end_without_ray, parts, status))
+            kept.when_ray_is_lost = partial(_end_without_ray, parts, status)
+            _start_processes(parts, stack, inputs, start.path, begin, kept)
             if start.changes:
                 upcoming = present(parts.policy, "the policy").next_learning_rate()
                 log.note(_learning_rates(run_dir, start.state.step, upcoming))
@@ -177,6 +183,9 @@ def run_context(config: Config, begin: float | None = None) -> Iterator[RunCompo
                 status.write(error.waits)
                 diagnosis = examine(run_dir)
                 error.args = (f"{error}; {diagnosis.sentence} (see {diagnosis.folder})",)
+            kept.decide(parts, error)
+            if kept.goes_on:
+                outcome[0] = RESTARTING
             log.alert(str(error))
             raise
         except SystemExit as end:
@@ -190,7 +199,7 @@ def _start_processes(
     inputs: Inputs,
     checkpoint: Path | None,
     begin: float | None,
-    lost: Callable[[str], None] | None = None,
+    kept: Kept,
 ) -> None:
     """Ray and the policy's ranks; engines and verifiers beside them, where the algorithm samples."""
     from gdpo_nemo.cluster.session import keep_logs, session
@@ -198,8 +207,10 @@ def _start_processes(
     config = with_ranks(parts.config)
     lap = parts.log.stopwatch("start", psutil.Process().create_time() if begin is None else begin)
     lap("imports, config, data")
-    with _imported_meanwhile():
-        stack.enter_context(session(config.cluster, lost))
+    if kept.placement is None:
+        with _imported_meanwhile():
+            kept.session.enter_context(session(config.cluster, kept.ray_is_lost))
+    stack.push(kept.end_session)
     from gdpo_nemo.cluster.policy_group import PolicyGroup
     from gdpo_nemo.cluster.reservation import reserve
 
@@ -207,12 +218,12 @@ def _start_processes(
     stack.push(lambda kind, error, trace: point_to_logs(error, keep_logs, parts.run_dir))
     folder = inputs.folder.absolute()
     with phase("nodes"):
-        placement = reserve(config, [parts.run_dir, folder])
+        placement = kept.placement = kept.placement or reserve(config, [parts.run_dir, folder])
     pool = _start_environments(parts, stack, config, placement) if inputs.algorithm.samples else None
     parts.total_updates = horizon = total_updates(config, parts.state, len(inputs.prompts))
     reference = inputs.algorithm.needs_reference(config)
     parts.policy = policy = PolicyGroup(config, str(folder), horizon, placement, reference)
-    sampling = _Sampling(parts, stack, policy, inputs, config, placement, lap) if pool else None
+    sampling = _Sampling(parts, stack, policy, inputs, config, placement, kept, lap) if pool else None
     if sampling:
         sampling.engines_that_share()
     policy.ready()
@@ -318,6 +329,7 @@ class _Sampling:
         inputs: Inputs,
         config: Config,
         placement: Placement,
+        kept: Kept,
         lap: Callable[[str], None],
     ):
         from gdpo_nemo.cluster.fleet import EngineFleet
@@ -328,29 +340,35 @@ class _Sampling:
         self._config = config
         self._lap = lap
         self._shared = bool(placement.places.shared)
-        self._probe: Probe | None = None
+        self._kept = kept
+        self._engines_are_new = kept.fleet is None
         devices = policy.devices() if self._shared else None
-        self._fleet = parts.fleet = EngineFleet(config, str(inputs.folder.absolute()), placement, devices)
-        stack.callback(self._fleet.close)
+        folder = str(inputs.folder.absolute())
+        kept.fleet = kept.fleet or EngineFleet(config, folder, placement, devices)
+        self._fleet = parts.fleet = kept.fleet
+        stack.callback(kept.end_engines)
 
     def engines_that_share(self) -> None:
         """Wait for the engines that sit on the policy's devices, and send them to sleep."""
         if not self._shared:
             return
         self._fleet.ready()
-        self._probe = _probe(self._config, self._inputs, self._fleet)
+        self._kept.probe = _probe(self._config, self._inputs, self._fleet)
         self._fleet.sleep()
         self._lap("engines, before the policy")
 
     def all_engines(self) -> None:
-        """Wait for the engines; hold them against the policy, as both have loaded the model's folder now."""
+        """Wait for the engines; hold them against the policy, as both have loaded the model's folder now. (Those that
+        were kept have other weights, and were held against a policy before.)"""
         self._fleet.ready()
         self._lap("engines, after the policy")
+        if not self._engines_are_new:
+            return
         with phase("probe"):
             if not self._shared:
-                self._probe = _probe(self._config, self._inputs, self._fleet)
-            if self._probe is not None:
-                self._probe.calibrate(self._policy, self._config)
+                self._kept.probe = _probe(self._config, self._inputs, self._fleet)
+            if self._kept.probe is not None:
+                self._kept.probe.calibrate(self._policy, self._config)
                 self._lap("probe")
 
     def connect(self, stack: contextlib.ExitStack, pool: EnvironmentExecutor) -> None:
@@ -381,7 +399,7 @@ class _Sampling:
         transport = make_transport(chosen_transport(config), self._policy, parts.run_dir / "weights", bucket, keep)
         stack.callback(close_transport, transport)
         kv = config.rollout.kv if config.rollout.max_staleness else "drain"
-        parts.sync = WeightSync(self._policy, self._fleet, self._probe, transport, self._shared, kv)
+        parts.sync = WeightSync(self._policy, self._fleet, self._kept.probe, transport, self._shared, kv)
 
 
 def _learning_rates(run_dir: Path, step: int, upcoming: float) -> str:

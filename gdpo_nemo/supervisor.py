@@ -19,7 +19,7 @@ import re
 import signal
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Callable
 
@@ -29,11 +29,18 @@ from gdpo_nemo.endings import endings, leave_lost_terminal
 from gdpo_nemo.errors import START_AGAIN, FailureKind, GdpoError, RunError, kind_of, printable
 from gdpo_nemo.observe.alerts import write_alert
 from gdpo_nemo.observe.metrics import read_metrics
-from gdpo_nemo.observe.status import FILE as STATUS, amend_status
+from gdpo_nemo.observe.status import FILE as STATUS, RESTARTING, amend_status
 
 METRICS = {
     "driver/restarts": ("restarts", "Times that the supervisor had started the run again (`run.max_restarts`)"),
-    "driver/recovery": ("s", "From the failure before a restart to the end of the first step after it; in its row"),
+    "driver/rebuilds": (
+        "times",
+        "Times that this driver had started the lost policy again beside the engines that stay",
+    ),
+    "driver/recovery": (
+        "s",
+        "From the failure before a restart or rebuild to the end of the first step after it; in its row",
+    ),
 }
 _BACKOFF_S = (1.0, 60.0)
 """The first pause and the longest; each is twice the one before, as long as no step is gained."""
@@ -62,6 +69,13 @@ class Attempt:
     """When the one before failed, in seconds since the epoch."""
     reason: str | None = None
     """What was said of that."""
+    supervised: bool = False
+    """Whether another one may follow."""
+    rebuilds: int = 0
+    """Times that this process has started the policy again (``kept``)."""
+
+    def __str__(self) -> str:
+        return f"rebuild {self.rebuilds} of the policy" if self.rebuilds else f"restart {self.restarts}"
 
     def metrics(self, first_step_at: float | None) -> dict[str, float]:
         """The keys ``driver/...`` of a step's row; none before the first restart.
@@ -70,6 +84,7 @@ class Attempt:
             first_step_at: the end of the step, if it is the attempt's first; in seconds since the epoch.
         """
         row = {"driver/restarts": float(self.restarts)} if self.restarts else {}
+        row |= {"driver/rebuilds": float(self.rebuilds)} if self.rebuilds else {}
         if first_step_at is not None and self.lost_at is not None:
             row["driver/recovery"] = first_step_at - self.lost_at
         return row
@@ -91,6 +106,12 @@ def current_attempt() -> Attempt:
     return _attempt
 
 
+def count_rebuild(sentence: str) -> None:
+    """Take note that this process starts its policy again, now, for the reason in the sentence."""
+    global _attempt
+    _attempt = replace(_attempt, rebuilds=_attempt.rebuilds + 1, lost_at=time.time(), reason=sentence)
+
+
 def supervised(config: Config, attempt: Callable[[float | None], int]) -> int:
     """Call ``attempt``, in a child of this process, until it needs no further one; returns its exit status.
 
@@ -103,6 +124,7 @@ def supervised(config: Config, attempt: Callable[[float | None], int]) -> int:
     run_dir = Path(config.run.dir).absolute()
     furthest = _furthest_step(run_dir)
     restarts = stuck = 0
+    _attempt = Attempt(supervised=True)
     _control(_ADOPT_ORPHANS, 1)
     while True:
         begin = time.time() if restarts else None
@@ -127,9 +149,9 @@ def supervised(config: Config, attempt: Callable[[float | None], int]) -> int:
             f"{failure.sentence.replace(START_AGAIN, '')}; the run is started again in {pause:.0f} s "
             f"(restart {restarts} of at most {config.run.max_restarts}, run.max_restarts)"
         )
-        _tell(run_dir, step, sentence, "restarting")
+        _tell(run_dir, step, sentence, RESTARTING)
         time.sleep(pause)
-        _attempt = Attempt(restarts, lost_at, sentence)
+        _attempt = Attempt(restarts, lost_at, sentence, supervised=True)
 
 
 def in_child(work: Callable[[], int]) -> int:

@@ -7,6 +7,7 @@ Read ``Trainer.fit`` first. Setting up is in ``setup.py``; what a batch becomes 
 
 from __future__ import annotations
 
+import contextlib
 import time
 from concurrent.futures import Future
 from pathlib import Path
@@ -19,7 +20,8 @@ from gdpo_nemo.config.load import save_config
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.data.records import Group
 from gdpo_nemo.data.results import UpdateResult
-from gdpo_nemo.errors import NumericsFailed, present
+from gdpo_nemo.errors import GdpoError, NumericsFailed, present
+from gdpo_nemo.observe.display import active
 from gdpo_nemo.observe.journal import TrainedBatch
 from gdpo_nemo.phases import phase
 from gdpo_nemo.resume import CONFIG
@@ -27,6 +29,7 @@ from gdpo_nemo.supervisor import current_attempt
 from gdpo_nemo.waits import waiting
 
 if TYPE_CHECKING:
+    from gdpo_nemo.kept import Kept
     from gdpo_nemo.setup import RunComponents
 
 METRICS = {
@@ -169,7 +172,7 @@ class Trainer:
         attempt = current_attempt()
         row = attempt.metrics(None if self.recovered else now)
         if not self.recovered and attempt.lost_at is not None:
-            self.log.note(f"restart {attempt.restarts}: trained again {now - attempt.lost_at:.0f} s after the failure")
+            self.log.note(f"{attempt}: trained again {now - attempt.lost_at:.0f} s after the failure")
         self.recovered = True
         return row
 
@@ -280,9 +283,25 @@ def run(config: Config, begin: float | None = None) -> int:
         ConfigError, RunError: one sentence on what is wrong; the run's folder holds what was finished.
     """
     with phase("imports"):
-        from gdpo_nemo.setup import run_context
+        from gdpo_nemo.kept import Kept
 
-    with run_context(config, begin) as parts:
+    kept = Kept()
+    with contextlib.closing(kept):
+        while True:
+            try:
+                return _once(config, begin, kept)
+            except GdpoError:
+                if not kept.goes_on:
+                    raise
+            begin = time.time()
+            if display := active():
+                display.begin_again()
+
+
+def _once(config: Config, begin: float | None, kept: Kept) -> int:
+    from gdpo_nemo.setup import run_context
+
+    with run_context(config, begin, kept) as parts:
         trainer = Trainer(config, parts, parts.state)
         trainer.fit()
         if parts.stop.requested:

@@ -14,7 +14,8 @@ ORDER = (
     "errors", "waits", "phases", "startup", "endings", "algorithms", "config", "weights", "data", "observe",
     "environments", "supervisor", "generation", "megatron", "checkpoints", "formats",
     "cluster", "endpoint", "rollouts", "planning", "algorithm", "supervised", "distillation", "ppo", "validation",
-    "inputs", "resume", "setup", "trainer", "rerun", "drill", "inline", "api", "interop", "commands", "cli", "__main__",
+    "inputs", "resume", "kept", "setup", "trainer", "rerun", "drill", "inline", "api", "interop", "commands", "cli",
+    "__main__",
 )  # fmt: skip
 """Packages and top-level modules; each imports from those before it only. docs/design.md has them with what they
 are."""

@@ -189,6 +189,18 @@ class EngineFleet:
         self._events = []
         return taken
 
+    def all_ready(self) -> bool:
+        """Whether every engine is there, and none in the middle of an update."""
+        return self.failure is None and all(lane.state is LaneState.READY for lane in self.lanes)
+
+    def forget_weights(self) -> None:
+        """Take the engines for those of a run that has published nothing: their next weights come from another policy,
+        and may be of an earlier version."""
+        self._weights = None
+        self._version = -1
+        for lane in self.lanes:
+            lane.version = -1
+
     def close(self) -> None:
         """End the engine processes and the event loop."""
         self.spawn(self._end()).result()

@@ -13,7 +13,7 @@ import numpy as np
 
 from gdpo_nemo.cluster.network import stay_on
 from gdpo_nemo.cluster.reservation import Placement, here
-from gdpo_nemo.cluster.session import answered, cores, gather, ray, thread_environment
+from gdpo_nemo.cluster.session import answered, cores, gather, one_has_ended, ray, thread_environment
 from gdpo_nemo.config.algorithm_choice import has_score_head, has_value_head
 from gdpo_nemo.config.objective_checks import kl_in_reward
 from gdpo_nemo.config.objects import load_functions, load_object, place_of
@@ -490,6 +490,10 @@ class PolicyGroup:
     def save_megatron(self, folder: Path) -> None:
         """Write a checkpoint of Megatron-core's GPTModel."""
         self._call("save_megatron", str(folder), what=f"writing {folder}")
+
+    def has_lost_ranks(self, patience_s: float) -> bool:
+        """Whether a rank's process has ended, or is known to within that time."""
+        return one_has_ended([rank.process_location.remote() for rank in self.ranks], patience_s)
 
     def close(self) -> None:
         """End the rank processes."""

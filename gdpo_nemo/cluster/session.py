@@ -279,6 +279,21 @@ async def answer(ref: ray.ObjectRef, what: str, timeout_s: float) -> Any:
 _GONE = (ActorDiedError, ActorUnavailableError)
 
 
+def one_has_ended(refs: Sequence[ray.ObjectRef], patience_s: float) -> bool:
+    """Whether the process behind one of these calls has ended, or does so within that time."""
+    deadline = time.monotonic() + patience_s
+    pending = list(refs)
+    while pending:
+        done, pending = ray.wait(pending, num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
+        if not done:
+            return False
+        try:
+            ray.get(done)
+        except _GONE:
+            return True
+    return False
+
+
 def _of_ours(error: RayError) -> bool:
     return isinstance(error, RayTaskError) and isinstance(error.cause, GdpoError)
 

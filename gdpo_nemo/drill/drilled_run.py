@@ -26,6 +26,7 @@ from gdpo_nemo.cluster.reaper import shared_memory
 from gdpo_nemo.drill.faults import Fault, Target, Then
 from gdpo_nemo.drill.run_processes import DRIVER, RunProcesses
 from gdpo_nemo.errors import RunError
+from gdpo_nemo.observe import journal
 from gdpo_nemo.observe.alerts import read_alerts
 from gdpo_nemo.observe.metrics import FILE, read_metrics
 from gdpo_nemo.rerun import audit_run
@@ -147,10 +148,12 @@ class DrilledRun:
         # Steps that were under way may yet end.
         if fault.then is Then.RESTARTS:
             self._until(lambda: self._processes.of(DRIVER) not in ([], driver), f"a restart after {fault.name}")
+        elif fault.then is Then.REBUILDS:
+            self._until(lambda: self._heard(fault, since, logged, step), f"a word of {fault.name}")
         elif fault.then is Then.ENDS:
             self._until(lambda: False, f"its end after {fault.name}")
             self._start_again(fault, outcome)
-        furthest = max(step, self._furthest)
+        furthest = self._furthest = max(step, self._furthest, self.step())
         while not outcome.wrong and not self._until(lambda: self.step() > furthest, f"a step after {furthest}"):
             self._start_again(fault, outcome)
         if outcome.wrong:
@@ -158,12 +161,14 @@ class DrilledRun:
         outcome.seconds = time.monotonic() - begin
         if fault.says:
             # What is found out during a step is said at its end, and what is found idle at its next use.
-            self._until(
-                lambda: bool(self._said(fault, since, logged)) or self.step() > furthest + _SOON, "a word of it"
-            )
+            self._until(lambda: self._heard(fault, since, logged, furthest), "a word of it")
             outcome.said = self._said(fault, since, logged)
             outcome.wrong = None if outcome.said else f"the run said nothing of it; see {self.log}"
         return outcome
+
+    def _heard(self, fault: Fault, since: float, logged: int, step: int) -> bool:
+        """Whether the run has said it, or gone on for so long that it never will."""
+        return bool(self._said(fault, since, logged)) or self.step() > step + _SOON
 
     def _said(self, fault: Fault, since: float, logged: int) -> list[str]:
         """Alerts, and the last words of attempts, that name what happened."""
@@ -184,7 +189,7 @@ class DrilledRun:
             outcome.wrong = f"the run ended with status {status} instead of going on; see {self.log}"
         elif outcome.starts > _STARTS:
             outcome.wrong = f"the run was started {_STARTS} times and ended with status {status}; see {self.log}"
-        elif self.step() and (found := audit_run(self.run_dir)):
+        elif self.step() and (self.run_dir / journal.FILE).exists() and (found := audit_run(self.run_dir)):
             outcome.wrong = "; ".join(found)
         else:
             self.start()

@@ -12,6 +12,7 @@ from gdpo_nemo.config.schema import Config
 from gdpo_nemo.drill.drilled_run import DrilledRun, Outcome, trained
 from gdpo_nemo.drill.faults import Fault
 from gdpo_nemo.errors import RunError
+from gdpo_nemo.observe import journal
 from gdpo_nemo.rerun import COMPARED, audit_run
 from gdpo_nemo.weights.model_folder import differences
 
@@ -172,7 +173,8 @@ def describe(outcome: Outcome) -> str:
 
 def _compared(what: Drill, exact: bool) -> list[str]:
     """What the disturbed run lost, did twice, or did otherwise."""
-    found = audit_run(what.disturbed)
+    # One that samples nothing has no journal.
+    found = audit_run(what.disturbed) if (what.undisturbed / journal.FILE).exists() else []
     if not exact:
         return found
     found += differing_steps(what.undisturbed, what.disturbed)[:_MOST_SENTENCES]

@@ -48,6 +48,8 @@ class Then(StrEnum):
     """What becomes of the run."""
 
     GOES_ON = "goes on"
+    REBUILDS = "rebuilds"
+    """Its driver starts the policy again, or the supervisor all of it."""
     RESTARTS = "restarts"
     """Its supervisor starts it again."""
     ENDS = "ends"
@@ -78,6 +80,14 @@ def _signalled(role: str, number: int) -> Callable[[Target], str | None]:
                 os.kill(pid, number)
                 return f"{role} {pid}"
         return None
+
+    return act
+
+
+def _both(*acts: Callable[[Target], str | None]) -> Callable[[Target], str | None]:
+    def act(target: Target) -> str | None:
+        done = [one(target) for one in acts]
+        return ", ".join(map(str, done)) if all(done) else None
 
     return act
 
@@ -156,7 +166,7 @@ FAULTS = {
     for fault in (
         Fault("driver-kill", "the process that trains is killed", _signalled(DRIVER, signal.SIGKILL), _KILLED,
               Then.RESTARTS),
-        Fault("rank-kill", "a policy rank is killed", _signalled(RANK, signal.SIGKILL), _DIED, Then.RESTARTS),
+        Fault("rank-kill", "a policy rank is killed", _signalled(RANK, signal.SIGKILL), _DIED, Then.REBUILDS),
         Fault("engine-kill", "an engine's actor is killed", _signalled(ENGINE, signal.SIGKILL), r"^engine \d+"),
         Fault("worker-kill", "an environment worker is killed", _signalled(WORKER, signal.SIGKILL), "^environments: "),
         Fault("raylet-kill", "Ray's raylet is killed", _signalled(RAYLET, signal.SIGKILL), _RAY, Then.RESTARTS),
@@ -179,6 +189,8 @@ FAULTS = {
         Fault("worker-stop", "a worker stands still for good", _signalled(WORKER, signal.SIGSTOP), None),
         Fault("rank-stop", "a policy rank stands still for good", _signalled(RANK, signal.SIGSTOP), "policy rank",
               Then.RESTARTS),
+        Fault("rank-and-engine-kill", "a policy rank and an engine are killed together",
+              _both(_signalled(RANK, signal.SIGKILL), _signalled(ENGINE, signal.SIGKILL)), _DIED, Then.REBUILDS),
         Fault("lost-checkpoint", "killed, and the newest checkpoint is gone", _after_death(_lost_checkpoint), _KILLED,
               Then.RESTARTS),
         Fault("torn-lines", "killed, and the last lines are torn", _after_death(_torn_lines), _KILLED, Then.RESTARTS),

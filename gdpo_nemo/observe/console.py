@@ -19,6 +19,7 @@ from rich.text import Text
 from gdpo_nemo.observe.display import QUIET, active, covered, under_way
 from gdpo_nemo.observe.history import WINDOW, History
 from gdpo_nemo.observe.metric_registry import label_of, unit_of
+from gdpo_nemo.observe.status import RESTARTING
 from gdpo_nemo.observe.summary import SPEED, duration, number, summary, time_split
 
 _BARS = "▁▂▃▄▅▆▇█"
@@ -96,9 +97,10 @@ class PlainConsole:
         self._print(line)
 
     def close(self, status: str, run_dir: Path) -> None:
-        """Print the summary of the run."""
-        with covered():
-            self._terminal.print(summary(self._history, run_dir, status))
+        """Print the summary of the run, unless it goes on."""
+        if status != RESTARTING:
+            with covered():
+                self._terminal.print(summary(self._history, run_dir, status))
 
     def _print(self, line: str) -> None:
         with covered():
@@ -164,9 +166,10 @@ class LiveConsole:
         self._terminal.print(Text(line, style="dim"))
 
     def close(self, status: str, run_dir: Path) -> None:
-        """Take the panel down and print the summary of the run."""
+        """Take the panel down and print the summary of the run, unless it goes on."""
         self._live.stop()
-        self._terminal.print(summary(self._history, run_dir, status))
+        if status != RESTARTING:
+            self._terminal.print(summary(self._history, run_dir, status))
         self._alone.close()
 
     def _panel(self) -> Panel:

@@ -79,6 +79,11 @@ class Display:
         self._began = other._began
         self._ended = other._ended
 
+    def begin_again(self) -> None:
+        """Tell of the start that begins now as of the first one."""
+        self._began = phases.clock()
+        self._ended = {}
+
     def ready(self) -> str:
         """What the time so far went into; later phases do not count."""
         found = self._ended or {}

@@ -29,6 +29,7 @@ from gdpo_nemo.observe.metrics import MetricsLog, clean, read_metrics
 from gdpo_nemo.observe.redraw import Redraw
 from gdpo_nemo.observe.rollouts import remove_rollouts_after
 from gdpo_nemo.observe.sample_writer import SampleWriter
+from gdpo_nemo.observe.status import RESTARTING
 from gdpo_nemo.observe.trace import TraceLog
 from gdpo_nemo.observe.trackers import Tracker, wanted
 
@@ -196,7 +197,8 @@ class RunLog:
         return lap
 
     def close(self, status: str) -> None:
-        """Finishes every file and shows the summary; ``status`` is its title: complete, stopped, failed."""
+        """Finishes every file and shows the summary; ``status`` is its title: complete, stopped, failed. A run that is
+        about to go on in this process (RESTARTING) is not drawn."""
         self._metrics.close()
         if self._samples:
             self._try("rollouts", self._samples.close)
@@ -205,7 +207,7 @@ class RunLog:
         for what, tracker in self._trackers.items():
             self._try(what, tracker.close, status)
         self._try("report.html", self._redraw.close)
-        if self._history.training or self._history.validation:
+        if status != RESTARTING and (self._history.training or self._history.validation):
             if self._config.logger.plot and self._history.components:
                 self._try("rewards.png", _plot, self._run_dir)
             self._try("report.html", _report, self._run_dir)

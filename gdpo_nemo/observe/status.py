@@ -16,6 +16,8 @@ from gdpo_nemo import waits
 from gdpo_nemo.config.reading import parse_json, read_text
 
 FILE = "status.json"
+RESTARTING = "restarting"
+"""Outcome of a start of the run that is followed by another one."""
 
 _PERIOD_S = 1.0
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from hostile_verifier import DEEDS
@@ -42,12 +43,14 @@ def test_a_run_ahead_of_its_weights_accounts_for_every_prompt_after_kills_and_ba
     tmp_path, digit_model, monkeypatch
 ):
     """A soak of one run, with kills of every role and a verifier that hangs, dies, fails and says nothing."""
-    changes = ("rollout.max_staleness=2", *VARIANTS["a hostile verifier"])
-    monkeypatch.setattr("soak.VARIANTS", {"two steps ahead, a hostile verifier": changes})
+    hostile = VARIANTS["a hostile verifier"]
+    ahead = replace(hostile, changes=("rollout.max_staleness=2", *hostile.changes))
+    monkeypatch.setitem(VARIANTS, "two steps ahead, a hostile verifier", ahead)
     kills = ("rank-kill", "engine-kill", "worker-kill", "supervisor-kill")
     monkeypatch.setattr("soak.FAULTS", {name: FAULTS[name] for name in kills})
     monkeypatch.setattr("soak.SLOW", ("supervisor-kill",))
-    rows = soak(tmp_path, 4, 4, 10, [f"policy.model_name={digit_model}"], 900.0)
+    model = f"policy.model_name={digit_model}"
+    rows = soak(tmp_path, 4, 4, 10, [model], 900.0, ["two steps ahead, a hostile verifier"])
     assert [row for row in rows if row["wrong"]] == []
     assert {row["fault"] for row in rows[:4]} == set(kills)
     assert {row["fault"] for row in rows[4:]} == set(DEEDS)

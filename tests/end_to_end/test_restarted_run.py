@@ -51,16 +51,23 @@ def test_a_supervised_run_that_loses_driver_gcs_and_rank_equals_the_undisturbed_
     step = _kill(launch, "driver", 0, 0)
     step = _kill(launch, "gcs_server", 1, step)
     _kill(launch, "ray::PolicyRank", 2, step)
+    before = _status(launch)
     status, out, err = launch.finish()
     assert status == 0, (out, err)
+    after = _status(launch)
+    assert after["driver"] == before["driver"] and after["roles"]["engine 0"] == before["roles"]["engine 0"]
+    assert after["roles"]["policy rank 0"] != before["roles"]["policy rank 0"]
     assert launch.left_behind() == []
     straight = undisturbed[0].run_dir
     assert [timeless(row) for row in rows(launch.run_dir)] == [timeless(row) for row in rows(straight)]
     weights = [folder / "model" / "model.safetensors" for folder in (straight, launch.run_dir)]
     assert weights[0].read_bytes() == weights[1].read_bytes()
     told = [alert["text"] for alert in read_alerts(launch.run_dir) if "run.max_restarts" in alert["text"]]
-    assert len(told) == 3 and "was killed by SIGKILL" in told[0] and "Ray's gcs_server" in told[1], told
+    assert len(told) == 2 and "was killed by SIGKILL" in told[0] and "Ray's gcs_server" in told[1], told
     assert [line for line in err.splitlines() if line.startswith("supervisor:")] == [f"supervisor: {t}" for t in told]
     assert "Traceback" not in err and "(raylet)" not in out + err, "Ray's own lines are in its logs"
+    rebuilt = [alert["text"] for alert in read_alerts(launch.run_dir) if "the policy is started again" in alert["text"]]
+    assert len(rebuilt) == 1 and "a worker process died" in rebuilt[0], rebuilt
+    assert out.count("complete after step") == 1 and "restarting after" not in out, "a summary at the end, and no other"
     last = rows(launch.run_dir)[-2]
-    assert last["driver/restarts"] == 3.0
+    assert (last["driver/restarts"], last["driver/rebuilds"]) == (2.0, 1.0)

@@ -8,6 +8,7 @@ import json
 import socket
 import threading
 import time
+from typing import Any, Callable
 
 import uvicorn
 from fastapi import FastAPI, HTTPException, Request
@@ -123,8 +124,11 @@ class Strict(BaseModel):
     expected_answer: str
 
 
-def hostile_app(elsewhere: str = "") -> FastAPI:
-    """The server. ``app.state.seen`` lists the bodies of /verify, ``app.state.cookies`` what came with them."""
+def hostile_app(elsewhere: str = "", judge: Callable[[dict], dict[str, Any]] = lambda row: {}) -> FastAPI:
+    """The server. ``app.state.seen`` lists the bodies of /verify, ``app.state.cookies`` what came with them.
+
+    ``judge`` returns what of ``misdeed``, ``value`` and ``honest``, the honest reply, is not in the row itself.
+    """
     app = FastAPI()
     app.state.seen = []
     app.state.cookies = []
@@ -153,6 +157,7 @@ def hostile_app(elsewhere: str = "") -> FastAPI:
     @app.post("/verify")
     async def verify(request: Request):
         row = await request.json()
+        row.update(judge(row))
         app.state.seen.append(row)
         app.state.cookies.append((row.get("id"), dict(request.cookies)))
         app.state.active += 1
@@ -173,7 +178,7 @@ async def _answer(app: FastAPI, row: dict, request: Request, elsewhere: str):
     misdeed = row.get("misdeed", "none")
     value = row["value"]
     times = sum(one.get("id") == row.get("id") and one.get("misdeed") == misdeed for one in app.state.seen)
-    honest = good(value)
+    honest = row.get("honest") or good(value)
     if misdeed == "slow":
         await asyncio.sleep(row["seconds"])
     if misdeed == "hang":
