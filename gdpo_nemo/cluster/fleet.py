@@ -132,9 +132,15 @@ class EngineFleet:
         """Wait until every engine can sample, or sleeps. Raises RunError where one dies or is late before that."""
         refs = [lane.actor.__ray_ready__.remote() for lane in self.lanes]
         there = (LaneState.READY, LaneState.UPDATING, LaneState.ASLEEP)
+
+        def all_there() -> bool:
+            for lane in self.lanes:
+                lane.want_weights()  # one that was replaced while nobody sampled waits until it is needed
+            return all(lane.state in there for lane in self.lanes)
+
         with phase("engines"):
             gather(refs, "starting the vLLM engines", START_S, "engine")
-            self.spawn(self.until(lambda: all(lane.state in there for lane in self.lanes))).result()
+            self.spawn(self.until(all_there)).result()
 
     def generate(
         self, requests: Sequence[SampleRequest], sampling: Sampling, engine: int | None = None

@@ -179,3 +179,29 @@ def test_a_completion_clears_the_count_of_the_engine_that_made_it(fleet, tmp_pat
         (tmp_path / "1").write_text("dies\n" * 2)
         assert drawn(fleet, 1)[1] == 1
     assert fleet.lanes[1].deaths == 0 and fleet.lanes[1].replaced >= 3
+
+
+def test_a_replacement_that_nobody_has_asked_for_anything_is_waited_for(fleet, tmp_path):
+    """As where an engine dies with the policy: the next policy waits for all engines before it has weights to give."""
+    (tmp_path / "1").write_text("dies\n")
+    lane = fleet.lanes[1]
+    deadline = time.monotonic() + 300
+    while not (lane.replaced == 1 and lane.state == "loaded"):
+        assert time.monotonic() < deadline, lane.state
+        time.sleep(0.02)
+    assert not fleet.all_ready()
+    waits = threading.Thread(target=fleet.ready, daemon=True)
+    waits.start()
+    waits.join(60)
+    assert not waits.is_alive() and fleet.all_ready() and lane.version == -1
+
+
+def test_engines_without_a_policy_hold_no_version_and_take_any(fleet):
+    with fleet.delivering():
+        fleet.update(ToEveryone(), 7)
+    assert fleet.version == 7 and [lane.version for lane in fleet.lanes] == [7, 7] and fleet.all_ready()
+    fleet.forget_weights()
+    assert fleet.version == -1 and [lane.version for lane in fleet.lanes] == [-1, -1] and fleet.all_ready()
+    with fleet.delivering():
+        fleet.update(ToEveryone(), 7)
+    assert drawn(fleet, 1)[0].version == 7

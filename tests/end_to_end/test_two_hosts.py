@@ -155,6 +155,11 @@ def actors(host: Host) -> set[str]:
     return names & {"PolicyRank", "EngineActor", "EnvironmentHost"}
 
 
+def kill_rank(host: Host) -> None:
+    """A policy rank, which its driver then starts again on the same host."""
+    next(process for process in host.processes() if process.name().startswith("ray::PolicyRank")).kill()
+
+
 def kill_in_the_middle_of_verdicts(host: Host, run: Launch) -> None:
     """First the actor that holds the workers, as soon as the first one is at work, then a worker of the actor's
     successor."""
@@ -202,7 +207,10 @@ def test_a_run_over_two_hosts_that_loses_one_by_hand_and_one_by_itself_equals_th
     kill_in_the_middle_of_verdicts(verifier, resumed)
     placed = [actors(host) for host in (head, replacement, verifier)]
     assert placed == [{"PolicyRank"}, {"EngineActor"}, {"EnvironmentHost"}]
-    resumed.wait_for_step(4)
+    kill_rank(head)
+    resumed.wait_until(
+        lambda _: any("driver/rebuilds" in row for row in rows(resumed.run_dir)), "the policy did not come back"
+    )
     replacement.lose()
     another = network.add(5)  # the supervisor's next attempt waits for it
     status, out, err = resumed.finish()

@@ -5,12 +5,14 @@
    that of the first, bit for bit.
 3. Without a command the cluster waits, and the attach script runs commands in it; the script runs in salloc, too.
 4. A job that is too long for its time limit gets the signal from Slurm, saves, is queued again and goes on.
+5. A job whose driver and then a policy rank are killed goes on by itself, in the same allocation, to the same weights.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -90,6 +92,12 @@ def output(logs: Path) -> str:
     return file.read_text() if file.exists() else ""
 
 
+def status(run_dir: Path) -> dict:
+    """What the run says of itself; nothing between two starts."""
+    file = run_dir / "status.json"
+    return json.loads(file.read_text()) if file.exists() else {}
+
+
 def check(what: str, holds: bool) -> None:
     print(f"{'ok    ' if holds else 'FAILED'} {what}", flush=True)
     if not holds:
@@ -143,6 +151,26 @@ def job_at_its_time_limit(work: Path) -> None:
         "no step is missing or double", [row["step"] for row in rows(folder)] == list(range(1, len(rows(folder)) + 1))
     )
     check("its first steps are those of the run without Slurm", rows(folder)[:STEPS] == rows(work / "alone"))
+
+
+def job_that_loses_processes(work: Path) -> None:
+    """The supervisor's restart and the driver's own, inside of one allocation."""
+    logs = work / "logs" / "lossy"
+    folder = work / "lossy"
+    often = "'checkpointing={save_period: 1, metric_name: null}'"
+    job = submit(logs, command(folder, "cluster.num_nodes=2", often), "--time=10")
+    wait_for("step 2", lambda: len(rows(folder)) >= 2)
+    os.kill(status(folder)["driver"], signal.SIGKILL)
+    wait_for("the restart and a step beyond", lambda: status(folder).get("restarts") == 1 and len(rows(folder)) >= 5)
+    os.kill(status(folder)["roles"]["policy rank 0"][1], signal.SIGKILL)
+    wait_for("the end of the job", lambda: state(job) in ("COMPLETED", "FAILED", "TIMEOUT", "CANCELLED"))
+    print(output(logs), end="")
+    check(f"job {job} is COMPLETED (it is {state(job)})", state(job) == "COMPLETED")
+    said = [json.loads(line)["text"] for line in (folder / "alerts.jsonl").read_text().splitlines()]
+    check("the driver's end is told", any("was killed by SIGKILL; the run is started again" in text for text in said))
+    check("the rank's end is told", any("the policy is started again" in text for text in said))
+    check("Slurm did not queue it again", "] queued again" not in output(logs) and not (logs / "1").exists())
+    check("the curve and the weights are those of the run without Slurm, bit for bit", same(folder, work / "alone"))
 
 
 def job_asked_to_save(work: Path) -> None:
@@ -222,7 +250,9 @@ def main() -> None:
         subprocess.run([sys.executable, "-W", "ignore", "-c", code, str(work / "model")], check=True, cwd=REPOSITORY)
         del os.environ["OMP_NUM_THREADS"]
         without_slurm(work)
-    for step in (whole_job, job_asked_to_save, interactive, allocation, job_at_its_time_limit):
+    for step in (
+        whole_job, job_asked_to_save, job_that_loses_processes, interactive, allocation, job_at_its_time_limit,
+    ):  # fmt: skip
         if not wanted or step.__name__ in wanted:
             print(f"-- {step.__name__.replace('_', ' ')}", flush=True)
             step(work)

@@ -3,7 +3,8 @@
 #
 #   apt-get install slurm-wlm munge      # once, as root
 #   tests/slurm/run.sh                   # as root; about twelve minutes on two cores; leaves nothing running
-#   tests/slurm/run.sh whole_job         # one of the checks: whole_job, job_asked_to_save, interactive, allocation, job_at_its_time_limit
+#   tests/slurm/run.sh whole_job         # one of the checks: whole_job, job_asked_to_save, job_that_loses_processes,
+#                                        # interactive, allocation, job_at_its_time_limit
 #
 # PYTHON: interpreter with the project's dependencies (default .venv/bin/python of the repository).
 set -euo pipefail
