@@ -8,6 +8,7 @@ driver.
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import socket
 import threading
@@ -18,6 +19,7 @@ from typing import Any, Mapping, Sequence
 
 import numpy as np
 
+from gdpo_nemo.cluster.reaper import guard_children
 from gdpo_nemo.cluster.reservation import Placement
 from gdpo_nemo.cluster.session import WorkerDied, answered, gather, ray, thread_environment
 from gdpo_nemo.config.env_workers import SHARED, place_workers
@@ -34,6 +36,8 @@ _CALLS = 64
 _LOOK_S = 60.0
 """Silence after which an actor is asked for a sign of life, and the limit for that answer."""
 _REPLACEMENTS = 3
+_CLOSE_S = 10.0
+"""Longest wait for actors to end their workers."""
 
 
 class EnvironmentHost:
@@ -45,6 +49,7 @@ class EnvironmentHost:
 
     def __init__(self, folder: str, environments: Mapping[str, Any], workers: int, timeout_s: float, seed: int):
         os.chdir(folder)
+        guard_children()
         self._pools = EnvironmentPools(environments, workers, timeout_s, seed)
 
     def process_location(self) -> tuple[str, int]:
@@ -58,6 +63,12 @@ class EnvironmentHost:
     def step(self, steps: Sequence[EpisodeStep]) -> tuple[list[EpisodeReply], Counter[str]]:
         """As ``EnvironmentPools.step``, and what was done again for it."""
         return self._pools.step(steps), self._pools.take_recoveries()
+
+    def close(self) -> None:
+        """End the workers, and remove the semaphores that they share with this process. Nothing works afterwards."""
+        self._pools.close()
+        del self._pools
+        gc.collect()
 
 
 class EnvironmentNodes:
@@ -202,6 +213,9 @@ class EnvironmentNodes:
         with self._lock:
             self._closed = True
         self._here.close()
+        # Ray kills an actor with its children, multiprocessing's tracker of named semaphores among them: what an actor
+        # has not removed itself would stay on its node.
+        ray.wait([actor.close.remote() for actor in self._actors], num_returns=len(self._actors), timeout=_CLOSE_S)
         for actor in self._actors:
             ray.kill(actor)
 

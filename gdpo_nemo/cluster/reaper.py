@@ -6,7 +6,8 @@ servers and agents, actors, verifiers: all inherit it) gets a few seconds to exi
 watcher removes their temporary folder and their named shared memory.
 
 An engine's actor starts it, too, as a guard of vLLM's own processes: they would outlive an actor that is killed, and
-keep the memory of the GPUs from its replacement.
+keep the memory of the GPUs from its replacement. So does an actor with environment workers, whose semaphores would stay
+on its node.
 
 It uses the standard library only and reads /proc, so it starts in milliseconds.
 """
@@ -87,7 +88,8 @@ class Reaper:
 
 
 def guard_children() -> None:
-    """See to it that processes which this one starts from now on, and those that they start, end when it does.
+    """See to it that processes which this one starts from now on, and those that they start, end when it does, and that
+    their named shared memory is removed.
 
     Raises:
         CalledProcessError: the guard could not be started.
@@ -211,10 +213,18 @@ def _guard(mark: str, pid: int, born: int) -> None:
     if os.fork():
         os._exit(0)
     known: dict[int, int] = {}
+    shared: set[tuple[str, int]] = set()
+    looks = 0
     while _birth(pid) == born:
-        known.update(family(mark))
+        new = family(mark)
+        # Of new ones at once: Ray kills them with an actor, and what they had mapped can no longer be seen.
+        if new.keys() - known.keys() or looks % _LOOKS_AT_MEMORY == 0:
+            shared |= shared_memory(new)
+        known.update(new)
+        looks += 1
         time.sleep(_LOOK_S)
     _end(mark, known, 0.0)
+    _remove(shared)
 
 
 def _end(mark: str, known: dict[int, int], grace_s: float) -> None:

@@ -80,6 +80,38 @@ def test_a_killed_actor_is_replaced_and_asked_again_and_its_workers_end(nodes):
     assert not psutil.wait_procs(orphans, timeout=120)[1]
 
 
+def semaphores() -> set[str]:
+    return {name for name in os.listdir("/dev/shm") if name.startswith("sem.mp-")}
+
+
+def gone(names: set[str], limit_s: float = 60.0) -> bool:
+    """Whether they go in that time."""
+    deadline = time.monotonic() + limit_s
+    while names & semaphores() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return not names & semaphores()
+
+
+def test_neither_a_killed_actor_nor_a_closed_one_leaves_semaphores_on_its_node(nodes):
+    config = Config(env={"env": {"plugin": f"{HOSTILE}:Hostile"}})
+    config.cluster.env_nodes = 1
+    before = hosts()
+    known = semaphores()
+    other = EnvironmentNodes(config, here(config))
+    assert lengths(other.verify(trajectories(["bb"]))) == [2.0]
+    made = semaphores() - known
+    assert made
+    time.sleep(3.0)  # a guard looks every second
+    [host] = [process for process in hosts() if process not in before]
+    host.kill()
+    assert lengths(other.verify(trajectories(["ccc"]))) == [3.0]
+    assert gone(made)
+    made = semaphores() - known
+    assert made
+    other.close()
+    assert gone(made)
+
+
 def test_parts_follow_the_shares_and_hold_whole_groups():
     for shares in ([1, 1], [3, 1, 2], [0, 1], [2, 0, 1]):
         parts = divide(range(120), shares, lambda index: index // 4)
