@@ -127,7 +127,7 @@ def drill(what: Drill, exact: bool, tell: Callable[[str], None]) -> Result:
         if status:
             result.wrong.append(f"the disturbed run ended with status {status}; see {run.log}")
         else:
-            result.wrong += _compared(what, exact)
+            result.wrong += compared(what, exact)
         result.wrong += [f"left behind: {name}" for name in run.left_behind()]
     finally:
         run.close()
@@ -171,8 +171,8 @@ def describe(outcome: Outcome) -> str:
     return f"{outcome.fault} ({outcome.victim}) {after}: next step {outcome.seconds:.1f} s later{again}{said}"
 
 
-def _compared(what: Drill, exact: bool) -> list[str]:
-    """What the disturbed run lost, did twice, or did otherwise."""
+def compared(what: Drill, exact: bool) -> list[str]:
+    """What the disturbed run lost, did twice, or, where they have to be equal (``exact``), did otherwise."""
     # One that samples nothing has no journal.
     found = audit_run(what.disturbed) if (what.undisturbed / journal.FILE).exists() else []
     if not exact:

@@ -14,10 +14,10 @@ import pytest
 
 from gdpo_nemo.config.load import load_config
 from gdpo_nemo.drill.drilled_run import DrilledRun, Outcome
-from gdpo_nemo.drill.exercise import Drill, Result, differing_steps, is_exact
+from gdpo_nemo.drill.exercise import Drill, Result, compared, differing_steps, is_exact
 from gdpo_nemo.drill.faults import FAULTS, Fault, Then
 from gdpo_nemo.drill.run_processes import DRIVER
-from gdpo_nemo.errors import RunError
+from gdpo_nemo.errors import ConfigError, RunError
 
 PROGRAM = """
 import json, os, pathlib, signal, subprocess, sys, time
@@ -130,6 +130,27 @@ def test_the_time_of_a_restart_is_to_a_step_of_the_next_process_that_none_before
     assert outcome.wrong is None and outcome.seconds > 2.4, outcome
 
 
+def test_the_time_of_a_rebuild_begins_to_count_steps_when_the_run_has_told_of_its_loss(program):
+    """A step under way may end, and be recorded, after a rank has died."""
+    run = program(
+        """
+        def lose(*_):
+            row(2)
+            time.sleep(0.5)
+            alert("training: a worker process died")
+            time.sleep(1)
+            steps(3, 4)
+
+        signal.signal(signal.SIGUSR1, lose)
+        steps(1, 1)
+        while True:
+            signal.pause()
+        """
+    )
+    outcome = run.disturb(poke(Then.REBUILDS, "a worker process died"))
+    assert outcome.wrong is None and outcome.seconds > 1.4, outcome
+
+
 def test_processes_shared_memory_and_files_that_stay_are_told(program, monkeypatch):
     monkeypatch.setattr("gdpo_nemo.drill.drilled_run._GONE_S", 1.0)
     name = f"gdpo_nemo_test_{os.getpid()}"
@@ -168,6 +189,16 @@ def test_runs_are_equal_where_every_step_has_the_same_loss_and_gradient(tmp_path
         "step 1: grad_norm is 1.5, undisturbed 1.0"
     ]
     assert differing_steps(one, run("lost", [(1, 0.5, 1.0)])) == ["step 2 is in one of the two runs only"]
+
+
+def test_a_journal_is_wanted_of_runs_that_sample(tmp_path):
+    what = Drill("c", [], [], tmp_path)
+    for folder in (what.undisturbed, what.disturbed):
+        folder.mkdir()
+    assert compared(what, False) == [], "supervised training has none"
+    (what.undisturbed / "journal.jsonl").touch()
+    with pytest.raises(ConfigError, match=r"holds no journal\.jsonl"):
+        compared(what, False)
 
 
 def test_a_drill_passes_where_nothing_is_wrong_with_any_fault_and_with_the_whole():

@@ -4,6 +4,7 @@ is."""
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import threading
 import time
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 
 from gdpo_nemo.cluster import fleet as fleets
-from gdpo_nemo.cluster.session import WorkerDied, gather, ray, session
+from gdpo_nemo.cluster.session import WorkerDied, gather, one_has_ended, ray, session
 from gdpo_nemo.config.load import load_config
 from gdpo_nemo.errors import EngineFailed, RunError
 from gdpo_nemo.generation.requests import Completion, EngineReport, FinishedRequest, SampleRequest, Sampling
@@ -179,6 +180,36 @@ def test_a_completion_clears_the_count_of_the_engine_that_made_it(fleet, tmp_pat
         (tmp_path / "1").write_text("dies\n" * 2)
         assert drawn(fleet, 1)[1] == 1
     assert fleet.lanes[1].deaths == 0 and fleet.lanes[1].replaced >= 3
+
+
+class Busy:
+    """A process that computes for as long as the file is there."""
+
+    def wait(self, file) -> None:
+        while Path(file).exists():
+            time.sleep(0.05)
+
+    def number(self) -> int:
+        return os.getpid()
+
+
+def test_a_process_that_has_ended_is_told_from_one_that_is_busy(config, tmp_path):
+    actors = [ray.remote(Busy).remote() for _ in range(3)]
+    pids = ray.get([actor.number.remote() for actor in actors])
+    stays = tmp_path / "stays"
+    stays.touch()
+    for actor in actors[:2]:
+        actor.wait.remote(str(stays))
+
+    def asked():
+        return [actor.number.remote() for actor in actors]
+
+    assert not one_has_ended(asked(), 1.0), "two are busy, and the third answers"
+    os.kill(pids[1], signal.SIGKILL)
+    assert one_has_ended(asked(), 30.0)
+    stays.unlink()
+    assert one_has_ended(asked(), 30.0), "the others answer, and it does not"
+    assert not one_has_ended([actors[0].number.remote(), actors[2].number.remote()], 30.0)
 
 
 def test_a_replacement_that_nobody_has_asked_for_anything_is_waited_for(fleet, tmp_path):
