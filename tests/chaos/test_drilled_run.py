@@ -135,6 +135,7 @@ def test_the_time_of_a_rebuild_begins_to_count_steps_when_the_run_has_told_of_it
     run = program(
         """
         def lose(*_):
+            time.sleep(0.3)
             row(2)
             time.sleep(0.5)
             alert("training: a worker process died")
