@@ -10,6 +10,7 @@ import pytest
 
 from gdpo_nemo import setup
 from gdpo_nemo.config.schema import Config
+from gdpo_nemo.kept import Kept
 
 
 class Policy:
@@ -63,7 +64,7 @@ def test_an_adapter_is_loaded_once_and_a_resume_goes_by_its_checkpoint(checkpoin
     state = SimpleNamespace(position=0, algorithm={"kept": 1})
     parts = SimpleNamespace(config=Config(), log=log, run_dir=Path("/run"), state=state)
     with contextlib.ExitStack() as stack:
-        setup._start_processes(parts, stack, inputs, checkpoint, None)
+        setup._start_processes(parts, stack, inputs, checkpoint, None, Kept())
     assert parts.policy.asked[:2] == ["model /base", "ready"] and parts.policy.asked[-1] == last
     assert len(parts.policy.asked) == (2 if last == "ready" else 3)
     assert parts.algorithm.loaded == [{"kept": 1}]
