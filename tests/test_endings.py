@@ -30,11 +30,13 @@ sys.exit(stop.status)
 
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+# A test suite may itself run under nohup, and a hang-up that is ignored stays so in what it starts.
+ON_A_TERMINAL = ["env", "--default-signal=HUP", "setsid", "--ctty"]
 
 
 def test_a_run_whose_terminal_goes_away_ends_its_step_and_says_so_in_its_status():
     master, terminal = os.openpty()
-    command = ["setsid", "--ctty", sys.executable, "-c", RUN, "200"]
+    command = [*ON_A_TERMINAL, sys.executable, "-c", RUN, "200"]
     process = subprocess.Popen(command, env=ENVIRONMENT, stdin=terminal, stdout=terminal, stderr=terminal)
     os.close(terminal)
     shown = b""

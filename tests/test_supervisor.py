@@ -62,8 +62,12 @@ sys.exit(128 + int(open(folder / "said").read().split()[-1]))
 """
 
 
+# A test suite may itself run under nohup, and a hang-up that is ignored stays so in what it starts.
+HEEDS_HANGUPS = ["env", "--default-signal=HUP"]
+
+
 def start(folder: Path, code: str, max_restarts: int = 10, **options) -> subprocess.Popen:
-    command = [sys.executable, "-c", PROGRAM, str(folder), str(max_restarts), code]
+    command = [*HEEDS_HANGUPS, sys.executable, "-c", PROGRAM, str(folder), str(max_restarts), code]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options}
     return subprocess.Popen(command, env=environment, text=True, start_new_session=True, **streams)
@@ -197,9 +201,9 @@ def test_ctrl_c_and_a_lost_terminal_reach_the_run_once(tmp_path):
     for folder, keys, number in ((tmp_path / "c", b"\x03", signal.SIGINT), (tmp_path / "h", b"", signal.SIGHUP)):
         folder.mkdir()
         master, terminal = os.openpty()
-        command = ["setsid", "--ctty", sys.executable, "-c", PROGRAM, str(folder), "10", WAIT_FOR_SIGNALS]
+        command = [*HEEDS_HANGUPS, "setsid", "--ctty", sys.executable, "-c", PROGRAM, str(folder), "10"]
         streams = dict.fromkeys(("stdin", "stdout", "stderr"), terminal)
-        process = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, **streams)
+        process = subprocess.Popen([*command, WAIT_FOR_SIGNALS], env={**os.environ, "PYTHONPATH": str(ROOT)}, **streams)
         os.close(terminal)
         wait_until_said(folder, "ready")
         os.write(master, keys) if keys else os.close(master)

@@ -50,7 +50,8 @@ TO_THE_GROUP = "lambda: os.killpg(0, NUMBER)"
 
 def drive(number: signal.Signals, sent: str, seconds: int, *before: str) -> subprocess.CompletedProcess:
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
-    command = [*before, sys.executable, "-c", DRIVER, number.name, sent, str(seconds)]
+    # A test suite may itself run under nohup, and a hang-up that is ignored stays so in what it starts.
+    command = ["env", "--default-signal=HUP", *before, sys.executable, "-c", DRIVER, number.name, sent, str(seconds)]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900, start_new_session=True)
 
 

@@ -136,7 +136,9 @@ class OnATerminal(Launch):
     def __init__(self, *arguments):
         self._master, terminal = os.openpty()
         os.set_blocking(self._master, False)
-        super().__init__(*arguments, before=["setsid", "--ctty"], stdin=terminal, stdout=terminal, stderr=terminal)
+        # A test suite may itself run under nohup, and a hang-up that is ignored stays so in what it starts.
+        before = ["env", "--default-signal=HUP", "setsid", "--ctty"]
+        super().__init__(*arguments, before=before, stdin=terminal, stdout=terminal, stderr=terminal)
         os.close(terminal)
         self.shown = b""
 
