@@ -66,40 +66,59 @@ def parse_yaml(text: str) -> Any:
 
 
 def check_yaml(text: str) -> None:
-    """Raises yaml.YAMLError for a text that is too deep, or too large once its aliases are written out. One that is no
-    YAML is left to whoever reads it, who says where."""
-    sizes: dict[str, int | None] = {}
-    open_: list[tuple[str | None, int]] = []
+    """Raise yaml.YAMLError for a text that is nested too deeply, or too large once its aliases are written out.
+
+    A text that is not valid YAML passes: its reader's own error says where it is broken.
+    """
     try:
-        for event in yaml.parse(text, Loader=_FAST_LOADER):
-            if isinstance(event, yaml.CollectionStartEvent):
-                if len(open_) == _DEEPEST:
-                    raise _Refused(f"it is nested more than {_DEEPEST} deep")
-                open_.append((event.anchor, 1))
-                if event.anchor:
-                    sizes[event.anchor] = None
-                continue
-            if isinstance(event, yaml.CollectionEndEvent):
-                (anchor, size) = open_.pop()
-            elif isinstance(event, yaml.ScalarEvent):
-                (anchor, size) = (event.anchor, 1)
-                if len(event.value) > _LONGEST_NUMBER and event.implicit[0] and _is_number(event.value):
-                    raise _Refused(f"it holds a number of {len(event.value)} digits")
-            elif isinstance(event, yaml.AliasEvent):
-                (anchor, size) = (None, _size_of_alias(sizes, event.anchor or ""))
-            else:
-                continue
-            if anchor:
-                sizes[anchor] = size
-            if open_:
-                (outer, before) = open_[-1]
-                open_[-1] = (outer, before + size)
-            if size > _NODES or (open_ and open_[-1][1] > _NODES):
-                raise _Refused(f"it holds more than {_NODES:,} values")
+        _check_events(text, _FAST_LOADER)
     except _Refused:
         raise
     except yaml.YAMLError:
-        return
+        # libyaml reports its own limits, on nesting for one, as if the text were broken (since PyYAML 6.0.4), and the
+        # readers that follow are not libyaml: the bounds must hold for what they will read.
+        _check_events_of_reader(text)
+
+
+def _check_events_of_reader(text: str) -> None:
+    try:
+        _check_events(text, yaml.SafeLoader)
+    except _Refused:
+        raise
+    except RecursionError:
+        raise _Refused("it is nested too deeply") from None
+    except yaml.YAMLError:
+        return  # invalid for the reader as well, which says where
+
+
+def _check_events(text: str, loader: Any) -> None:
+    sizes: dict[str, int | None] = {}
+    open_: list[tuple[str | None, int]] = []
+    for event in yaml.parse(text, Loader=loader):
+        if isinstance(event, yaml.CollectionStartEvent):
+            if len(open_) == _DEEPEST:
+                raise _Refused(f"it is nested more than {_DEEPEST} deep")
+            open_.append((event.anchor, 1))
+            if event.anchor:
+                sizes[event.anchor] = None
+            continue
+        if isinstance(event, yaml.CollectionEndEvent):
+            (anchor, size) = open_.pop()
+        elif isinstance(event, yaml.ScalarEvent):
+            (anchor, size) = (event.anchor, 1)
+            if len(event.value) > _LONGEST_NUMBER and event.implicit[0] and _is_number(event.value):
+                raise _Refused(f"it holds a number of {len(event.value)} digits")
+        elif isinstance(event, yaml.AliasEvent):
+            (anchor, size) = (None, _size_of_alias(sizes, event.anchor or ""))
+        else:
+            continue
+        if anchor:
+            sizes[anchor] = size
+        if open_:
+            (outer, before) = open_[-1]
+            open_[-1] = (outer, before + size)
+        if size > _NODES or (open_ and open_[-1][1] > _NODES):
+            raise _Refused(f"it holds more than {_NODES:,} values")
 
 
 class _Refused(yaml.YAMLError):
