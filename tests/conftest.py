@@ -17,6 +17,7 @@ from gdpo_nemo.startup import importing
 hypothesis.settings.register_profile("shared machine", deadline=None)
 hypothesis.settings.load_profile("shared machine")
 
+pytest_plugins = ["time_table"]
 REPOSITORY = Path(__file__).resolve().parents[1]
 
 
