@@ -14,6 +14,7 @@ from soak import DEMO, RECORD, VARIANTS, read, soak, table
 from gdpo_nemo.drill.drilled_run import Outcome
 from gdpo_nemo.drill.exercise import by_fault
 from gdpo_nemo.drill.faults import FAULTS, TEN
+from gdpo_nemo.observe.alerts import read_alerts
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -36,7 +37,20 @@ def test_a_run_through_ten_kinds_of_faults_is_the_undisturbed_run_bit_for_bit(tm
     log = (out / "disturbed.log").read_text()
     assert "is damaged" in log, "the checkpoint that was cut short is passed over"
     assert "(raylet)" not in log and "state-dump" not in log, "what Ray says of lost processes stays in its own logs"
+    check_account_of_restarts(out / "disturbed", log)
     assert "bit for bit" in done.stdout and "Traceback" not in done.stdout + done.stderr
+
+
+def check_account_of_restarts(run_dir: Path, log: str) -> None:
+    """Alerts, metrics and terminal agree on how often the run was started again, in whole and in part."""
+    alerts = [alert["text"] for alert in read_alerts(run_dir)]
+    restarts = [text for text in alerts if "run.max_restarts" in text]
+    rebuilds = [text for text in alerts if "the policy is started again" in text]
+    assert [line for line in log.splitlines() if line.startswith("supervisor:")] == [
+        f"supervisor: {t}" for t in restarts
+    ]
+    assert len(rebuilds) == 1 and "a worker process died" in rebuilds[0], rebuilds
+    assert log.count("complete after step") == 1 and "restarting after" not in log, "a single summary, at the end"
 
 
 def test_a_run_ahead_of_its_weights_accounts_for_every_prompt_after_kills_and_bad_verdicts(
@@ -46,14 +60,14 @@ def test_a_run_ahead_of_its_weights_accounts_for_every_prompt_after_kills_and_ba
     hostile = VARIANTS["a hostile verifier"]
     ahead = replace(hostile, changes=("rollout.max_staleness=2", *hostile.changes))
     monkeypatch.setitem(VARIANTS, "two steps ahead, a hostile verifier", ahead)
-    kills = ("rank-kill", "engine-kill", "worker-kill", "supervisor-kill")
+    kills = ("engine-kill", "supervisor-kill")  # the others are in the drill of ten
     monkeypatch.setattr("soak.FAULTS", {name: FAULTS[name] for name in kills})
     monkeypatch.setattr("soak.SLOW", ("supervisor-kill",))
     model = f"policy.model_name={digit_model}"
-    rows = soak(tmp_path, 4, 4, 10, [model], 900.0, ["two steps ahead, a hostile verifier"])
+    rows = soak(tmp_path, 2, 2, 10, [model], 900.0, ["two steps ahead, a hostile verifier"])
     assert [row for row in rows if row["wrong"]] == []
-    assert {row["fault"] for row in rows[:4]} == set(kills)
-    assert {row["fault"] for row in rows[4:]} == set(DEEDS)
+    assert {row["fault"] for row in rows[:2]} == set(kills)
+    assert {row["fault"] for row in rows[2:]} == set(DEEDS)
     assert read(tmp_path / RECORD) == rows
     assert f"{len(rows)} of {len(rows)} faults as they should be" in table(rows)
     assert not (tmp_path / "run_0").exists(), "what went well is not kept"

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-import signal
 
 import psutil
 import pytest
-from launch import STEPS, Launch, rows, timeless
+from launch import STEPS, Launch, rows
 
 OPTIONS = ("logger.plot=false", "logger.tensorboard.enabled=false", "--config", "examples/custom_sft.yaml")
 
@@ -50,16 +49,3 @@ def test_its_model_is_exported_and_nothing_is_left_behind(sft):
     launch = sft[0]
     assert (launch.run_dir / "model" / "model.safetensors").stat().st_size > 0
     assert launch.left_behind() == []
-
-
-def test_it_resumes_bit_for_bit_after_sigterm(sft, tmp_path, digit_model):
-    first = Launch(tmp_path / "run", digit_model, *OPTIONS)
-    first.wait_for_step(3)
-    first.process.send_signal(signal.SIGTERM)
-    status, out, err = first.finish()
-    assert status == 128 + signal.SIGTERM, (out, err)
-    done = max(row["step"] for row in rows(tmp_path / "run"))
-    again = Launch(tmp_path / "run", digit_model, *OPTIONS)
-    status, out, err = again.finish()
-    assert status == 0 and f"after step {done}" in out, (out, err)
-    assert [timeless(row) for row in rows(tmp_path / "run")] == [timeless(row) for row in rows(sft[0].run_dir)]

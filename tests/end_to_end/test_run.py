@@ -95,12 +95,12 @@ def test_exported_model_is_what_the_last_checkpoint_holds_and_transformers_loads
     assert ids.shape == (1, 6) and model(ids).logits.shape[-1] == model.config.vocab_size
 
 
-def test_killed_and_terminated_run_resumes_bit_for_bit(undisturbed, tmp_path, digit_model):
-    """The policy dies in the middle of saving step 4, the driver after step 3 (kill -9), its terminal goes away after
-    step 3, a byte of the last checkpoint turns on the disk; then on to the end. Checkpoints are written beside
-    training. (SIGTERM, which ends a run as a hang-up does, is tests/chaos' and test_custom_algorithm's.)
+def test_interrupted_run_resumes_bit_for_bit(undisturbed, tmp_path, digit_model):
+    """The policy is killed while it saves step 4, the terminal of the resumed run closes after step 3, and a bit of the
+    newest checkpoint flips on the disk. The third start trains to the end.
 
-    The first of these runs is colocated: its engines sleep while the policy trains, and nothing else is different.
+    Checkpoints are saved asynchronously. The first start is colocated: its engines sleep while the policy trains.
+    SIGKILL of the driver is in `test_ppo_run.py`, SIGTERM in `test_supervised_runs.py`; the drill has both.
     """
     options = ("gdpo.val_at_start=true", "checkpointing.async_save=true", *QUICK)
     torn = Launch(tmp_path / "run", digit_model, "cluster.placement=colocated", "run.max_restarts=0", *options)
@@ -121,13 +121,6 @@ def test_killed_and_terminated_run_resumes_bit_for_bit(undisturbed, tmp_path, di
     assert [timeless(row) for row in rows(tmp_path / "run")] == [timeless(row) for row in rows(straight)][
         : len(rows(tmp_path / "run"))
     ]
-
-    killed = Launch(tmp_path / "run", digit_model, *options)
-    killed.wait_until(lambda done: done == 2, "what came after the checkpoint was not taken back")
-    killed.wait_for_step(3)
-    killed.process.send_signal(signal.SIGKILL)
-    killed.process.wait()
-    assert killed.left_behind() == []
 
     dropped = OnATerminal(tmp_path / "run", digit_model, *options)
     dropped.wait_until(lambda done: done == 2, "what came after the checkpoint was not taken back")
@@ -393,29 +386,6 @@ def _diagnosis_when(launch: Launch, owner: str, waited_s: float):
 def _process_of(launch: Launch, title: str) -> psutil.Process:
     children = psutil.Process(launch.process.pid).children(recursive=True)
     return next(child for child in children if title in " ".join(child.cmdline()))
-
-
-def test_reward_function_that_raises_ends_the_run_with_one_line(tmp_path, digit_model):
-    (tmp_path / "mine.py").write_text("def broken(completions, **columns):\n    return 1 / 0\n")
-    (tmp_path / "rows.jsonl").write_text('{"prompt": "31524="}\n{"prompt": "99123="}\n')
-    launch = Launch(
-        tmp_path / "run",
-        digit_model,
-        "env={mine: {plugin: functions, functions: {broken: '" + str(tmp_path / "mine.py") + ":broken'}}}",
-        "gdpo.rewards={broken: 1.0}",
-        f"data.train={{path: {tmp_path / 'rows.jsonl'}, environment: mine, split: null, size: null}}",
-        "data.validation=null",
-        "gdpo.val_period=0",
-        "gdpo.val_at_start=false",
-        "checkpointing.metric_name=null",
-        "gdpo.val_prompts=null",
-    )
-    status, out, err = launch.finish()
-    assert status == 1, (out, err)
-    lines = [line for line in err.splitlines() if line.startswith("error:")]
-    assert len(lines) == 1 and "broken" in lines[0] and "division by zero" in lines[0]
-    assert "Traceback" not in err
-    assert launch.survivors() == []
 
 
 def _flip_a_byte(file: Path) -> None:

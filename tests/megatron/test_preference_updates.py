@@ -64,13 +64,15 @@ def objective(kind, batch):
         if kind == "orpo":
             odds = lambda v: v.mean() - torch.log1p(-v.mean().exp())  # noqa: E731
             return nll - beta * torch.stack([logsigmoid(odds(won[n]) - odds(lost[n])) for n in won]).mean()
+        if kind == "simpo":  # beta 2, gamma 0.5
+            return -torch.stack([logsigmoid(2.0 * (won[n].mean() - lost[n].mean()) - 0.5) for n in won]).mean()
         gaps = torch.stack([won[n].sum() - start[n] - lost[n].sum() + start[-n] for n in won])
         return -logsigmoid(beta * gaps).mean() + 0.5 * nll
 
     return loss
 
 
-OPTIONS = {"dpo": dict(rpo_alpha=0.5), "orpo": {}, "kto": {}}
+OPTIONS = {"dpo": dict(rpo_alpha=0.5), "orpo": {}, "simpo": {}, "kto": {}}
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +87,7 @@ def expected(model_folder):
 
 CASES = [
     ("TP1", "dpo"), ("TP1", "orpo"), ("TP1", "kto"), ("TP2+SP", "dpo"), ("PP2", "dpo"), ("CP2", "dpo"),
-    ("CP2", "orpo"), ("CP2", "kto"), ("DP2+DIST", "dpo"),
+    ("CP2", "orpo"), ("CP2", "simpo"), ("CP2", "kto"), ("DP2+DIST", "dpo"),
 ]  # fmt: skip
 
 
