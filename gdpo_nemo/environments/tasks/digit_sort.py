@@ -10,6 +10,8 @@ import random
 import re
 from typing import Any, Mapping, Sequence
 
+import numpy as np
+
 from gdpo_nemo.data.records import Trajectory, Verdict
 from gdpo_nemo.environments.base import Environment
 from gdpo_nemo.environments.options import read_options
@@ -28,8 +30,11 @@ def is_held_out(digits: str) -> bool:
 
 def digit_rows(split: str, size: int | None, seed: int) -> list[Mapping[str, Any]]:
     """The 90,000 training rows or the 10,000 held-out rows, in an order drawn from the seed, cut at ``size``."""
-    every = (f"{number:0{DIGITS}d}" for number in range(10**DIGITS))
-    chosen = [digits for digits in every if is_held_out(digits) == (split != "train")]
+    # `is_held_out` of all prompts at once: one by one they take half a CPU second of every start.
+    numbers = np.arange(10**DIGITS)
+    checksum = sum(numbers // 10 ** (DIGITS - 1 - place) % 10 * 7**place for place in range(DIGITS))
+    held_out = checksum % 10 == 0
+    chosen = [f"{number:0{DIGITS}d}" for number in numbers[held_out == (split != "train")].tolist()]
     random.Random(seed).shuffle(chosen)
     return [{"id": f"digits/{digits}", "prompt": f"{digits}=", "digits": digits} for digits in chosen[:size]]
 
