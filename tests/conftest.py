@@ -54,10 +54,25 @@ def _scope(nodeid: str) -> str:
     return "/".join([folder, *file]) if folder in ("end_to_end", "cluster") else folder
 
 
+_SLOW = ("browser", "chaos", "cluster", "end_to_end", "generation", "megatron", "turns")
+"""Folders whose tests start runs, engines, ranks or a browser. `-m "not slow"` leaves them out, except for these:"""
+_QUICK_ALL_THE_SAME = (
+    "tests/end_to_end/test_run.py::test_run_ends_with_status_0_and_leaves_nothing_beside_its_folder",
+    "tests/end_to_end/test_run.py::test_run_folder_holds_what_the_contract_names",
+    "tests/end_to_end/test_run.py::test_every_step_reports_the_contracted_metrics",
+    "tests/end_to_end/test_run.py::test_trainer_and_sampler_agree_at_every_step",
+    "tests/megatron/test_layout_parity.py::test_updates_equal_transformers_and_torch[TP2+SP-qwen2]",
+)
+
+
 def pytest_collection_modifyitems(items):
-    """What takes long starts first."""
+    """Mark the slow tests; start with the folders that take longest."""
     place = {name: number for number, name in enumerate(_LONGEST_FIRST)}
     items.sort(key=lambda item: place.get(_scope(item.nodeid), len(place)))
+    for item in items:
+        folder = item.nodeid.split("/")[1]
+        if folder in _SLOW and not item.nodeid.startswith(_QUICK_ALL_THE_SAME):
+            item.add_marker("slow")
 
 
 def pytest_xdist_make_scheduler(config, log):
