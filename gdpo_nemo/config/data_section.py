@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Dict, List, Optional
+from typing import Annotated, Any, Dict, List, Optional
 
 from omegaconf import MISSING
+
+from gdpo_nemo.algorithms.ranges import Range
 
 
 @dataclass
 class StridedConfig:
     """Prompts cut out of raw text, each followed by its answer there (EBFT's strided mode)."""
 
-    stride: int = MISSING
+    stride: Annotated[int, Range(1)] = MISSING
     """Tokens between two anchors of a text; an anchor lies at every multiple of it that has a whole context before it
     and a whole answer behind it."""
-    context_length: int = MISSING
+    context_length: Annotated[int, Range(1)] = MISSING
     """Tokens before an anchor, which are its prompt."""
-    generate_max_len: int = MISSING
+    generate_max_len: Annotated[int, Range(1)] = MISSING
     """Tokens behind an anchor that are the data's answer; the policy is asked for as many, so
     policy.generation.max_new_tokens has to be the same."""
 
@@ -38,7 +40,7 @@ class DatasetConfig:
     environment_key: Optional[str] = None
     """Column that names the environment of `env` which verifies the row, so that several meet in one batch; rows
     without a value go to `environment`."""
-    size: Optional[int] = None
+    size: Annotated[Optional[int], Range(1)] = None
     """Rows: the first so many of a file, or how many the environment makes."""
     prompt_key: Optional[str] = None
     """Column with the prompt (text or chat messages). Null: the first of messages, prompt, question, problem. With
