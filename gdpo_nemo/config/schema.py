@@ -365,8 +365,11 @@ class MlflowConfig:
 class PrometheusConfig:
     """The newest row of metrics, for Prometheus to fetch; needs `uv sync --group trackers`."""
 
-    port: Annotated[Optional[int], Range(0, 65_535)] = None
-    """Port of `/metrics` on the driver's host; null: off."""
+    host: str = "127.0.0.1"
+    """Address to listen at, on the driver's host. Every process that reaches it can read the metrics; there is no
+    password. 0.0.0.0 listens at all addresses of the host."""
+    port: Annotated[Optional[int], Range(1, 65_535)] = None
+    """Port of `/metrics`; null: off."""
 
 
 @dataclass

@@ -180,7 +180,8 @@ class PrometheusLog:
         self._registry = CollectorRegistry()
         self._gauges: dict[str, Any] = {}
         self._run = config.run.name
-        self._server, self._thread = start_http_server(config.logger.prometheus.port, registry=self._registry)
+        section = config.logger.prometheus
+        self._server, self._thread = start_http_server(section.port, addr=section.host, registry=self._registry)
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Show the row from now on."""

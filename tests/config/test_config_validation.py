@@ -149,6 +149,11 @@ def test_switching_validation_off_leaves_its_settings_alone_but_notes_them(minim
     assert any(note.startswith("gdpo.val_prompts: has no effect") for note in notes)
 
 
+def test_an_address_without_a_port_to_listen_at_is_noted(minimal):
+    notes = validate(load_config(minimal, ["logger.prometheus.host=0.0.0.0"]))
+    assert "logger.prometheus.host: has no effect while logger.prometheus.port is null" in notes
+
+
 @pytest.mark.parametrize(
     "overrides, ranks, data, idle",
     [

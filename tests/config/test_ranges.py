@@ -160,7 +160,7 @@ def test_a_range_holds_for_items_and_for_sections_below(section, message):
         ("policy.megatron_cfg.optimizer.adam_beta1=1.5", "must be 0 or more and below 1, got 1.5"),
         ("policy.megatron_cfg.optimizer.adam_beta2=1", "must be 0 or more and below 1, got 1.0"),
         ("rollout.max_env_failure_share=7", "must be 0 or more and at most 1, got 7.0"),
-        ("logger.prometheus.port=-5", "must be 0 or more and at most 65,535, got -5"),
+        ("logger.prometheus.port=-5", "must be at least 1 and at most 65,535, got -5"),
     ],
 )
 def test_the_dry_run_refuses_a_number_out_of_its_range(override, message, capsys):

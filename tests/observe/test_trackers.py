@@ -291,6 +291,27 @@ def test_prometheus_shows_the_newest_row_until_the_run_ends(config, tmp_path):
         urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=120)
 
 
+def listens(host: str, port: int) -> bool:
+    try:
+        socket.create_connection((host, port), timeout=120).close()
+    except ConnectionRefusedError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("host", [None, "127.0.0.2"])
+def test_prometheus_listens_at_loopback_unless_told_otherwise(config, tmp_path, host):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    config.logger.prometheus.port = port
+    if host:
+        config.logger.prometheus.host = host
+    log = RunLog(config, tmp_path)
+    assert [address for address in ("127.0.0.1", "127.0.0.2") if listens(address, port)] == [host or "127.0.0.1"]
+    log.close("complete")
+
+
 @pytest.mark.parametrize("tracker", [WandbLog, MlflowLog, PrometheusLog])
 def test_a_tracker_that_cannot_start_is_an_alert_and_no_end(config, tmp_path, tracker, capsys):
     with socket.socket() as taken:
