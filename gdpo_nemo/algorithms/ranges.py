@@ -93,7 +93,8 @@ def check_numbers(section: object, prefix: str = "") -> None:
     Raises:
         ValueError: names the key, the range and the value.
     """
-    for field in fields_of(type(section)):
+    kind: type = section.__class__
+    for field in fields_of(kind):
         value = getattr(section, field.name)
         key = prefix + field.name
         if value is None:

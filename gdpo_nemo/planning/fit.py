@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from itertools import combinations
+from pathlib import Path
 from typing import Any, Iterator
 
 from gdpo_nemo.config.env_workers import worker_pools
@@ -55,48 +56,53 @@ def fits(config: Config, shape: Shape, device: Device) -> str:
 
 
 def machine_limits(config: Config, shape: Shape | None) -> list[str]:
-    """What this machine cannot hold of a run that starts on its CPU, a sentence for each limit.
+    """What this machine cannot hold of a run that starts its own Ray, a sentence for each limit.
 
-    Empty for a run on GPUs or on a cluster, whose machines are not known here. Without ``shape`` weights count
-    nothing, and each process counts the least that such a process takes: the figures are lower bounds.
+    Empty for a run on a cluster, whose machines are not known here. Without ``shape`` weights count nothing, and each
+    process counts the least that such a process takes, so memory is a lower bound.
     """
-    layout = resolve_layout(config)
     cluster = config.cluster
-    if layout.gpus or cluster.num_nodes + cluster.env_nodes > 1 or joined(cluster):
+    if cluster.num_nodes + cluster.env_nodes > 1 or joined(cluster):
         return []
+    layout = resolve_layout(config)
+    if layout.gpus:
+        found = _gpus_here()
+        short = found is not None and found < layout.gpus
+        return [f"cluster.gpus_per_node: the run needs {layout.gpus} GPUs, this machine has {found}"] * short
     limits = []
+    ranks = {"policy.generation.engines": layout.engine_ranks, "policy.megatron_cfg": layout.policy_ranks}
     cores = cluster.cpus_per_node or len(os.sched_getaffinity(0))
     if layout.devices > cores:
         limits.append(
-            f"{_largest_part(config, layout)}: {layout.devices} ranks (policy {layout.policy_ranks}, engines "
-            f"{layout.engine_ranks}) share {cores} core{'s' * (cores > 1)} of this machine, so most of them wait"
+            f"{_largest(ranks)}: {layout.devices} ranks (policy {layout.policy_ranks}, engines {layout.engine_ranks}) "
+            f"take turns on {cores} core{'s' * (cores > 1)} of this machine"
         )
-    needed = _least_memory(config, layout, shape)
+    workers = sum(worker_pools(config).values()) if layout.engines else 0
+    needed = _least_memory(config, layout, shape) + _WORKER_PROCESS * workers
     memory = host().memory
     if needed > memory:
         limits.append(
-            f"{_largest_part(config, layout)}: the run's processes need at least {needed / 1e9:.3g} GB of memory, "
-            f"this machine has {memory / 1e9:.3g} GB"
+            f"{_largest({**ranks, 'rollout.env_workers': workers})}: the run's processes need at least "
+            f"{needed / 1e9:.3g} GB of memory, this machine has {memory / 1e9:.3g} GB"
         )
     return limits
 
 
-def _largest_part(config: Config, layout: Layout) -> str:
+def _gpus_here() -> int | None:
+    """NVIDIA GPUs of this machine; None if they have no device files (WSL)."""
+    return None if Path("/dev/dxg").exists() else sum(1 for _ in Path("/dev").glob("nvidia[0-9]*"))
+
+
+def _largest(processes: dict[str, int]) -> str:
     """The key that asks for most processes."""
-    parts = {
-        "policy.generation.engines": layout.engine_ranks,
-        "policy.megatron_cfg": layout.policy_ranks,
-        "rollout.env_workers": sum(worker_pools(config).values()),
-    }
-    return max(parts, key=lambda key: parts[key])
+    return max(processes, key=lambda key: processes[key])
 
 
 def _least_memory(config: Config, layout: Layout, shape: Shape | None) -> float:
     cache = config.policy.generation.vllm_cfg.kv_cache_memory_bytes
     engine = _ENGINE_PROCESS + cache + (engine_memory(config, shape, 0).weights if shape else 0)
     policy = _POLICY_PROCESS + (policy_memory(config, shape).weights if shape else 0)
-    workers = sum(worker_pools(config).values()) if layout.engines else 0
-    return engine * layout.engine_ranks + policy * layout.policy_ranks + _WORKER_PROCESS * workers
+    return engine * layout.engine_ranks + policy * layout.policy_ranks
 
 
 def _shared_verdict(config: Config, shape: Shape, device: Device, training: int, engine: EngineMemory) -> str:
