@@ -20,6 +20,7 @@ from gdpo_nemo.observe.display import NORMAL, QUIET, shown
 from gdpo_nemo.observe.metrics import read_metrics
 from gdpo_nemo.observe.ownership import check_free
 from gdpo_nemo.phases import phase
+from gdpo_nemo.startup import quiet_torch
 from gdpo_nemo.validation import validate
 
 _STOPPED = (128 + signal.SIGHUP, 128 + signal.SIGINT, 128 + signal.SIGTERM)
@@ -78,6 +79,7 @@ def train(
         ConfigError: the run cannot be made as asked; nothing was changed. RunError: it failed.
     """
     begin = time.time()
+    quiet_torch()
     wanted = inline_run(config, rewards, data, validation, overrides)
     check_folder_can_be("run.dir", wanted.config.run.dir)
     check_free(Path(wanted.config.run.dir))

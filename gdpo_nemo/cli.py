@@ -8,11 +8,9 @@ them, so ``--dry-run`` stays instant.
 from __future__ import annotations
 
 import argparse
-import logging
 import os
 import signal
 import sys
-from pathlib import Path
 from typing import Any, Sequence
 
 from gdpo_nemo import __version__
@@ -45,6 +43,7 @@ from gdpo_nemo.commands.arguments import Parser
 from gdpo_nemo.config.import_trial import imports_tried
 from gdpo_nemo.endings import answered_by, leave_lost_terminal
 from gdpo_nemo.errors import ConfigError, GdpoError
+from gdpo_nemo.startup import quiet_torch
 
 COMMANDS = (
     train,
@@ -82,7 +81,7 @@ def main(argv: Sequence[str] | None = None, alone: bool | None = None) -> int:
     """
     arguments = _parse(argv)
     arguments.alone = argv is None if alone is None else alone
-    _quiet_torch()
+    quiet_torch()
     terminated = _Terminated()
     try:
         with answered_by(terminated), imports_tried():
@@ -101,12 +100,6 @@ def main(argv: Sequence[str] | None = None, alone: bool | None = None) -> int:
         if terminated.status:  # Ray, waiting, makes every exit a 1.
             return terminated.status
         raise
-
-
-def _quiet_torch() -> None:
-    """Torch warns of a CUDA toolkit without a runtime whenever a compiler is there; without a GPU that says nothing."""
-    if not any(Path("/dev").glob("nvidia[0-9]*")):
-        logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
 
 
 class _Terminated:

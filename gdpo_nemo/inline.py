@@ -29,6 +29,7 @@ from gdpo_nemo.config.load import (
 from gdpo_nemo.config.messages import first_line
 from gdpo_nemo.config.objects import PICKLE
 from gdpo_nemo.config.schema import Config, DatasetConfig
+from gdpo_nemo.config.writing import write_whole
 from gdpo_nemo.errors import ConfigError, RunError
 
 RewardFunction = Union[Callable[..., Any], str, Mapping[str, Any]]
@@ -238,11 +239,8 @@ def written(folder: Path, files: Mapping[str, bytes]) -> Iterator[None]:
 
 
 def _write(path: Path, content: bytes) -> None:
-    """The file appears whole or not at all."""
-    partial = path.with_name(path.name + ".partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_bytes(content)
-        os.replace(partial, path)
+        write_whole(path, content)
     except OSError as error:
         raise RunError(f"{path}: cannot be written ({error.strerror})") from None

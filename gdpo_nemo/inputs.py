@@ -39,6 +39,8 @@ from gdpo_nemo.rollouts.own_objective import check_own_functions
 _CALL_FACTORY = """
 import importlib.util, pathlib, sys
 from gdpo_nemo.errors import GdpoError
+from gdpo_nemo.startup import quiet_torch
+quiet_torch()
 path, function, folder, seed, said = sys.argv[1:]
 spec = importlib.util.spec_from_file_location("model_factory", path)
 module = importlib.util.module_from_spec(spec)

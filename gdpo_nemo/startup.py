@@ -1,9 +1,11 @@
-"""A shorter start for processes that import large libraries."""
+"""A shorter and quieter start for processes that import large libraries."""
 
 from __future__ import annotations
 
 import contextlib
 import gc
+import logging
+from pathlib import Path
 from typing import Iterator
 
 
@@ -27,3 +29,13 @@ def importing(freeze: bool = True) -> Iterator[None]:
             gc.freeze()
         if collects:
             gc.enable()
+
+
+def quiet_torch() -> None:
+    """Hide torch's warning that a CUDA toolkit has no runtime, on a machine without a GPU.
+
+    Torch warns if an `nvcc` is found, in each process that imports its extension builder. If there is a GPU that torch
+    cannot use, the warning stays.
+    """
+    if not any(Path("/dev").glob("nvidia[0-9]*")):
+        logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)

@@ -117,7 +117,7 @@ NUMBERS = [
     for value in (".nan", ".inf", "-.inf", "1e300", "-1e300", "1" + "0" * 23, "-1" + "0" * 23, LONG_NUMBER)
 ]  # fmt: skip
 OPTIONS = [
-    (DRY + " rollout.env_workers=100000", None, "rollout.env_workers: must be at most 4,096"),
+    (DRY + " rollout.env_workers=100000", None, "rollout.env_workers: must be at least 1 and at most 4,096"),
     (DRY + " env.gsm8k.num_workers=100000", None, "env.gsm8k.num_workers"),
     (ENV + " env.gsm8k.num_workers=1" + "0" * 30, None, "env.gsm8k.num_workers"),
     (DRY + " 'gdpo.x=" + DEEP + "'", None, "gdpo.x"),

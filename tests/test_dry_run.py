@@ -83,6 +83,49 @@ def test_bad_rows_are_refused_with_their_place(damage, overrides, expected, conf
     assert expected in said.err and said.err.count("\n") == 1 and said.out == ""
 
 
+GYM = """\
+gdpo: {num_prompts_per_step: 4, num_generations_per_prompt: 4}
+policy: {model_name: organisation/model, precision: float32, max_total_sequence_length: 96}
+data: {train: {path: DATA}}
+env: {nemo_gym: {servers: SERVERS, rewards: [{name: correctness, weight: 1.0}]}}
+"""
+AGENTS = """\
+gdpo: {rewards: {correctness: 1.0}, num_prompts_per_step: 4, num_generations_per_prompt: 4}
+policy: {model_name: organisation/model, precision: float32, max_total_sequence_length: 96}
+rollout: {endpoint: {enabled: true}, turns: {max_turns: 2}}
+data: {train: {path: DATA}}
+env: {nemo_gym_agent: {agents: SERVERS}}
+"""
+TWO = "{sums: 'http://127.0.0.1:9', tools: 'http://127.0.0.1:9'}"
+
+
+@pytest.mark.parametrize("text", [GYM, AGENTS], ids=["servers", "agents"])
+@pytest.mark.parametrize(
+    "reference, servers, status, message",
+    [
+        ({}, TWO, 2, "data.train: row 1 has no agent_ref, which is needed to choose between sums, tools"),
+        (
+            {"name": "tool"},
+            TWO,
+            2,
+            "data.train: row 1 names the agent 'tool', which is not known; did you mean 'tools",
+        ),
+        ({"name": "tools"}, TWO, 0, ""),
+        ({}, "{sums: 'http://127.0.0.1:9'}", 0, ""),
+    ],
+)
+def test_a_row_that_names_none_of_several_servers_is_found(
+    text, reference, servers, status, message, config, tmp_path, capsys
+):
+    row = {"responses_create_params": {"input": "What is 1 and 1?"}}
+    rows = [{**row, "agent_ref": {"name": "sums"}}, {**row, **({"agent_ref": reference} if reference else {})}]
+    path = jsonl(tmp_path / "train.jsonl", rows)
+    found = dry(config(path, text.replace("SERVERS", servers)))
+    said = capsys.readouterr()
+    assert found == status, said.err
+    assert message in said.err and said.err.count("\n") == (status > 0)
+
+
 def test_a_row_that_the_environment_cannot_verify_is_found(config, tmp_path, capsys):
     status = dry(config(jsonl(tmp_path / "train.jsonl", [{"question": "What is 1 and 1?"}])))
     said = capsys.readouterr()

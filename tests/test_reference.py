@@ -60,7 +60,8 @@ def test_types_choices_and_defaults_are_said():
     assert "| `precision` | one of `float32`, `bfloat16` | `bfloat16` |" in page
     assert "or one of your own (`file.py:name`) | `gdpo` |" in page
     assert "| `preset` | one of `paper`, " in page and ", or null | `null` |" in page
-    assert "## `env`\n" in page and "mapping of names to number | `(must be set)` |" in page
+    assert "| `adam_beta1` | number (0 or more and below 1) | `0.9` |" in page
+    assert "## `env`\n" in page and "mapping of names to number (at least -1,000" in page
 
 
 @pytest.mark.parametrize("page", sorted(path.name for path in DOCS.glob("*.md") if path.name != "README.md"))

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import math
 from dataclasses import dataclass, field
-from typing import Any, Dict, Iterable, Iterator, Mapping, Optional
+from typing import Annotated, Any, Dict, Iterable, Iterator, Mapping, Optional
 
 from gdpo_nemo.algorithms.losses import AGGREGATIONS, KL_KINDS, LOSSES, Loss
 from gdpo_nemo.algorithms.offpolicy import CORRECTIONS, LEVELS, Correction
@@ -22,6 +22,7 @@ from gdpo_nemo.algorithms.own_functions import (
     is_place,
     loss_entry,
 )
+from gdpo_nemo.algorithms.ranges import Range, check_numbers
 
 KL_GRADIENTS = ("estimator", "score", "importance")
 OLD_LOGPROBS = ("trainer", "sampler")
@@ -37,11 +38,11 @@ class OffPolicySettings:
     stays. Or a function of your own by its place, `file.py:name`: (log_gap, fields, settings) -> weights."""
     level: str = "token"
     """Level of the importance ratio: token, sequence or geometric (per-token mean over the sequence)."""
-    ratio_max: float = 2.0
+    ratio_max: Annotated[float, Range(above=0, most=math.inf)] = 2.0
     """Upper bound of the importance ratio: truncate cuts there, mask and icepop leave out what is above."""
-    ratio_min: float = 0.0
+    ratio_min: Annotated[float, Range(0)] = 0.0
     """Lower bound of the importance ratio; mask and icepop, which act on both sides, leave out what is below."""
-    sequence_mask_threshold: Optional[float] = None
+    sequence_mask_threshold: Annotated[Optional[float], Range()] = None
     """Mask sequences with negative advantage whose mean log-prob gap exceeds this (DeepSeek-V3.2); null: off."""
     options: Dict[str, Any] = field(default_factory=dict)
     """Options of a function of your own: its parameters behind (log_gap, fields, settings)."""
@@ -56,10 +57,10 @@ class OffPolicySettings:
                 known = correction_entry(self.mode, functions).options
             with _named("off_policy.options"):
                 check_options(self.options, known, self.mode)
-        if not 0 <= self.ratio_min < self.ratio_max:
+        check_numbers(self, "off_policy.")
+        if not self.ratio_min < self.ratio_max:
             raise ValueError(
-                "off_policy.ratio_min: must be 0 or more and below off_policy.ratio_max, got "
-                f"{self.ratio_min} and {self.ratio_max}"
+                f"off_policy.ratio_min: must be below off_policy.ratio_max, got {self.ratio_min} and {self.ratio_max}"
             )
 
     @property
@@ -78,22 +79,22 @@ class LossSettings:
     type: str = "clipped_pg"
     """clipped_pg, gspo, cispo, clip_cov, kl_cov, target_po or reinforce, or a function of your own by its place,
     `file.py:name` (see `examples/sapo.py`). gspo takes importance corrections (off_policy) of whole sequences only."""
-    ratio_clip_min: float = 0.2
+    ratio_clip_min: Annotated[float, Range(0, 1)] = 0.2
     """Lower clip: the ratio is clipped at 1 - ratio_clip_min."""
-    ratio_clip_max: float = 0.28
+    ratio_clip_max: Annotated[float, Range(0)] = 0.28
     """Upper clip: the ratio is clipped at 1 + ratio_clip_max."""
-    ratio_clip_c: Optional[float] = None
+    ratio_clip_c: Annotated[Optional[float], Range(above=1)] = None
     """Dual clip for negative advantages (> 1); null: off."""
     aggregation: str = "token_mean"
     """token_mean, sequence_mean (mean of the sequences' token means), sequence_sum (mean of their sums; with type gspo:
     LUSPO) or constant (Dr. GRPO)."""
-    constant_length: Optional[int] = None
+    constant_length: Annotated[Optional[int], Range(1)] = None
     """Length by which `aggregation: constant` divides; null: all that the policy may write in one trajectory,
     rollout.turns.max_tokens, or without it policy.generation.max_new_tokens times rollout.turns.max_turns."""
     old_logprobs: Optional[str] = None
     """Denominator of the ratio: trainer or sampler. Null: trainer when on-policy, sampler when rollout.max_staleness >
     0."""
-    reference_policy_kl_penalty: float = 0.0
+    reference_policy_kl_penalty: Annotated[float, Range(0)] = 0.0
     """Weight of the KL penalty to the starting model; 0 keeps no reference model."""
     reference_policy_kl_type: str = "k3"
     """Estimator of that KL: k1, k2, k3, abs or mse."""
@@ -101,39 +102,39 @@ class LossSettings:
     """estimator: the gradient of that estimator alone. score: plus that of the probability of having drawn the token
     (a weight of pi over its own detached value), which for k1 and k3 gives the reverse KL's gradient, as NeMo-RL has
     it. importance: the weight is pi over the sampler's probability (NeMo-RL's use_on_policy_kl_approximation)."""
-    kl_input_clamp_value: Optional[float] = 20.0
+    kl_input_clamp_value: Annotated[Optional[float], Range(above=0)] = 20.0
     """The log-ratio to the starting model is clamped to plus and minus this before the estimator; null: not at all."""
-    kl_output_clamp_value: Optional[float] = None
+    kl_output_clamp_value: Annotated[Optional[float], Range(above=0)] = None
     """A token's KL estimate is clamped to plus and minus this, and has no gradient beyond it; null: not clamped."""
-    entropy_bonus: float = 0.0
+    entropy_bonus: Annotated[float, Range()] = 0.0
     """Weight of the policy's entropy, added to the objective; with use_adaptive_entropy the one to begin with."""
     use_adaptive_entropy: bool = False
     """Move the weight of the entropy after every update, by entropy_coef_delta, up where the entropy is at
     entropy_target or below and else down, and use it only where the last update's was (Skywork-OR1; TRL)."""
-    entropy_target: float = 0.2
+    entropy_target: Annotated[float, Range(above=0)] = 0.2
     """Entropy that use_adaptive_entropy aims at, nats per token."""
-    entropy_coef_delta: float = 0.005
+    entropy_coef_delta: Annotated[float, Range(above=0)] = 0.005
     """Change of the weight in one update."""
-    entropy_coef_min: float = 0.0
+    entropy_coef_min: Annotated[float, Range(0)] = 0.0
     """Smallest weight."""
-    entropy_coef_max: float = 1.0
+    entropy_coef_max: Annotated[float, Range(0)] = 1.0
     """Largest weight."""
     mask_truncated: bool = False
     """Leave samples that hit the length limit out of the loss."""
-    target_temperature: float = 1.0
+    target_temperature: Annotated[float, Range(above=0)] = 1.0
     """Temperature eta of target_po's target distribution."""
     target_length_normalize: bool = True
     """Whether target_po divides sequence log-probs by the sequence length."""
-    clip_cov_ratio: float = 0.0002
+    clip_cov_ratio: Annotated[float, Range(above=0, most=1)] = 0.0002
     """Share of an update's tokens that clip_cov takes the gradient from, at least one token; its paper takes 2e-4."""
-    clip_cov_lb: float = 1.0
+    clip_cov_lb: Annotated[float, Range()] = 1.0
     """Lower bound of the covariance of log-prob and advantage of those tokens."""
-    clip_cov_ub: float = 5.0
+    clip_cov_ub: Annotated[float, Range()] = 5.0
     """Upper bound of that covariance."""
-    kl_cov_ratio: float = 0.002
+    kl_cov_ratio: Annotated[float, Range(above=0, most=1)] = 0.002
     """Share of an update's tokens, those of the largest covariance, that kl_cov holds near the old policy, at least one
     token; its paper takes 2e-3 for 7B and 2e-4 for 32B."""
-    kl_cov_coef: float = 1.0
+    kl_cov_coef: Annotated[float, Range(0)] = 1.0
     """Weight of the absolute log-ratio to the old policy of those tokens."""
     options: Dict[str, Any] = field(default_factory=dict)
     """Options of a function of your own: its parameters behind (logprobs, fields, settings)."""
@@ -156,12 +157,10 @@ class LossSettings:
         _among("reference_policy_kl_type", self.reference_policy_kl_type, KL_KINDS)
         _among("reference_policy_kl_gradient", self.reference_policy_kl_gradient, KL_GRADIENTS)
         _among("old_logprobs", self.old_logprobs, (None, *OLD_LOGPROBS))
-        if self.ratio_clip_c is not None and not self.ratio_clip_c > 1:
-            raise ValueError(f"ratio_clip_c: must be above 1, got {self.ratio_clip_c}")
+        check_numbers(self)
         self._check_entropy()
-        self._check_covariance()
-        if not self.target_temperature > 0:
-            raise ValueError(f"target_temperature: must be more than 0, got {self.target_temperature}")
+        if not self.clip_cov_lb < self.clip_cov_ub:
+            raise ValueError(f"clip_cov_lb: must be below clip_cov_ub, got {self.clip_cov_lb} and {self.clip_cov_ub}")
         self.off_policy.check(functions)
         if self.old_logprobs == "sampler" and self.off_policy.mode != "none":
             raise ValueError(
@@ -175,30 +174,16 @@ class LossSettings:
             )
 
     def _check_entropy(self) -> None:
-        if not 0 <= self.entropy_coef_min <= self.entropy_coef_max < math.inf:
+        if not self.entropy_coef_min <= self.entropy_coef_max:
             raise ValueError(
-                "entropy_coef_min: must be 0 or more and at most entropy_coef_max, got "
+                "entropy_coef_min: must be at most entropy_coef_max, got "
                 f"{self.entropy_coef_min} and {self.entropy_coef_max}"
             )
-        for name in ("entropy_target", "entropy_coef_delta"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ValueError(f"{name}: must be more than 0 and finite, got {getattr(self, name)}")
         if self.use_adaptive_entropy and not self.entropy_coef_min <= self.entropy_bonus <= self.entropy_coef_max:
             raise ValueError(
                 "entropy_bonus: use_adaptive_entropy begins with it, so it must be between entropy_coef_min and "
                 f"entropy_coef_max, got {self.entropy_bonus}"
             )
-
-    def _check_covariance(self) -> None:
-        for name in ("clip_cov_ratio", "kl_cov_ratio"):
-            if not 0 < getattr(self, name) <= 1:
-                raise ValueError(f"{name}: must be more than 0 and at most 1, got {getattr(self, name)}")
-        if not -math.inf < self.clip_cov_lb < self.clip_cov_ub:
-            raise ValueError(
-                f"clip_cov_lb: must be finite and below clip_cov_ub, got {self.clip_cov_lb} and {self.clip_cov_ub}"
-            )
-        if not 0 <= self.kl_cov_coef < math.inf:
-            raise ValueError(f"kl_cov_coef: must be 0 or more and finite, got {self.kl_cov_coef}")
 
     def why_all_sequences(self, functions: Functions | None = None) -> str | None:
         """What the gradient takes from sequences of advantage 0; None: nothing, they may be left out of an update."""

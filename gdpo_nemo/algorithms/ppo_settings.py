@@ -6,29 +6,29 @@ this before anything else is imported.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, fields
-from typing import Any, Optional
+from typing import Annotated, Any, Optional
 
 from gdpo_nemo.algorithms.loss_settings import LossSettings
 from gdpo_nemo.algorithms.own_functions import Functions
+from gdpo_nemo.algorithms.ranges import Range, check_numbers
 
 
 @dataclass
 class PPOSettings:
     """Advantages and value loss of `algorithm.type` ppo. Names and defaults are those of TRL's PPOTrainer."""
 
-    gamma: float = 1.0
+    gamma: Annotated[float, Range(0, 1)] = 1.0
     """Discount of the next token's value and of the rewards to come, from 0 to 1 (1: none)."""
-    lam: float = 0.95
+    lam: Annotated[float, Range(0, 1)] = 0.95
     """Lambda of generalized advantage estimation, from 0, which trusts the values alone, to 1, the rewards alone (arXiv
     1506.02438)."""
-    vf_coef: float = 0.1
+    vf_coef: Annotated[float, Range(0)] = 0.1
     """Weight of the value loss beside the loss of loss_fn."""
-    head_lr_mult: float = 10.0
+    head_lr_mult: Annotated[float, Range(above=0)] = 10.0
     """Learning rate of the value head, which starts at 0, over that of the policy (Megatron's name); the recipes of
     verl have 10."""
-    cliprange_value: Optional[float] = 0.2
+    cliprange_value: Annotated[Optional[float], Range(above=0)] = 0.2
     """Distance from the value before the step beyond which an update does not follow a token's value; null: not
     clipped."""
     whiten_advantages: bool = True
@@ -36,15 +36,7 @@ class PPOSettings:
 
     def check(self) -> None:
         """Refuse values that mean nothing. Raises ValueError; the message begins with the key."""
-        for name in ("gamma", "lam"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"{name}: must be 0 or more and at most 1, got {getattr(self, name)}")
-        if not 0 <= self.vf_coef < math.inf:
-            raise ValueError(f"vf_coef: must be 0 or more and finite, got {self.vf_coef}")
-        if not 0 < self.head_lr_mult < math.inf:
-            raise ValueError(f"head_lr_mult: must be more than 0 and finite, got {self.head_lr_mult}")
-        if self.cliprange_value is not None and not 0 < self.cliprange_value < math.inf:
-            raise ValueError(f"cliprange_value: must be more than 0 and finite, or null, got {self.cliprange_value}")
+        check_numbers(self)
 
 
 @dataclass

@@ -6,11 +6,11 @@ with this before anything else is imported.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field, fields
-from typing import Optional
+from typing import Annotated, Optional
 
 from gdpo_nemo.algorithms.own_functions import Functions
+from gdpo_nemo.algorithms.ranges import Range, check_numbers
 
 LOSS_TYPES = {
     "dpo": ("sigmoid", "hinge", "ipo", "robust"),
@@ -42,10 +42,10 @@ class PreferenceSettings:
 
     loss_type: str = "sigmoid"
     """Of dpo: sigmoid, hinge, ipo or robust; of cpo: sigmoid, hinge or ipo. The others have one form each."""
-    beta: Optional[float] = None
+    beta: Annotated[Optional[float], Range(above=0)] = None
     """Strength of the preference: what log-probs (for dpo and kto: their distance to the starting model) are multiplied
     with; for ipo its tau, for orpo the weight of the odds ratio. Null: 0.1, and 2.0 for simpo."""
-    label_smoothing: float = 0.0
+    label_smoothing: Annotated[float, Range(0, below=0.5)] = 0.0
     """Share of pairs whose labels are taken to be wrong, 0 to below 0.5: cDPO with sigmoid, robust DPO with robust; the
     same for cpo and simpo."""
     reference_free: bool = False
@@ -53,16 +53,16 @@ class PreferenceSettings:
     length_normalize: Optional[bool] = None
     """Whether an answer counts by the mean log-prob of its tokens and not by their sum. Null: as published and as in
     TRL, for simpo and orpo, and for loss_type ipo."""
-    rpo_alpha: Optional[float] = None
+    rpo_alpha: Annotated[Optional[float], Range(0)] = None
     """Weight of the cross-entropy of the chosen answers, mean over their tokens (RPO; cpo_alpha in TRL). Null: 1 for
     cpo and orpo, which are published with it, and 0 for the others."""
-    simpo_gamma: float = 0.5
+    simpo_gamma: Annotated[float, Range(0)] = 0.5
     """Margin that simpo asks for between the rewards of the two answers."""
-    desirable_weight: float = 1.0
+    desirable_weight: Annotated[float, Range(0)] = 1.0
     """Weight of kto's desirable answers."""
-    undesirable_weight: float = 1.0
+    undesirable_weight: Annotated[float, Range(0)] = 1.0
     """Weight of kto's undesirable answers."""
-    center_rewards_coefficient: Optional[float] = None
+    center_rewards_coefficient: Annotated[Optional[float], Range(0)] = None
     """Weight of the squared sum of both rewards of a pair in the loss of reward_model, which keeps their mean near 0
     (arXiv 2312.09244); TRL suggests 0.01. Null: no such term."""
 
@@ -72,10 +72,7 @@ class PreferenceSettings:
         if self.loss_type not in LOSS_TYPES[kind]:
             known = ", ".join(LOSS_TYPES[kind])
             raise ValueError(f"loss_type: {self.loss_type!r} is none of algorithm {kind}; known: {known}")
-        if self.beta is not None and not 0 < self.beta < math.inf:
-            raise ValueError(f"beta: must be more than 0 and finite, got {self.beta}")
-        if not 0 <= self.label_smoothing < 0.5:
-            raise ValueError(f"label_smoothing: must be 0 or more and below 0.5, got {self.label_smoothing}")
+        check_numbers(self)
         if self.label_smoothing and (kind in ("kto", "orpo") or self.loss_type not in _SMOOTHED):
             raise ValueError(f"label_smoothing: has no effect on {kind} with loss_type {self.loss_type}")
         if self.reference_free and kind != "dpo":
@@ -84,16 +81,6 @@ class PreferenceSettings:
             raise ValueError(f"length_normalize: {kind} is published with {str(kind == 'orpo').lower()} alone")
         if kind == "kto" and self.rpo_alpha:
             raise ValueError("rpo_alpha: kto has no chosen answers whose cross-entropy could be added")
-        for name in (
-            "rpo_alpha",
-            "simpo_gamma",
-            "desirable_weight",
-            "undesirable_weight",
-            "center_rewards_coefficient",
-        ):
-            value = getattr(self, name)
-            if value is not None and not 0 <= value < math.inf:
-                raise ValueError(f"{name}: must be 0 or more and finite, got {value}")
         self._check_readers(kind)
 
     def _check_readers(self, kind: str) -> None:

@@ -12,6 +12,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from omegaconf import MISSING
 
+from gdpo_nemo.algorithms.ranges import Range, fields_of
 from gdpo_nemo.config.choices import CHOICES, OWN_FUNCTIONS
 
 
@@ -29,6 +30,8 @@ class Key:
     """The names it takes; empty where any value of its type will do."""
     takes_own: bool
     """Whether it also takes a function of the user's by its place."""
+    range: str
+    """Values that its numbers may have; empty if it has none."""
     about: str
 
     @property
@@ -41,7 +44,8 @@ def keys_of(section: type, prefix: str = "") -> list[Key]:
     """The keys of a section in order; ``prefix`` is the section's own path."""
     hints = get_type_hints(section)
     docs = _field_docs(section)
-    return [_key(field, hints[field.name], docs, prefix) for field in dataclasses.fields(section)]
+    ranges = {field.name: field.range for field in fields_of(section)}
+    return [_key(field, hints[field.name], docs, ranges[field.name], prefix) for field in dataclasses.fields(section)]
 
 
 def section_of(hint: Any) -> type | None:
@@ -54,12 +58,14 @@ def about_section(section: type) -> str:
     return " ".join(inspect.cleandoc(section.__doc__ or "").split())
 
 
-def _key(field: dataclasses.Field, hint: Any, docs: dict[str, str], prefix: str) -> Key:
+def _key(field: dataclasses.Field, hint: Any, docs: dict[str, str], range_: Range | None, prefix: str) -> Key:
     path = f"{prefix}.{field.name}" if prefix else field.name
     section = section_of(hint)
     about = docs.get(field.name) or (about_section(section) if section else "")
     choices = CHOICES.get(path, ())
-    return Key(path, section, _type_name(hint), _default(field), choices, path in OWN_FUNCTIONS, about)
+    return Key(
+        path, section, _type_name(hint), _default(field), choices, path in OWN_FUNCTIONS, str(range_ or ""), about
+    )
 
 
 def _default(field: dataclasses.Field) -> str:

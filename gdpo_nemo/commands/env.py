@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from itertools import zip_longest
 from typing import Any, Mapping
 
 from gdpo_nemo.commands.arguments import Parser, add_overrides
@@ -25,7 +26,9 @@ def add(commands) -> None:
     action = actions.add_parser("check", help="verify a few rows in worker processes and show what each reward gives")
     action.add_argument("name", metavar="NAME", help="name in the section env of the config; without one, a plugin")
     action.add_argument("--config", metavar="FILE", help="config that holds the environment's options and data")
-    action.add_argument("--rows", type=int, default=4, metavar="N", help="rows to try (%(default)s)")
+    action.add_argument(
+        "--rows", type=int, default=4, metavar="N", help="rows to try, at least one of each server (%(default)s)"
+    )
     action.add_argument(
         "--completion",
         action="append",
@@ -150,11 +153,21 @@ def _rows(config, name: str, environment: Any, split: str, dataset: Any, wanted:
         return []
     if dataset.environment_key is None:
         own = replace(dataset, environment=name, size=wanted if dataset.path is None else dataset.size)
-        return load_rows(own, {name: environment}, split, config.run.seed)[:wanted]
+        return _of_each_server(load_rows(own, {name: environment}, split, config.run.seed), environment, wanted)
     everyone = load_environments(config.env)
     rows = load_rows(dataset, everyone, split, config.run.seed)
     named = [environment_of_row(row, dataset, everyone, split, index) for index, row in enumerate(rows)]
-    return [row for row, verifier in zip(rows, named) if verifier == name][:wanted]
+    return _of_each_server([row for row, verifier in zip(rows, named) if verifier == name], environment, wanted)
+
+
+def _of_each_server(rows: list[dict[str, Any]], environment: Any, wanted: int) -> list[dict[str, Any]]:
+    """``wanted`` rows, or more if there are more servers: the first of each server, then the second of each."""
+    by_server: dict[str | None, list[dict[str, Any]]] = {}
+    for row in rows:
+        by_server.setdefault(environment.server_of(row), []).append(row)
+    turns = zip_longest(*by_server.values())
+    in_turn = [row for turn in turns for row in turn if row is not None]
+    return in_turn[: max(wanted, len(by_server))]
 
 
 def _table(name: str, found) -> Any:

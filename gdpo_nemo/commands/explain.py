@@ -78,6 +78,8 @@ def _explain_key(key: Key) -> str:
     if key.choices:
         own = ", or one of your own: file.py:name" if key.takes_own else ""
         lines.append(f"  accepts  {', '.join(key.choices)}{own}")
+    if key.range:
+        lines.append(f"  range    {key.range}")
     return "\n".join([*lines, "", *_wrapped(key.about)])
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import io
 import json
 import sys
 from pathlib import Path
@@ -65,10 +66,12 @@ def _lines(step: int, path: Path) -> Iterator[str]:
 
 @contextlib.contextmanager
 def _opened(out: str) -> Iterator[TextIO]:
-    from gdpo_nemo.observe.rollouts import whole
+    from gdpo_nemo.config.writing import whole_file
 
     if out == "-":
         yield sys.stdout
         return
-    with whole(Path(out)) as partial, open(partial, "w", encoding="utf-8") as file:
-        yield file
+    with whole_file(out) as file:
+        text = io.TextIOWrapper(file, encoding="utf-8")
+        yield text
+        text.detach()  # flushes and leaves the file open

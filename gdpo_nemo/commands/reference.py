@@ -138,7 +138,7 @@ def _section(path: str, about: str, keys: Sequence[Key]) -> list[str]:
 
 def _type(key: Key) -> str:
     if not key.choices:
-        return _cell(key.type)
+        return _cell(f"{key.type} ({key.range})" if key.range else key.type)
     own = ", or one of your own (`file.py:name`)" if key.takes_own else ""
     null = ", or null" if key.type.endswith("or null") else ""
     return "one of " + ", ".join(f"`{choice}`" for choice in key.choices) + own + null

@@ -52,9 +52,11 @@ def run(arguments: argparse.Namespace) -> int:
 def _dry_run(config: Config, notes: Sequence[str]) -> int:
     """Check the data that is here and print the plan, as comments: the output as a whole is a config file again."""
     from gdpo_nemo.observe.installation import missing_libraries
+    from gdpo_nemo.observe.trackers import missing_trackers
 
     if config.cluster.gpus_per_node == 0 and (missing := missing_libraries()):
         notes = [*notes, missing]
+    notes = [*notes, *missing_trackers(config)]
     print(to_yaml(config) + "\n" + plan_of(config, notes, check_inputs(config)))
     return 0
 

@@ -17,6 +17,21 @@ LORA_TARGETS = tuple(dict.fromkeys(name for family in FAMILIES.values() for name
 ALIASED = ("nemo_rl", "trl")
 """What `logger.aliases` takes: programs whose names of metrics are known."""
 
+SECTIONS_OFF: dict[str, tuple[str, int | str | bool | None]] = {
+    "policy.lora": ("rank", 0),
+    "teacher": ("model_name", None),
+    "gdpo.dynamic_sampling": ("enabled", False),
+    "loss_fn.off_policy": ("mode", "none"),
+    "rollout.replay_buffer": ("groups", 0),
+    "rollout.endpoint": ("enabled", False),
+    "checkpointing": ("enabled", False),
+    "logger.tensorboard": ("enabled", False),
+    "logger.wandb": ("enabled", False),
+    "logger.mlflow": ("enabled", False),
+    "logger.prometheus": ("port", None),
+}
+"""Sections that a config may set to null, and the key and value that switch each of them off."""
+
 CHOICES: dict[str, tuple[str, ...]] = {
     "algorithm.type": tuple(ALGORITHMS),
     "gdpo.estimator": tuple(ESTIMATORS),

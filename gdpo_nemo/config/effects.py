@@ -379,6 +379,11 @@ SWITCHED_OFF = (
         lambda c: c.checkpointing.enabled,
         "while checkpointing.enabled is false",
     ),
+    Effect(
+        ("logger.prometheus.host",),
+        lambda c: c.logger.prometheus.port is not None,
+        "while logger.prometheus.port is null",
+    ),
 )
 
 

@@ -21,7 +21,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
 
 from gdpo_nemo.config.algorithm_choice import declares_sampling
-from gdpo_nemo.config.choices import CHOICES, OWN_FUNCTIONS
+from gdpo_nemo.config.choices import CHOICES, OWN_FUNCTIONS, SECTIONS_OFF
 from gdpo_nemo.config.files import DEMO, REPOSITORY, find_file
 from gdpo_nemo.config.messages import message_line
 from gdpo_nemo.config.reading import check_yaml, read_text
@@ -80,7 +80,8 @@ def read_overrides(overrides: Overrides) -> Sources:
 def merge_sources(sources: Sources, merged: DictConfig | None = None) -> DictConfig:
     """Check every source against the schema and merge them in order, into ``merged`` if given. Raises ConfigError."""
     merged = cast(DictConfig, OmegaConf.structured(Config)) if merged is None else merged
-    for source, content, whole in sources:
+    for source, given, whole in sources:
+        content = _switch_off(given, merged)
         _check(content, Config, "", source)
         try:
             if whole:
@@ -89,6 +90,26 @@ def merge_sources(sources: Sources, merged: DictConfig | None = None) -> DictCon
         except OmegaConfBaseException as error:
             raise _translated(error, source) from None
     return merged
+
+
+def _switch_off(content: dict[str, Any], merged: DictConfig) -> dict[str, Any]:
+    """Return ``content`` with its null sections switched off, and give these sections their defaults in ``merged``."""
+    for key, (switch, value) in SECTIONS_OFF.items():
+        *outer, name = key.split(".")
+        node: Any = content
+        for part in outer:
+            node = node.get(part) if isinstance(node, Mapping) else None
+        if isinstance(node, Mapping) and name in node and node[name] is None:
+            section = OmegaConf.get_type(OmegaConf.select(merged, key))
+            OmegaConf.update(merged, key, OmegaConf.structured(section), merge=False)
+            content = _with_value(content, [*outer, name], {switch: value})
+    return content
+
+
+def _with_value(content: Mapping[str, Any], path: Sequence[str], value: Any) -> dict[str, Any]:
+    """A copy of nested mappings with another value at a path."""
+    name, *inner = path
+    return {**content, name: _with_value(content[name], inner, value) if inner else value}
 
 
 def _plain(value: Any) -> Any:

@@ -5,7 +5,6 @@ Calls the algorithms' own checks, those parts of them that need no torch, so tha
 
 from __future__ import annotations
 
-import math
 from typing import Any, Callable, Iterable
 
 from gdpo_nemo.algorithms.own_functions import Functions, is_place, loss_entry
@@ -140,8 +139,6 @@ def _check_credit(config: Config) -> None:
     gdpo = config.gdpo
     if gdpo.credit != "turn":
         return
-    if not gdpo.discount <= 1:
-        raise ConfigError(f"gdpo.discount: must be at most 1, got {gdpo.discount}")
     whole = {
         "gdpo.shaping": bool(gdpo.shaping),
         "gdpo.kl_in_reward": kl_in_reward(config) and not has_value_head(config),
@@ -154,8 +151,6 @@ def _check_credit(config: Config) -> None:
 
 
 def _check_dynamic_sampling(config: Config) -> None:
-    if config.gdpo.dynamic_sampling.batch_multiplier == math.inf:
-        raise ConfigError("gdpo.dynamic_sampling.batch_multiplier: must be finite")
     if config.gdpo.dynamic_sampling.leave_one_out and loss_entry(config.loss_fn.type).by_group:
         raise ConfigError(
             "gdpo.dynamic_sampling.leave_one_out: leaves parts of groups, which loss_fn.type "

@@ -3,28 +3,30 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, List, Optional
+from typing import Annotated, Any, List, Optional
 
 from omegaconf import MISSING
+
+from gdpo_nemo.algorithms.ranges import Range
 
 
 @dataclass
 class OptimizerConfig:
     """AdamW, as Megatron-core runs it."""
 
-    lr: float = 1.0e-6
+    lr: Annotated[float, Range(0)] = 1.0e-6
     """Peak learning rate."""
-    min_lr: float = 0.0
+    min_lr: Annotated[float, Range(0)] = 0.0
     """Learning rate at the end of a decaying schedule."""
-    weight_decay: float = 0.0
+    weight_decay: Annotated[float, Range(0)] = 0.0
     """Decoupled weight decay of matrices (norms and biases have none)."""
-    adam_beta1: float = 0.9
+    adam_beta1: Annotated[float, Range(0, below=1)] = 0.9
     """Decay of the first moment."""
-    adam_beta2: float = 0.99
+    adam_beta2: Annotated[float, Range(0, below=1)] = 0.99
     """Decay of the second moment."""
-    adam_eps: float = 1.0e-8
+    adam_eps: Annotated[float, Range(above=0)] = 1.0e-8
     """Added to the root of the second moment."""
-    clip_grad: float = 1.0
+    clip_grad: Annotated[float, Range(0)] = 1.0
     """Largest global gradient norm; 0 switches clipping off."""
     offload: bool = False
     """Between updates keep main weights and moments in host memory (bfloat16 on GPUs; on a CPU they are there
@@ -37,12 +39,12 @@ class SchedulerConfig:
 
     lr_decay_style: str = "constant"
     """constant, linear or cosine."""
-    lr_warmup_steps: int = 0
+    lr_warmup_steps: Annotated[int, Range(0)] = 0
     """Updates over which the learning rate rises linearly to lr."""
-    lr_warmup_init: Optional[float] = None
+    lr_warmup_init: Annotated[Optional[float], Range(0)] = None
     """Learning rate of the first update of the warm-up, which reaches lr after lr_warmup_steps further ones. Null: lr /
     lr_warmup_steps, and the last update of the warm-up has lr."""
-    lr_decay_steps: Optional[int] = None
+    lr_decay_steps: Annotated[Optional[int], Range(1)] = None
     """Updates at which the decay ends; null: the updates of the whole run."""
 
 
@@ -50,26 +52,26 @@ class SchedulerConfig:
 class MegatronConfig:
     """Parallel layout, memory and optimizer of the policy."""
 
-    tensor_model_parallel_size: int = 1
+    tensor_model_parallel_size: Annotated[int, Range(1, 100_000)] = 1
     """Ranks that share each matrix."""
-    pipeline_model_parallel_size: int = 1
+    pipeline_model_parallel_size: Annotated[int, Range(1, 100_000)] = 1
     """Ranks that share the layers, in stages."""
-    virtual_pipeline_model_parallel_size: Optional[int] = None
+    virtual_pipeline_model_parallel_size: Annotated[Optional[int], Range(1, 100_000)] = None
     """Model chunks per pipeline stage (interleaved schedule); null: one. An update then has two or more times as many
     micro-batches as stages, of which some may be empty."""
-    num_layers_in_first_pipeline_stage: Optional[int] = None
+    num_layers_in_first_pipeline_stage: Annotated[Optional[int], Range(1)] = None
     """Layers of the first pipeline stage, which also has the embedding; the stages between share evenly what is
     left."""
-    num_layers_in_last_pipeline_stage: Optional[int] = None
+    num_layers_in_last_pipeline_stage: Annotated[Optional[int], Range(1)] = None
     """Layers of the last pipeline stage, which also has the output layer; the stages between share evenly what is
     left."""
-    context_parallel_size: int = 1
+    context_parallel_size: Annotated[int, Range(1, 100_000)] = 1
     """Ranks that share each sequence."""
-    expert_model_parallel_size: int = 1
+    expert_model_parallel_size: Annotated[int, Range(1, 100_000)] = 1
     """Ranks that share the experts of a mixture model."""
-    expert_tensor_parallel_size: Optional[int] = None
+    expert_tensor_parallel_size: Annotated[Optional[int], Range(1, 100_000)] = None
     """Ranks that share each expert's matrices; null: tensor_model_parallel_size."""
-    data_parallel_size: Optional[int] = None
+    data_parallel_size: Annotated[Optional[int], Range(1, 100_000)] = None
     """Replicas of the model. Null: what the GPUs of the cluster leave, or 1 on CPU."""
     sequence_parallel: bool = False
     """Shard activations between tensor-parallel regions along the sequence."""
@@ -81,7 +83,7 @@ class MegatronConfig:
     """Overlap the parameter gather of the distributed optimizer with the forward pass."""
     recompute: str = "none"
     """Activation recomputation: none, selective (attention) or full (whole layers)."""
-    recompute_layers: Optional[int] = None
+    recompute_layers: Annotated[Optional[int], Range(1)] = None
     """With `recompute: full`, only this many layers of each pipeline stage (or virtual stage), the first ones; null:
     all."""
     attention_backend: str = "auto"
@@ -109,13 +111,13 @@ class MegatronConfig:
 class VllmConfig:
     """One vLLM engine."""
 
-    tensor_parallel_size: int = 1
+    tensor_parallel_size: Annotated[int, Range(1)] = 1
     """Ranks of one engine."""
-    kv_cache_memory_bytes: int = 268435456
+    kv_cache_memory_bytes: Annotated[int, Range(1)] = 268435456
     """KV cache of one engine on CPU, in bytes."""
-    gpu_memory_utilization: float = 0.85
+    gpu_memory_utilization: Annotated[float, Range(above=0, most=1)] = 0.85
     """Share of GPU memory one engine may take (GPU only)."""
-    max_num_seqs: int = 256
+    max_num_seqs: Annotated[int, Range(1)] = 256
     """Sequences decoded at once by one engine."""
     enforce_eager: bool = False
     """Do not capture CUDA graphs (on CPU execution is always eager)."""
@@ -130,21 +132,21 @@ class GenerationConfig:
 
     backend: str = "vllm"
     """Sampling engine; vllm."""
-    engines: int = 1
+    engines: Annotated[int, Range(1, 100_000)] = 1
     """vLLM engines (data-parallel replicas)."""
-    max_new_tokens: int = 64
+    max_new_tokens: Annotated[int, Range(1)] = 64
     """Longest completion in tokens; shorter where the context ends."""
-    temperature: float = 1.0
+    temperature: Annotated[float, Range(above=0)] = 1.0
     """Sampling temperature; the trainer divides its logits by the same number."""
-    top_p: float = 1.0
+    top_p: Annotated[float, Range(above=0, most=1)] = 1.0
     """Nucleus of sampling. Below 1 the sampler's log-probs are of another distribution than the trainer's."""
-    top_k: int = -1
+    top_k: Annotated[int, Range(1, also=(-1,))] = -1
     """Number of tokens sampled from; -1: all."""
     stop_strings: List[str] = field(default_factory=list)
     """Texts that end a completion; they stay part of it."""
     verify_weights: bool = True
     """After each weight update compare the log-probs of a few sequences between trainer and engines."""
-    parity_limit: Optional[float] = None
+    parity_limit: Annotated[Optional[float], Range(above=0)] = None
     """Largest mean difference that verify_weights allows, in nats a token; the run stops above it. null: four times
     what trainer and engines differ by at the start, on the model that both have loaded, and at least 1e-4 in float32,
     0.01 in bfloat16."""
@@ -155,11 +157,11 @@ class GenerationConfig:
 class LoraConfig:
     """Low-rank adapters: the model stays as it is, small matrices beside its linear layers are trained."""
 
-    rank: int = 0
+    rank: Annotated[int, Range(0, 2**20)] = 0
     """Rank of the adapters; 0 trains the whole model."""
-    alpha: float = 32.0
+    alpha: Annotated[float, Range(above=0)] = 32.0
     """Adapters count alpha / rank times."""
-    dropout: float = 0.0
+    dropout: Annotated[float, Range(0, below=1)] = 0.0
     """Dropout before the adapters while training."""
     init: str = "uniform"
     """How A is drawn (B starts at 0): uniform, as PEFT does, or xavier (normal), as NeMo's adapters do."""
@@ -187,11 +189,11 @@ class PolicyConfig:
     """Tokenizer folder or name; null: that of the model."""
     precision: str = "bfloat16"
     """float32 or bfloat16 (with float32 main weights)."""
-    max_total_sequence_length: int = 1024
+    max_total_sequence_length: Annotated[int, Range(1, 10**9)] = 1024
     """Longest prompt plus completion in tokens."""
-    train_global_batch_size: Optional[int] = None
+    train_global_batch_size: Annotated[Optional[int], Range(1)] = None
     """Sequences per optimizer update; null: all of a step, one update."""
-    micro_batch_tokens: int = 8192
+    micro_batch_tokens: Annotated[int, Range(1)] = 8192
     """Token budget of one packed micro-batch on one data-parallel rank; never below the longest sequence."""
     skip_zero_advantage: bool = False
     """Compute no forward and backward of sequences whose advantage or weight is 0, which give no gradient; what each
@@ -208,11 +210,11 @@ class PolicyConfig:
     sync_ref_model: bool = False
     """Let the reference, which KL penalties and dpo's and kto's scores refer to, follow the policy (TR-DPO, arXiv
     2404.09656)."""
-    ref_model_sync_steps: int = 512
+    ref_model_sync_steps: Annotated[int, Range(1)] = 512
     """Steps of the run between two such changes of the reference."""
-    ref_model_mixup_alpha: float = 0.6
+    ref_model_mixup_alpha: Annotated[float, Range(above=0, most=1)] = 0.6
     """Share of the policy's weights in the changed reference, the rest being its own: above 0, to 1 (a copy)."""
-    num_threads: Optional[int] = None
+    num_threads: Annotated[Optional[int], Range(1, 4096)] = None
     """CPU threads per policy rank; null: the cores divided by the ranks."""
     lora: LoraConfig = field(default_factory=LoraConfig)
     megatron_cfg: MegatronConfig = field(default_factory=MegatronConfig)

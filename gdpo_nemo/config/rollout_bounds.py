@@ -139,8 +139,6 @@ def _check_depth(config: Config) -> None:
 
 def _check_valid(config: Config) -> None:
     share = config.rollout.min_valid
-    if not 0 < share <= 1:
-        raise ConfigError(f"rollout.min_valid: must be above 0 and at most 1, got {share:g}")
     if config.rollout.group_timeout_s is None:
         return
     group = config.gdpo.num_generations_per_prompt

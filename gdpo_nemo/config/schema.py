@@ -1,22 +1,29 @@
 """The typed configuration: one dataclass per YAML section, one docstring per field.
 
 The string under a field is what ``gdpo-nemo explain KEY`` prints, so it says what the key does, its unit and what the
-default means. Section and key names follow NeMo-RL where they mean the same. The section `loss_fn` is the class that
-the loss itself takes, so that no key can be in one and not in the other. This module imports no torch.
+default means. Every number declares its `Range`, which `explain` prints and every run checks. Section and key names
+follow NeMo-RL where they mean the same. The section `loss_fn` is the class that the loss itself takes, so that no key
+can be in one and not in the other. This module imports no torch.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Dict, List, Optional
+from typing import Annotated, Any, Dict, List, Optional
 
 from omegaconf import MISSING
 
 from gdpo_nemo.algorithms.loss_settings import LossSettings
 from gdpo_nemo.algorithms.ppo_settings import PPOSettings
 from gdpo_nemo.algorithms.preference_settings import PreferenceSettings
+from gdpo_nemo.algorithms.ranges import Range
 
 # Imported under their own names, so that every section is found here.
+from gdpo_nemo.config.data_section import (
+    DataConfig as DataConfig,
+    DatasetConfig as DatasetConfig,
+    StridedConfig as StridedConfig,
+)
 from gdpo_nemo.config.policy_section import (
     GenerationConfig as GenerationConfig,
     LoraConfig as LoraConfig,
@@ -27,6 +34,8 @@ from gdpo_nemo.config.policy_section import (
     VllmConfig as VllmConfig,
 )
 
+_TEN_YEARS_S = 10 * 365 * 24 * 3600
+
 
 @dataclass
 class RunConfig:
@@ -36,9 +45,9 @@ class RunConfig:
     """Name of the run; the last part of the default folder."""
     dir: str = "results/${run.name}"
     """Folder that receives everything the run writes. Starting again on the same folder resumes."""
-    seed: int = 42
+    seed: Annotated[int, Range(0, 2**62)] = 42
     """Seed of data order, sampling and initialisation. Two runs with one seed and one layout are equal bit for bit."""
-    max_restarts: int = 10
+    max_restarts: Annotated[int, Range(0, 10**6)] = 10
     """Times that `gdpo-nemo train` starts the run again, from its last checkpoint, when processes, devices or nodes
     fail; 0: it ends then. Never again what config, data, user code or numerics made fail, nor what gained no step in
     two attempts."""
@@ -76,19 +85,19 @@ class DynamicSamplingConfig:
     enabled: bool = False
     """Drop groups in which every weighted component, as shaped, is constant and sample further prompts instead; with
     rollout.max_staleness above 0, one by one as they come."""
-    batch_multiplier: Optional[float] = None
+    batch_multiplier: Annotated[Optional[float], Range(1)] = None
     """Prompts of every round, as a multiple of num_prompts_per_step; groups beyond those needed are discarded (DAPO,
     NeMo-RL). Null: a first round of num_prompts_per_step, then as many as are missing. Needs rollout.max_staleness
     0."""
-    max_rounds: int = 4
+    max_rounds: Annotated[int, Range(1)] = 4
     """Generation rounds after which the step goes on with the groups it has. With rollout.max_staleness above 0: of one
     step, (max_rounds - 1) * num_prompts_per_step groups are replaced at most; further ones are trained as they are."""
     before_shaping: bool = False
     """Judge the components as the environments give them, so that a group whose lengths alone differ is replaced."""
-    reroll_after: int = 0
+    reroll_after: Annotated[int, Range(0)] = 0
     """Steps after which the prompt of a group that was dropped is drawn again, with other seeds; 0: not before the next
     epoch."""
-    max_rerolls: int = 1
+    max_rerolls: Annotated[int, Range(1)] = 1
     """Times that a prompt is drawn again in this way, in an epoch."""
     leave_one_out: bool = False
     """Judge each sample by the others of its group: one that differs from all others, which are alike, is dropped, and
@@ -107,7 +116,7 @@ class GdpoConfig:
     """Published variant to reproduce exactly, defects included: paper, trl, trl_fork, verl, ms_swift, nemo_rl."""
     options: Dict[str, Any] = field(default_factory=dict)
     """Further options of the chosen estimator, by name (for instance `gamma` of sa_mrpo)."""
-    rewards: Dict[str, float] = MISSING
+    rewards: Annotated[Dict[str, float], Range(-(10**12), 10**12)] = MISSING
     """Reward components that are trained and their weights, by name: `{correctness: 1.0, format: 1.0}`. May be left out
     where the environments list their rewards with weights (nemo_gym)."""
     shaping: List[Dict[str, Any]] = field(default_factory=list)
@@ -119,49 +128,49 @@ class GdpoConfig:
     credit: str = "sequence"
     """What an advantage is of: sequence, or turn: of each turn by what it and those after it earned (MT-GRPO). With
     algorithm ppo, where a reward stands: at the last token of the sequence, or of the turn that earned it."""
-    discount: float = 1.0
+    discount: Annotated[float, Range(0, 1)] = 1.0
     """Factor of the next turn's return in a turn's, with credit: turn; from 0, each turn by its own rewards, to 1."""
     turn_baseline: str = "turn"
     """What a turn's return is compared with, with credit: turn: turn, the group's returns of the same turn; group,
     those of all turns (as GRPO's process supervision)."""
-    kl_in_reward: Optional[float] = None
+    kl_in_reward: Annotated[Optional[float], Range(above=0)] = None
     """Coefficient beta of the KL to the starting model in the reward: A - beta (KL - mean of its group), KL being the
     summed log-ratio of a trajectory, before the batch norm and never normalised itself; estimators of the summed reward
     have it in the sum, and algorithm ppo takes beta times a token's log-ratio from its reward. Null: off.
     loss_fn.reference_policy_kl_penalty is the KL in the loss."""
-    epsilon: float = 1.0e-6
+    epsilon: Annotated[float, Range(above=0)] = 1.0e-6
     """Added to every standard deviation. A preset brings its own, which only a value unlike 1e-6 replaces."""
-    num_prompts_per_step: int = 16
+    num_prompts_per_step: Annotated[int, Range(1, 10**8)] = 16
     """Prompts in one step."""
-    num_generations_per_prompt: int = 8
+    num_generations_per_prompt: Annotated[int, Range(1, 10**6)] = 8
     """Samples per prompt (the group size G), at least 2, with algorithm ppo 1; where the algorithm does not sample, the
     sequences that it makes of a row."""
-    num_iterations: int = 1
+    num_iterations: Annotated[int, Range(1)] = 1
     """Times that a step trains each of its samples (mu in GRPO), one optimizer update after the other; the ratios of
     all refer to the weights that sampled."""
     group_by: str = "row"
     """What samples are compared with: those of their row, or prompt: of all rows of the step with the same prompt
     tokens."""
-    max_num_steps: int = 100
+    max_num_steps: Annotated[int, Range(1)] = 100
     """Steps after which the run is complete."""
-    max_num_epochs: Optional[int] = None
+    max_num_epochs: Annotated[Optional[int], Range(1)] = None
     """Passes over the training prompts, in whole steps, after which the run is complete if it has not been before.
     Null: no limit."""
     dynamic_sampling: DynamicSamplingConfig = field(default_factory=DynamicSamplingConfig)
-    val_period: int = 0
+    val_period: Annotated[int, Range(0)] = 0
     """Steps between validations; 0 switches validation off."""
     val_at_start: bool = False
     """Validate the untrained model too."""
-    val_prompts: Optional[int] = None
+    val_prompts: Annotated[Optional[int], Range(1)] = None
     """Held-out prompts per validation; null takes them all."""
-    val_generations_per_prompt: int = 1
+    val_generations_per_prompt: Annotated[int, Range(1, 10**6)] = 1
     """Samples per held-out prompt; the reported value is the mean."""
-    val_pass_at_k: List[int] = field(default_factory=list)
+    val_pass_at_k: Annotated[List[int], Range(1, 10**6)] = field(default_factory=list)
     """Values of k, each at most val_generations_per_prompt, whose unbiased pass@k is reported of every component: the
     expected best of k samples. `[1, 4, 8]`."""
-    val_temperature: float = 1.0
+    val_temperature: Annotated[float, Range(0)] = 1.0
     """Sampling temperature of validation; 0 is greedy."""
-    max_skipped_steps: int = 3
+    max_skipped_steps: Annotated[int, Range(1)] = 3
     """Consecutive steps with a non-finite loss or gradient after which the run stops."""
 
 
@@ -169,9 +178,9 @@ class GdpoConfig:
 class TurnsConfig:
     """How far a trajectory of several turns may go."""
 
-    max_turns: int = 1
+    max_turns: Annotated[int, Range(1, 10**6)] = 1
     """Turns that the policy may take in one trajectory; what goes on after them is truncated."""
-    max_tokens: Optional[int] = None
+    max_tokens: Annotated[Optional[int], Range(1)] = None
     """Tokens that the policy may write in all turns of a trajectory. Null: policy.generation.max_new_tokens in each."""
 
 
@@ -183,7 +192,7 @@ class EndpointConfig:
     """Serve /v1/chat/completions, /tokenize and /v1/models while the run lasts."""
     host: str = "127.0.0.1"
     """Address to listen at. Whoever reaches it can sample; there is no password."""
-    port: int = 8000
+    port: Annotated[int, Range(0, 65_535)] = 8000
     """Port to listen at; agents have to know it. 0 takes any free one."""
 
 
@@ -191,12 +200,12 @@ class EndpointConfig:
 class ReplayBufferConfig:
     """Groups that are trained again in later steps; they need loss_fn.old_logprobs: trainer."""
 
-    groups: int = 0
+    groups: Annotated[int, Range(0)] = 0
     """Groups of earlier steps in every step, in place of as many new ones; 0: none. The first steps, from which there
     are too few yet, have more new ones."""
-    reuse: int = 1
+    reuse: Annotated[int, Range(1)] = 1
     """Times that a group is trained again at most."""
-    max_age: int = 4
+    max_age: Annotated[int, Range(1)] = 4
     """Largest number of steps between the weights that sampled a token of such a group and those that it trains; more
     than rollout.max_staleness."""
 
@@ -205,38 +214,38 @@ class ReplayBufferConfig:
 class RolloutConfig:
     """How rollouts are scheduled, and when a failing environment ends the run."""
 
-    max_staleness: int = 0
+    max_staleness: Annotated[int, Range(0, 10**6)] = 0
     """Largest number of steps between the weights that sample a token and the weights that it trains (S), a hard bound.
     0: exactly on-policy."""
     kv: str = "recompute"
     """What new weights do to samples under way, with max_staleness above 0. recompute: the rest is sampled by the new
     weights, and their cached keys and values are computed again; keep: those stay as they are, which is faster and
     cannot be replayed; drain: an engine finishes its samples first."""
-    window: Optional[int] = None
+    window: Annotated[Optional[int], Range(1)] = None
     """Reorder window in groups (W): a group may be overtaken by at most W - 1 later ones. Null: 1, in the order of
     the prompts. A larger one is taken off the bound."""
     depth: Any = "auto"
     """Groups under way at most, between gdpo.num_prompts_per_step (P) and the bound B = (S + 1) * P - (W - 1); auto: as
     many of them as keep the trainer from waiting."""
-    sync_every: int = 1
+    sync_every: Annotated[int, Range(1)] = 1
     """Steps between two publications of weights; more than 1 needs max_staleness of at least sync_every - 1."""
-    group_timeout_s: Optional[float] = None
+    group_timeout_s: Annotated[Optional[float], Range(above=0, most=_TEN_YEARS_S)] = None
     """Seconds after which the samples of a group that are still under way are given up: they are `aborted`, and masked.
     Null: none are."""
-    min_valid: float = 0.5
+    min_valid: Annotated[float, Range(above=0, most=1)] = 0.5
     """Share of a group's samples that must have a verdict for it to be trained after group_timeout_s; else the group is
     dropped."""
     replay_buffer: ReplayBufferConfig = field(default_factory=ReplayBufferConfig)
-    max_env_failure_share: float = 0.2
+    max_env_failure_share: Annotated[float, Range(0, 1)] = 0.2
     """Share of a step's samples that may fail in the environment before the run stops."""
-    env_timeout_s: float = 30.0
+    env_timeout_s: Annotated[float, Range(above=0, most=_TEN_YEARS_S)] = 30.0
     """Seconds one verification task may take."""
-    env_workers: int = 1
+    env_workers: Annotated[int, Range(1, 4096)] = 1
     """Worker processes that verify."""
-    generation_timeout_s: float = 3600.0
+    generation_timeout_s: Annotated[float, Range(above=0, most=_TEN_YEARS_S)] = 3600.0
     """Seconds that an engine with work may go without a finished sample. One that does not answer at all is replaced
     sooner: after ten times its longest answer so far, and two minutes."""
-    train_timeout_s: float = 3600.0
+    train_timeout_s: Annotated[float, Range(above=0, most=_TEN_YEARS_S)] = 3600.0
     """Seconds one step's training may take, at most: once there were three, ten times the longest so far, and five
     minutes."""
     save_samples: bool = True
@@ -248,7 +257,7 @@ class RolloutConfig:
     save_entropies: bool = False
     """Write the entropy of the policy at every token beside its log-probs, the trainer's among them, from the same
     forward pass."""
-    save_groups: Optional[int] = None
+    save_groups: Annotated[Optional[int], Range(1)] = None
     """Groups of each step whose samples are written, the first of the batch; null: all of them, which replaying the run
     takes. The plan says how many bytes."""
     function: Optional[str] = None
@@ -259,80 +268,6 @@ class RolloutConfig:
 
 
 @dataclass
-class StridedConfig:
-    """Prompts cut out of raw text, each followed by its answer there (EBFT's strided mode)."""
-
-    stride: int = MISSING
-    """Tokens between two anchors of a text; an anchor lies at every multiple of it that has a whole context before it
-    and a whole answer behind it."""
-    context_length: int = MISSING
-    """Tokens before an anchor, which are its prompt."""
-    generate_max_len: int = MISSING
-    """Tokens behind an anchor that are the data's answer; the policy is asked for as many, so
-    policy.generation.max_new_tokens has to be the same."""
-
-
-@dataclass
-class DatasetConfig:
-    """One split of prompts: a file, a hub dataset, or an environment that makes them."""
-
-    path: Any = None
-    """JSONL, JSON, CSV, TSV or Parquet file, a pattern of such files (`rows-*.jsonl`, taken in the order of their
-    names), a folder or hub name that Hugging Face's `datasets` reads, or `file.py:function`, which returns the rows;
-    or a list of these, one after the other. One of several configurations of a dataset is written `name:configuration`,
-    for instance openai/gsm8k:main."""
-    split: Optional[str] = None
-    """Split of a hub dataset, or the split name given to the environment."""
-    environment: Optional[str] = None
-    """Environment of `env` that makes the prompts (no path), or that verifies those of the file. Null: the only one."""
-    environment_key: Optional[str] = None
-    """Column that names the environment of `env` which verifies the row, so that several meet in one batch; rows
-    without a value go to `environment`."""
-    size: Optional[int] = None
-    """Rows: the first so many of a file, or how many the environment makes."""
-    prompt_key: Optional[str] = None
-    """Column with the prompt (text or chat messages). Null: the first of messages, prompt, question, problem. With
-    strided, the column with the text; null: text."""
-    columns: Dict[str, str] = field(default_factory=dict)
-    """Renames columns on loading: {new: old}."""
-    system_prompt: Optional[str] = None
-    """System message put before each prompt. Null: the one the environment brings, if any; "": none."""
-    prompt_template: Optional[str] = None
-    """Text around each prompt, which stands in place of `{prompt}`. In a conversation the last message is the
-    prompt."""
-    chat: Optional[bool] = None
-    """Render with the tokenizer's chat template. Null: when the tokenizer has one. False: prompts that are text go to
-    the model as they are (as in TRL); messages are rendered all the same."""
-    chat_template_kwargs: Dict[str, Any] = field(default_factory=dict)
-    """Further arguments of the chat template, such as `{enable_thinking: false}`. A row may bring its own in a column
-    of this name."""
-    shuffle: bool = True
-    """Shuffle the rows of every epoch anew."""
-    remove_columns: List[str] = field(default_factory=list)
-    """Columns that rows lose, as with `map` of Hugging Face's `datasets`: a transform (`type`) still sees them, and
-    what it returns under such a name stays."""
-    type: Any = None
-    """A transform of your own, `file.py:function`, for prompts too: a row in, the row's new columns out, or axolotl's
-    `function(cfg)`, which returns such a function and `{"remove_columns": [...]}`. Or the form of the rows of dpo, kto,
-    orpo, simpo, cpo and reward_model by axolotl's name: chatml., llama3. or chat_template. (the tokenizer's own) before
-    argilla, argilla_chat, icr, intel, prompt_pairs or ultra; or, for sft too, a mapping of field_prompt, field_chosen,
-    prompt_format and so on. Null: TRL's columns."""
-    train_on: str = "assistant"
-    """What sft trains of a conversation: assistant (every turn of the assistant), last (its last one) or all (every
-    token but the first)."""
-    strided: Optional[StridedConfig] = None
-    """Rows are raw text, and each of their anchors is a prompt of its own. Null: each row is a prompt."""
-
-
-@dataclass
-class DataConfig:
-    """Training and held-out prompts."""
-
-    train: DatasetConfig = field(default_factory=DatasetConfig)
-    validation: Optional[DatasetConfig] = None
-
-
-@dataclass
 class WeightsConfig:
     """How new weights get from the policy to the engines."""
 
@@ -340,7 +275,7 @@ class WeightsConfig:
     """memory (Ray's object store), gloo (broadcast between hosts), nccl (broadcast between GPUs), ipc (handles of the
     memory that colocated processes share), folder (safetensors on a shared disk), or a class of your own by its place
     (file.py:Class). auto: ipc where colocated, nccl on GPUs, on CPU memory on one node and gloo on several."""
-    bucket_mib: int = 256
+    bucket_mib: Annotated[int, Range(1, 2**20)] = 256
     """MiB of one broadcast, handle or file, unless a single tensor is larger. Sender and receiver hold two of them."""
 
 
@@ -348,18 +283,18 @@ class WeightsConfig:
 class ClusterConfig:
     """Machines."""
 
-    num_nodes: int = 1
+    num_nodes: Annotated[int, Range(1, 100_000)] = 1
     """Nodes of the job. More than one: they form a Ray cluster before the run starts, which the run joins."""
-    env_nodes: int = 0
+    env_nodes: Annotated[int, Range(0, 100_000)] = 0
     """Further nodes, without GPUs, that environment workers go to; 0: they run beside the driver."""
     address: Optional[str] = None
     """Ray cluster to join, `host:port` or `auto`; null: that of RAY_ADDRESS, else one node of the run's own."""
-    gpus_per_node: int = 0
+    gpus_per_node: Annotated[int, Range(0, 1024)] = 0
     """GPUs per node; 0 runs the same program on CPU."""
     placement: str = "separate"
     """separate: engines and policy have their own GPUs. colocated: engines sit on GPUs of the policy and sleep while it
     trains; needs rollout.max_staleness 0."""
-    cpus_per_node: Optional[int] = None
+    cpus_per_node: Annotated[Optional[int], Range(1, 65_536)] = None
     """CPU cores to use on each node; null: all that the process may use."""
 
 
@@ -369,11 +304,11 @@ class CheckpointingConfig:
 
     enabled: bool = True
     """Write checkpoints; without them a stopped run starts again from step 0."""
-    save_period: int = 10
+    save_period: Annotated[int, Range(1)] = 10
     """Steps between checkpoints. The last step is always saved."""
-    keep_last: int = 2
+    keep_last: Annotated[int, Range(1)] = 2
     """Newest checkpoints that stay."""
-    keep_best: int = 1
+    keep_best: Annotated[int, Range(0)] = 1
     """Best checkpoints by metric_name that stay besides."""
     metric_name: Optional[str] = None
     """Metric that ranks checkpoints, larger is better, for instance validation/correctness."""
@@ -430,8 +365,11 @@ class MlflowConfig:
 class PrometheusConfig:
     """The newest row of metrics, for Prometheus to fetch; needs `uv sync --group trackers`."""
 
-    port: Optional[int] = None
-    """Port of `/metrics` on the driver's host; null: off."""
+    host: str = "127.0.0.1"
+    """Address to listen at, on the driver's host. Every process that reaches it can read the metrics; there is no
+    password. 0.0.0.0 listens at all addresses of the host."""
+    port: Annotated[Optional[int], Range(1, 65_535)] = None
+    """Port of `/metrics`; null: off."""
 
 
 @dataclass
@@ -442,13 +380,13 @@ class LoggerConfig:
     """live, plain, quiet (alerts and the end), or auto: live on a terminal."""
     plot: bool = True
     """Draw rewards.png."""
-    report_period: int = 50
+    report_period: Annotated[int, Range(0)] = 50
     """Steps between drawings of rewards.png and report.html while the run goes on, by a process beside it; 0: when it
     ends only."""
-    num_completions: int = 0
+    num_completions: Annotated[int, Range(0)] = 0
     """Completions of a step, with prompt, rewards and advantage, that TensorBoard, Weights & Biases and MLflow get as a
     table; 0: none, no text leaves the run folder."""
-    completions_period: int = 10
+    completions_period: Annotated[int, Range(1)] = 10
     """Steps between two such tables; the first step has one, too."""
     system_metrics: bool = False
     """Have Weights & Biases and MLflow record the load of the driver's host: CPU, memory, disk, network and GPUs."""
@@ -465,7 +403,7 @@ class LoggerConfig:
 class HealthConfig:
     """What `gdpo-nemo health RUN_DIR` holds a run of this config against, and what the run itself warns of."""
 
-    window: int = 5
+    window: Annotated[int, Range(1)] = 5
     """Steps in a trailing mean, where a check does not say otherwise."""
     checks: List[Dict[str, Any]] = field(default_factory=list)
     """Thresholds: `metric`, `at` (a step, start, end or every), `min` and/or `max`, and if wanted `window`, `optional`

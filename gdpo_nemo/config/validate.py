@@ -9,6 +9,7 @@ import difflib
 import os
 import re
 
+from gdpo_nemo.algorithms.ranges import check_numbers
 from gdpo_nemo.config.algorithm_choice import has_value_head, samples
 from gdpo_nemo.config.choices import ALIASED, LORA_TARGETS
 from gdpo_nemo.config.effects import SWITCHED_OFF, keys_without_effect, value_of
@@ -20,7 +21,6 @@ from gdpo_nemo.config.objective_checks import check_learning
 from gdpo_nemo.config.placement import Places, joined, place
 from gdpo_nemo.config.ppo_checks import check_ppo
 from gdpo_nemo.config.prompt_sharing import check_prompt_sharing
-from gdpo_nemo.config.ranges import check_ranges as check_ranges
 from gdpo_nemo.config.reuse_checks import check_reuse
 from gdpo_nemo.config.rollout_bounds import check_rollout_bounds
 from gdpo_nemo.config.schema import Config, DatasetConfig
@@ -32,7 +32,6 @@ from gdpo_nemo.config.transports import check_transport
 from gdpo_nemo.config.turn_limits import check_turns_kept
 from gdpo_nemo.errors import ConfigError
 
-_LARGEST_WEIGHT = 1e12
 _LONGEST_NAME = 255
 _LONGEST_PATH = 3000
 """Bytes; Linux takes 4096, names of a run's files included."""
@@ -73,6 +72,14 @@ def validate(config: Config) -> list[str]:
     check_files(config, layout)
     check_teacher(config, layout)
     return [*_notes(config, layout), *_cluster_notes(config, places), *keys_without_effect(config, SWITCHED_OFF)]
+
+
+def check_ranges(config: Config) -> None:
+    """Refuse numbers outside the range that their field declares. Raises ConfigError."""
+    try:
+        check_numbers(config)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
 
 
 def _check_names(config: Config) -> None:
@@ -120,24 +127,19 @@ def _check_rewards(config: Config) -> None:
     rewards = config.gdpo.rewards
     group = config.gdpo.num_generations_per_prompt
     if not samples(config):
-        if group < 1:
-            raise ConfigError(f"gdpo.num_generations_per_prompt: must be at least 1, got {group}")
         return
     if group < (1 if has_value_head(config) else 2):
         raise ConfigError(
             f"gdpo.num_generations_per_prompt: must be at least 2, got {group}; samples are compared within their group"
         )
     for k in config.gdpo.val_pass_at_k:
-        if not 1 <= k <= config.gdpo.val_generations_per_prompt:
+        if k > config.gdpo.val_generations_per_prompt:
             raise ConfigError(
-                f"gdpo.val_pass_at_k: {k} must be between 1 and gdpo.val_generations_per_prompt "
+                f"gdpo.val_pass_at_k: {k} is more than gdpo.val_generations_per_prompt "
                 f"({config.gdpo.val_generations_per_prompt})"
             )
     if not rewards:
         raise ConfigError("gdpo.rewards: names no component; write {component: weight}")
-    for name, weight in rewards.items():
-        if not abs(weight) <= _LARGEST_WEIGHT:
-            raise ConfigError(f"gdpo.rewards.{name}: the weight must be finite and below 1e12, got {str(weight)[:40]}")
     if not any(rewards.values()):
         raise ConfigError("gdpo.rewards: every weight is 0, so nothing would be learnt")
 
@@ -220,8 +222,6 @@ def _check_lora(config: Config) -> None:
             raise ConfigError(f"policy.lora.target_modules: {name!r} is not a linear layer of these models, {hint}")
     if not lora.target_modules:
         raise ConfigError("policy.lora.target_modules: names no layer, so nothing would be learnt")
-    if not 0 <= lora.dropout < 1:
-        raise ConfigError(f"policy.lora.dropout: must be at least 0 and below 1, got {lora.dropout}")
     if config.policy.megatron_cfg.fp8:
         raise ConfigError("policy.megatron_cfg.fp8: cannot go with policy.lora, whose matrices are not in 8 bits")
     if config.policy.megatron_cfg.fused_logprobs and "lm_head" in lora.target_modules:
@@ -253,8 +253,8 @@ def check_parallelism(config: Config) -> None:
     check_stages(None, megatron)
     if megatron.overlap_param_gather and megatron.use_distributed_optimizer and not megatron.overlap_grad_reduce:
         raise ConfigError(f"{prefix}.overlap_param_gather: needs overlap_grad_reduce")
-    if megatron.recompute_layers is not None and (megatron.recompute != "full" or megatron.recompute_layers < 1):
-        raise ConfigError(f"{prefix}.recompute_layers: needs recompute: full, and at least 1 layer")
+    if megatron.recompute_layers is not None and megatron.recompute != "full":
+        raise ConfigError(f"{prefix}.recompute_layers: needs recompute: full")
     if megatron.optimizer.offload and config.policy.precision == "float32":
         raise ConfigError(
             f"{prefix}.optimizer.offload: needs policy.precision bfloat16; in float32 the model is the main weights"

@@ -69,6 +69,11 @@ class Environment:
         """A row of its dataset as one with a prompt column (and ``tools``). Raises ConfigError."""
         return row
 
+    def server_of(self, row: Mapping[str, Any]) -> str | None:
+        """Name of the server that verifies a row of ``read_row``, or None. ``gdpo-nemo env check`` tries rows of
+        each."""
+        return None
+
     def examples(self, row: Mapping[str, Any]) -> Sequence[str]:
         """Completions to a row that ``gdpo-nemo env check`` verifies, such as a right answer."""
         return ()

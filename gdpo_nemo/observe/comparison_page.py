@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import html
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Sequence
 
 import numpy as np
 
+from gdpo_nemo.config.writing import write_whole
 from gdpo_nemo.errors import RunError
 from gdpo_nemo.observe.comparison import (
     AXES,
@@ -161,8 +161,8 @@ def write(
     body += section("Runs", [table(("variant and runs",), [(name,) for name in names])])
     try:
         out.mkdir(parents=True, exist_ok=True)
-        _replace(out / PNG, picture)
-        _replace(out / HTML, document("Runs compared", body).encode("utf-8", "replace"))
+        write_whole(out / PNG, picture)
+        write_whole(out / HTML, document("Runs compared", body).encode("utf-8", "replace"))
     except OSError as error:
         raise RunError(f"{out} cannot be written: {error.strerror}") from None
     return out / PNG, out / HTML
@@ -174,9 +174,3 @@ def _page_tables(variants: Sequence[Variant], metrics: Sequence[str], goals: Goa
         note = [f"<p class=dim>{html.escape(found.note)}</p>"] if found.note else []
         parts += section(html.escape(found.title), [table(found.heads, found.rows), *note])
     return parts
-
-
-def _replace(path: Path, content: bytes) -> None:
-    partial = path.with_name(path.name + ".partial")
-    partial.write_bytes(content)
-    os.replace(partial, path)

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import html
 import math
-import os
 from pathlib import Path
 from typing import Any
 
+from gdpo_nemo.config.writing import write_whole
 from gdpo_nemo.errors import RunError
 from gdpo_nemo.observe.alerts import read_alerts
 from gdpo_nemo.observe.history import WINDOW, History
@@ -39,12 +39,9 @@ def write_report(run_dir: str | Path) -> Path:
         raise RunError(f"{run_dir} holds no metrics to report on")
     path = run_dir / FILE
     page = _page(run_dir, history)
-    partial = path.with_name(FILE + ".partial")
     try:
-        partial.write_text(page, encoding="utf-8", errors="replace")
-        os.replace(partial, path)
+        write_whole(path, page.encode("utf-8", "replace"))
     except OSError as error:
-        partial.unlink(missing_ok=True)
         raise RunError(f"{path} cannot be written: {error.strerror}") from None
     return path
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import os
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from gdpo_nemo.config.writing import write_whole
 from gdpo_nemo.observe.history import WINDOW, History
 from gdpo_nemo.observe.metric_registry import title_of
 from gdpo_nemo.observe.metrics import read_metrics
@@ -36,13 +36,12 @@ def plot_rewards(run_dir: str | Path) -> Path:
 
     Raises:
         ValueError: the run has no rewards yet.
+        OSError: if the file cannot be written.
     """
     run_dir = Path(run_dir)
     image = rewards_png(History.of(read_metrics(run_dir)), title=run_dir.resolve().name)
     path = run_dir / FILE
-    partial = path.with_name(FILE + ".partial")
-    partial.write_bytes(image)
-    os.replace(partial, path)
+    write_whole(path, image)
     return path
 
 

@@ -10,6 +10,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from gdpo_nemo.config.writing import remove_partial_files
+
 _PROGRAM = (
     "import os, sys; os.nice(19); from gdpo_nemo.observe.redraw import draw; draw(sys.argv[1], sys.argv[2] == 'True')"
 )
@@ -37,6 +39,7 @@ class Redraw:
     def __init__(self, run_dir: str | Path, period: int, plot: bool):
         self._command = [sys.executable, "-W", "ignore", "-c", _PROGRAM, str(Path(run_dir).absolute()), str(plot)]
         self._period = period
+        self._run_dir = Path(run_dir)
         self._process: subprocess.Popen[bytes] | None = None
 
     def step(self, step: int) -> None:
@@ -58,8 +61,9 @@ class Redraw:
         self._process = subprocess.Popen(self._command, stdin=quiet, stdout=quiet, stderr=quiet)
 
     def close(self) -> None:
-        """End a drawing under way: the last one is about to take its place, and its unfinished file."""
+        """End a drawing in flight, whose files the last drawing replaces, and remove its unfinished file."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
+            remove_partial_files(self._run_dir, self._process.pid)
             self._process = None

@@ -19,6 +19,7 @@ import numpy as np
 
 from gdpo_nemo.config.messages import first_line
 from gdpo_nemo.config.reading import open_file, parse_json
+from gdpo_nemo.config.writing import whole_file
 from gdpo_nemo.data.records import Group
 
 if TYPE_CHECKING:  # pyarrow takes 0.2 s to import: commands that read no samples do without
@@ -169,9 +170,9 @@ def write_samples(path: Path, groups: Sequence[Group]) -> Path:
     """Write one JSON object per trajectory of ``groups``; the file appears whole or not at all."""
     from gdpo_nemo.observe.sample_columns import records_of, table_of
 
-    with whole(path) as partial, open(partial, "w", encoding="utf-8") as file:
+    with whole_file(path) as file:
         for group in groups:
-            file.writelines(json.dumps(record) + "\n" for record in records_of(table_of([group])))
+            file.writelines(json.dumps(record).encode() + b"\n" for record in records_of(table_of([group])))
     return path
 
 

@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Any, Iterator, Mapping, Protocol, Sequence
 
 from gdpo_nemo.config.changes import flattened
+from gdpo_nemo.config.effects import value_of
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.observe.completion_table import CompletionTable
+from gdpo_nemo.observe.gpu_libraries import version
 from gdpo_nemo.observe.metric_registry import description_of
 from gdpo_nemo.observe.metrics import clean
 
@@ -180,7 +182,8 @@ class PrometheusLog:
         self._registry = CollectorRegistry()
         self._gauges: dict[str, Any] = {}
         self._run = config.run.name
-        self._server, self._thread = start_http_server(config.logger.prometheus.port, registry=self._registry)
+        section = config.logger.prometheus
+        self._server, self._thread = start_http_server(section.port, addr=section.host, registry=self._registry)
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Show the row from now on."""
@@ -200,6 +203,24 @@ class PrometheusLog:
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
+
+
+_PACKAGES = {
+    "logger.wandb.enabled": ("wandb",),
+    "logger.mlflow.enabled": ("mlflow-skinny", "mlflow"),
+    "logger.prometheus.port": ("prometheus-client",),
+}
+"""Packages that a tracker needs, any one of them, by the key that switches the tracker on."""
+
+
+def missing_trackers(config: Config) -> list[str]:
+    """Return a sentence for each tracker that the config switches on and that is not installed."""
+    return [
+        f"{key}: {packages[0]} is not installed, so nothing is recorded there; install it (uv sync --group trackers, "
+        f"or pip install {packages[0]})"
+        for key, packages in _PACKAGES.items()
+        if value_of(config, key) and not any(version(package) for package in packages)
+    ]
 
 
 def wanted(config: Config) -> dict[str, Any]:

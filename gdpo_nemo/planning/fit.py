@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from itertools import combinations
+from pathlib import Path
 from typing import Any, Iterator
 
-from gdpo_nemo.config.layout import resolve_layout, samples_per_update
+from gdpo_nemo.config.env_workers import worker_pools
+from gdpo_nemo.config.layout import Layout, resolve_layout, samples_per_update
+from gdpo_nemo.config.placement import joined
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.errors import ConfigError
 from gdpo_nemo.planning.footprint import (
@@ -17,9 +21,16 @@ from gdpo_nemo.planning.footprint import (
     resting_memory,
     transport_memory,
 )
-from gdpo_nemo.planning.hardware import Device, Rates
+from gdpo_nemo.planning.hardware import Device, Rates, host
 from gdpo_nemo.planning.shape import Shape
 from gdpo_nemo.planning.speed import step_time
+
+_ENGINE_PROCESS = 0.5e9
+"""Bytes that the process of an engine rank takes on a CPU before weights and cache; 0.6e9 was measured."""
+_POLICY_PROCESS = 0.25e9
+"""Bytes of a policy rank's process before the model; 0.27e9 was measured."""
+_WORKER_PROCESS = 0.03e9
+"""Bytes of an environment worker, an interpreter with numpy."""
 
 
 def fits(config: Config, shape: Shape, device: Device) -> str:
@@ -42,6 +53,56 @@ def fits(config: Config, shape: Shape, device: Device) -> str:
     if not engine.sequences(config.policy.max_total_sequence_length):
         return f"an engine rank has no room for one sequence beside {engine.weights / 1e9:.3g} GB of weights"
     return ""
+
+
+def machine_limits(config: Config, shape: Shape | None) -> list[str]:
+    """What this machine cannot hold of a run that starts its own Ray, a sentence for each limit.
+
+    Empty for a run on a cluster, whose machines are not known here. Without ``shape`` weights count nothing, and each
+    process counts the least that such a process takes, so memory is a lower bound.
+    """
+    cluster = config.cluster
+    if cluster.num_nodes + cluster.env_nodes > 1 or joined(cluster):
+        return []
+    layout = resolve_layout(config)
+    if layout.gpus:
+        found = _gpus_here()
+        short = found is not None and found < layout.gpus
+        return [f"cluster.gpus_per_node: the run needs {layout.gpus} GPUs, this machine has {found}"] * short
+    limits = []
+    ranks = {"policy.generation.engines": layout.engine_ranks, "policy.megatron_cfg": layout.policy_ranks}
+    cores = cluster.cpus_per_node or len(os.sched_getaffinity(0))
+    if layout.devices > cores:
+        limits.append(
+            f"{_largest(ranks)}: {layout.devices} ranks (policy {layout.policy_ranks}, engines {layout.engine_ranks}) "
+            f"take turns on {cores} core{'s' * (cores > 1)} of this machine"
+        )
+    workers = sum(worker_pools(config).values()) if layout.engines else 0
+    needed = _least_memory(config, layout, shape) + _WORKER_PROCESS * workers
+    memory = host().memory
+    if needed > memory:
+        limits.append(
+            f"{_largest({**ranks, 'rollout.env_workers': workers})}: the run's processes need at least "
+            f"{needed / 1e9:.3g} GB of memory, this machine has {memory / 1e9:.3g} GB"
+        )
+    return limits
+
+
+def _gpus_here() -> int | None:
+    """NVIDIA GPUs of this machine; None if they have no device files (WSL)."""
+    return None if Path("/dev/dxg").exists() else sum(1 for _ in Path("/dev").glob("nvidia[0-9]*"))
+
+
+def _largest(processes: dict[str, int]) -> str:
+    """The key that asks for most processes."""
+    return max(processes, key=lambda key: processes[key])
+
+
+def _least_memory(config: Config, layout: Layout, shape: Shape | None) -> float:
+    cache = config.policy.generation.vllm_cfg.kv_cache_memory_bytes
+    engine = _ENGINE_PROCESS + cache + (engine_memory(config, shape, 0).weights if shape else 0)
+    policy = _POLICY_PROCESS + (policy_memory(config, shape).weights if shape else 0)
+    return engine * layout.engine_ranks + policy * layout.policy_ranks
 
 
 def _shared_verdict(config: Config, shape: Shape, device: Device, training: int, engine: EngineMemory) -> str:

@@ -9,7 +9,7 @@ from gdpo_nemo.config.algorithm_choice import sequences_per_prompt
 from gdpo_nemo.config.layout import Layout, resolve_layout, samples_per_step, samples_per_update, updates_per_step
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.data.packing import assign
-from gdpo_nemo.planning.fit import best_split, fits, smallest_change
+from gdpo_nemo.planning.fit import best_split, fits, machine_limits, smallest_change
 from gdpo_nemo.planning.footprint import (
     EngineMemory,
     RankMemory,
@@ -55,6 +55,7 @@ def brief(config: Config) -> list[tuple[str, str]]:
     lines = [("arithmetic", worked_batch(config))]
     lines += _samples_lines(config, "at most", min(longest, config.policy.max_total_sequence_length))
     shape = model_shape(config)
+    lines += [("note", limit) for limit in machine_limits(config, shape)]
     if shape is None:
         return [*lines, ("per rank", f"not known before {config.policy.model_name} is here")]
     memory = policy_memory(config, shape)

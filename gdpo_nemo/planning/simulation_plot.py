@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import io
 from pathlib import Path
 from typing import Sequence
 
@@ -13,6 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
+from gdpo_nemo.config.writing import write_whole
 from gdpo_nemo.planning.simulation_records import Result, Trace
 from gdpo_nemo.planning.simulation_report import Row
 
@@ -35,6 +36,9 @@ def draw(rows: Sequence[Row], shown: Result, title: str, path: str | Path) -> Pa
     Args:
         rows: the runs of the left panel; those of one scheduler and number of GPUs make a line.
         shown: the run of the right panels, simulated with its trace.
+
+    Raises:
+        OSError: if the file cannot be written.
     """
     figure = Figure(figsize=(13, 5.2), layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
@@ -43,11 +47,10 @@ def draw(rows: Sequence[Row], shown: Result, title: str, path: str | Path) -> Pa
     _steps_over_staleness(figure.add_subplot(grid[:, 0]), rows)
     lanes = figure.add_subplot(grid[0, 1])
     _timeline(figure, lanes, figure.add_subplot(grid[1, 1], sharex=lanes), shown)
-    path = Path(path)
-    partial = path.with_name(path.name + ".partial")
-    figure.savefig(partial, format="png", dpi=130)
-    os.replace(partial, path)
-    return path
+    image = io.BytesIO()
+    figure.savefig(image, format="png", dpi=130)
+    write_whole(path, image.getvalue())
+    return Path(path)
 
 
 def _bare(axes: Axes, title: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import resource
 import subprocess
@@ -10,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from gdpo_nemo import cli
-from gdpo_nemo.errors import RunError
+from gdpo_nemo import cli, inputs, train
+from gdpo_nemo.errors import ConfigError, RunError
 
 ROOT = Path(__file__).resolve().parents[2]
 HEAVY = ("torch", "vllm", "megatron", "ray", "transformers", "matplotlib", "tensorboard")
@@ -118,13 +119,34 @@ def test_the_versions_are_those_of_the_installation(capsys):
     assert f"megatron-core {version('megatron-core')}" in second and "ray" in second
 
 
-def test_a_cuda_toolkit_on_a_machine_without_a_gpu_is_no_warning():
+def test_a_model_factory_does_not_warn_of_a_cuda_toolkit_on_a_machine_without_a_gpu(tmp_path):
     """Where there is a GPU that torch does not see, the warning stays."""
-    code = "import sys; from gdpo_nemo.cli import main; main(sys.argv[1:]); import torch.utils.cpp_extension"
-    environment = {**os.environ, "CUDA_HOME": "/usr", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
-        [sys.executable, "-c", code, "explain", "run.name"], env=environment, capture_output=True, text=True
+    factory = tmp_path / "factory.py"
+    factory.write_text(
+        "def make(folder, seed):\n    import torch.utils.cpp_extension\n    print('made', folder, seed)\n"
     )
-    assert done.returncode == 0 and "run.name" in done.stdout
+    environment = {**os.environ, "CUDA_HOME": "/usr", "CUDA_VISIBLE_DEVICES": ""}
+    arguments = [str(factory), "make", "model", "3", str(tmp_path / "error")]
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", inputs._CALL_FACTORY, *arguments],
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0 and done.stdout == "made model 3\n"
     gpus = any(Path("/dev").glob("nvidia[0-9]*"))
     assert ("No CUDA runtime" in done.stderr) == gpus
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+@pytest.mark.parametrize("entry", ["command line", "library"])
+def test_every_entry_hides_the_warning_of_a_cuda_toolkit_unless_there_is_a_gpu(entry, gpu, monkeypatch, capsys):
+    logger = logging.getLogger("torch.utils.cpp_extension")
+    monkeypatch.setattr(logger, "level", logging.WARNING)
+    monkeypatch.setattr(Path, "glob", lambda self, pattern: iter([self / "nvidia0"] if gpu else []))
+    if entry == "library":
+        with pytest.raises(ConfigError):
+            train({"gdpo": 3})
+    else:
+        assert cli.main(["explain", "run.name"]) == 0
+    assert logger.level == (logging.WARNING if gpu else logging.ERROR)

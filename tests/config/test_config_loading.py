@@ -8,6 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 from omegaconf import OmegaConf
 
+from gdpo_nemo.config.choices import SECTIONS_OFF
 from gdpo_nemo.config.load import all_keys, config_to_dict, load_config, save_config
 from gdpo_nemo.config.saved_config import load_saved_config
 from gdpo_nemo.config.schema import Config
@@ -119,6 +120,51 @@ def test_messages_name_the_file_that_holds_the_mistake(minimal, tmp_path):
     child.write_text("defaults: minimal.yaml\ngdpo: {val_perid: 2}\n")
     assert "child.yaml" in message(child) and "did you mean gdpo.val_period?" in message(child)
     assert "did you mean" in message(tmp_path / "minimol.yaml")
+
+
+CHANGED: dict[str, dict[str, object]] = {
+    "policy.lora": {"rank": 8, "alpha": 4.0},
+    "teacher": {"model_name": "organisation/teacher"},
+    "gdpo.dynamic_sampling": {"enabled": True, "max_rounds": 7},
+    "loss_fn.off_policy": {"mode": "truncate", "ratio_max": 4.0},
+    "rollout.replay_buffer": {"groups": 2, "reuse": 3},
+    "rollout.endpoint": {"enabled": True, "port": 9000},
+    "checkpointing": {"enabled": True, "save_period": 3},
+    "logger.tensorboard": {"enabled": True},
+    "logger.wandb": {"enabled": True, "project": "other"},
+    "logger.mlflow": {"enabled": True, "experiment": "other"},
+    "logger.prometheus": {"port": 9100, "host": "0.0.0.0"},
+}
+
+
+def nested(section: str, value: object) -> dict:
+    for name in reversed(section.split(".")):
+        value = {name: value}
+    return value
+
+
+@pytest.mark.parametrize("section", sorted(SECTIONS_OFF))
+def test_null_switches_an_inherited_section_off(minimal, tmp_path, section):
+    """The result is that of a config that never named the section, with its switch off."""
+    (switch, off) = SECTIONS_OFF[section]
+    parent = tmp_path / "parent.yaml"
+    parent.write_text(OmegaConf.to_yaml({"defaults": "minimal.yaml", **nested(section, CHANGED[section])}))
+    child = tmp_path / "child.yaml"
+    child.write_text(OmegaConf.to_yaml({"defaults": "parent.yaml", **nested(section, None)}))
+    expected = load_config(minimal, {f"{section}.{switch}": off})
+    assert load_config(parent) != expected
+    assert load_config(child) == load_config(parent, [f"{section}=null"]) == expected
+    assert load_config(parent, {section: None}) == expected
+
+
+def test_a_section_that_null_switched_off_can_be_given_keys_again(minimal):
+    config = load_config(minimal, ["policy.lora={rank: 8, alpha: 4}", "policy.lora=null", "policy.lora.rank=2"])
+    assert (config.policy.lora.rank, config.policy.lora.alpha) == (2, 32.0)
+
+
+@pytest.mark.parametrize("section", ["policy", "loss_fn", "policy.generation", "data.train"])
+def test_a_section_without_a_switch_cannot_be_null(minimal, section):
+    assert message(minimal, f"{section}=null").startswith(f"{section}: is empty; give it keys or remove it")
 
 
 @pytest.mark.parametrize("text", ["gdpo:\n  a: [1\nrun: x\n", "run: {name: x}\nrun: {name: y}\n", "a: b: c\n"])

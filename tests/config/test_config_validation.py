@@ -35,7 +35,7 @@ def refused(path: Path, *overrides: str) -> str:
     [
         (["gdpo.num_generations_per_prompt=1"], "gdpo.num_generations_per_prompt: must be at least 2"),
         (["gdpo.rewards={correctness: 0, format: 0}"], "gdpo.rewards: every weight is 0"),
-        (["gdpo.rewards.format=.inf"], "gdpo.rewards.format: the weight must be finite"),
+        (["gdpo.rewards.format=.inf"], "gdpo.rewards.format: must be at least -1,000,000,000,000 and at most"),
         (["policy.train_global_batch_size=48"], "policy.train_global_batch_size: 48 does not divide the 128 samples"),
         (["policy.generation.max_new_tokens=1024"], "policy.generation.max_new_tokens: 1024 leaves no room"),
         (["policy.micro_batch_tokens=512"], "policy.micro_batch_tokens: 512 is below"),
@@ -62,7 +62,7 @@ def refused(path: Path, *overrides: str) -> str:
         ),
         (
             ["gdpo.dynamic_sampling={enabled: true, batch_multiplier: .inf}"],
-            "gdpo.dynamic_sampling.batch_multiplier: must be finite",
+            "gdpo.dynamic_sampling.batch_multiplier: must be at most",
         ),
         (["gdpo.dynamic_sampling.batch_multiplier=2"], "gdpo.dynamic_sampling.batch_multiplier: has no effect"),
         (["policy.lora={rank: 4, target_modules: [lm_hed]}"], "did you mean lm_head?"),
@@ -72,9 +72,9 @@ def refused(path: Path, *overrides: str) -> str:
         ),
         (
             ["gdpo.val_pass_at_k=[1, 2]"],
-            "gdpo.val_pass_at_k: 2 must be between 1 and gdpo.val_generations_per_prompt (1)",
+            "gdpo.val_pass_at_k: 2 is more than gdpo.val_generations_per_prompt (1)",
         ),
-        (["gdpo.val_pass_at_k=[0]"], "gdpo.val_pass_at_k: 0 must be between 1 and"),
+        (["gdpo.val_pass_at_k=[0]"], "gdpo.val_pass_at_k[0]: must be at least 1 and at most"),
         (["gdpo.val_period=5"], "gdpo.val_period: asks for validation, but data.validation is null"),
         (["data.train.environment=toi"], "data.train.environment: 'toi' is not under env, did you mean toy?"),
         (["env.other={}", "data.train.environment=null"], "data.train.environment: must be set"),
@@ -147,6 +147,11 @@ def test_switching_validation_off_leaves_its_settings_alone_but_notes_them(minim
     assert validate(load_config(minimal, changes)) == []
     notes = validate(load_config(minimal, [*changes, "gdpo.val_period=0"]))
     assert any(note.startswith("gdpo.val_prompts: has no effect") for note in notes)
+
+
+def test_an_address_without_a_port_to_listen_at_is_noted(minimal):
+    notes = validate(load_config(minimal, ["logger.prometheus.host=0.0.0.0"]))
+    assert "logger.prometheus.host: has no effect while logger.prometheus.port is null" in notes
 
 
 @pytest.mark.parametrize(
@@ -226,7 +231,7 @@ def test_expert_parallelism_that_does_not_fit_names_what_would(minimal):
     [
         (["fp8=hybrid"], "needs GPUs and the layers of TransformerEngine"),
         (["recompute_layers=2"], "needs recompute: full"),
-        (["recompute=full", "recompute_layers=0"], "at least 1 layer"),
+        (["recompute=full", "recompute_layers=0"], "recompute_layers: must be at least 1"),
         (["optimizer.offload=true"], "needs policy.precision bfloat16"),
     ],
 )

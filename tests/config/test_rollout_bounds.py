@@ -98,8 +98,8 @@ def test_no_group_that_the_bound_admits_is_trained_too_late(staleness, sync_ever
         (["kv=drain", "max_staleness=1", "sync_every=2"], "rollout.kv: has no effect"),
         (["group_timeout_s=0"], "rollout.group_timeout_s: must be more than 0"),
         (["min_valid=0.8"], "rollout.min_valid: has no effect while rollout.group_timeout_s is null"),
-        (["group_timeout_s=9", "min_valid=0"], "rollout.min_valid: must be above 0 and at most 1, got 0"),
-        (["group_timeout_s=9", "min_valid=1.01"], "rollout.min_valid: must be above 0 and at most 1"),
+        (["group_timeout_s=9", "min_valid=0"], "rollout.min_valid: must be more than 0 and at most 1, got 0"),
+        (["group_timeout_s=9", "min_valid=1.01"], "rollout.min_valid: must be more than 0 and at most 1"),
         (
             ["group_timeout_s=9", "min_valid=0.125"],
             "0.125 of the 8 samples of a group is 1, and samples compare from 2",

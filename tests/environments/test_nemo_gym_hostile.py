@@ -1,6 +1,7 @@
 """Servers that do anything: each misdeed has one outcome, in bounded time, and touches no other trajectory."""
 
 import asyncio
+import json
 import os
 import threading
 import time
@@ -10,6 +11,7 @@ import pytest
 from environment_samples import trajectory
 from hostile_gym_server import SECRET, ClosingServer, Hosted, RepeatingServer, hostile_app
 
+from gdpo_nemo import cli
 from gdpo_nemo.data.records import Outcome
 from gdpo_nemo.environments.execution.pool import EnvironmentPool
 from gdpo_nemo.environments.http_client import HttpClient
@@ -330,6 +332,23 @@ def test_preflight_finds_the_components_of_each_server(servers):
     prompts = [sample(server="one").prompt, sample(server="two", misdeed="no_components").prompt]
     assert gym.preflight(prompts) == {"one": ("correctness", "format", "reward"), "two": ("reward",)}
     assert gym.reward_names == ("correctness", "format", "reward")
-    with pytest.raises(ConfigError, match="no server for the agent .thre. of a row"):
+    with pytest.raises(ConfigError, match="a row names the agent .thre., which is not known; known: one, two"):
         gym.preflight([sample(server="thre").prompt])
     gym.close()
+
+
+@pytest.mark.parametrize("rows, expected", [(1, [0, 5]), (4, [0, 5, 1, 2])])
+def test_env_check_tries_rows_of_each_server(servers, rows, expected, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    chosen = ["one"] * 5 + ["two"]
+    lines = [sample(index=i, server=name).prompt.fields[ROW] for i, name in enumerate(chosen)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    urls = f"{{one: '{servers[0].url}', two: '{servers[1].url}'}}"
+    (tmp_path / "run.yaml").write_text(
+        f"defaults: configs/gdpo_tiny_cpu.yaml\n"
+        f"data: {{train: {{path: {tmp_path}/rows.jsonl, environment: gym}}, validation: null}}\n"
+        f"env: {{gym: {{plugin: nemo_gym, servers: {urls}}}}}\n"
+    )
+    assert cli.main(["env", "check", "gym", "--config", str(tmp_path / "run.yaml"), "--rows", str(rows)]) == 0
+    shown = [line.split("│")[1].strip() for line in capsys.readouterr().out.splitlines() if line.count("│") > 3]
+    assert shown == [f"train/{row}" for row in expected]

@@ -167,11 +167,15 @@ def test_picture_and_report_are_renewed_while_the_run_goes_on(config, run_dir, p
     assert steps and steps[1] in "23"
     run.close("stopped")
     assert "<p class=dim>3 steps" in (run_dir / "report.html").read_text()
-    assert read_alerts(run_dir) == [] and not list(run_dir.glob("*.partial"))
+    assert read_alerts(run_dir) == [] and not list(run_dir.glob("*partial*"))
 
 
 def test_a_drawing_under_way_is_not_begun_again_and_is_gone_after_the_end(run_dir, monkeypatch):
-    program = "import sys, time; open(sys.argv[1] + '/started', 'a').write('x'); time.sleep(600)"
+    program = (
+        "import sys, time; from gdpo_nemo.config.writing import whole_file; "
+        "unfinished = whole_file(sys.argv[1] + '/report.html'); unfinished.__enter__(); "
+        "open(sys.argv[1] + '/started', 'a').write('x'); time.sleep(600)"
+    )
     monkeypatch.setattr(redraw, "_PROGRAM", program)
     run_dir.mkdir()
     drawing = redraw.Redraw(run_dir, 1, plot=True)
@@ -186,6 +190,7 @@ def test_a_drawing_under_way_is_not_begun_again_and_is_gone_after_the_end(run_di
     assert drawing._process is process
     drawing.close()
     assert process.returncode == -9 and (run_dir / "started").read_text() == "x"
+    assert [path.name for path in run_dir.iterdir()] == ["started"]
 
 
 def test_a_drawing_that_fails_is_an_alert_and_no_end(config, run_dir, monkeypatch, patient):

@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 from demo_run import demo_groups
 
+from gdpo_nemo import cli
 from gdpo_nemo.config.load import load_config
 from gdpo_nemo.config.schema import Config
+from gdpo_nemo.observe import trackers
 from gdpo_nemo.observe.log import RunLog
 from gdpo_nemo.observe.metric_aliases import ALIASES, alias_values
 from gdpo_nemo.observe.metric_registry import find_metric
@@ -289,6 +291,45 @@ def test_prometheus_shows_the_newest_row_until_the_run_ends(config, tmp_path):
     log.close("complete")
     with pytest.raises(OSError):
         urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=120)
+
+
+def listens(host: str, port: int) -> bool:
+    try:
+        socket.create_connection((host, port), timeout=120).close()
+    except ConnectionRefusedError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("host", [None, "127.0.0.2"])
+def test_prometheus_listens_at_loopback_unless_told_otherwise(config, tmp_path, host):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    config.logger.prometheus.port = port
+    if host:
+        config.logger.prometheus.host = host
+    log = RunLog(config, tmp_path)
+    assert [address for address in ("127.0.0.1", "127.0.0.2") if listens(address, port)] == [host or "127.0.0.1"]
+    log.close("complete")
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_the_dry_run_names_trackers_that_are_not_installed(installed, capsys, monkeypatch):
+    if not installed:
+        monkeypatch.setattr(trackers, "version", lambda package: None)
+    chosen = ["logger.wandb.enabled=true", "logger.mlflow.enabled=true", "logger.prometheus.port=9100"]
+    assert cli.main(["train", "--dry-run", "--config", "configs/gdpo_tiny_cpu.yaml", *chosen]) == 0
+    notes = [line for line in capsys.readouterr().out.splitlines() if "not installed" in line]
+    named = [note.split()[2] for note in notes]
+    expected = ["logger.wandb.enabled:", "logger.mlflow.enabled:", "logger.prometheus.port:"]
+    assert named == ([] if installed else expected)
+    assert all("uv sync --group trackers" in note for note in notes)
+
+
+def test_a_tracker_that_is_switched_off_need_not_be_installed(config, monkeypatch):
+    monkeypatch.setattr(trackers, "version", lambda package: None)
+    assert trackers.missing_trackers(config) == []
 
 
 @pytest.mark.parametrize("tracker", [WandbLog, MlflowLog, PrometheusLog])

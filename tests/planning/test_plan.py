@@ -308,6 +308,48 @@ def test_a_dry_run_shows_arithmetic_and_memory(capsys):
     )
 
 
+@pytest.mark.parametrize(
+    "overrides, notes",
+    [
+        ([], []),
+        (
+            ["policy.generation.engines=500"],
+            [
+                "policy.generation.engines: 501 ranks (policy 1, engines 500) take turns on 2 cores of this machine",
+                "policy.generation.engines: the run's processes need at least 387 GB of memory, this machine has 16 GB",
+            ],
+        ),
+        (
+            ["rollout.env_workers=4000"],
+            ["rollout.env_workers: the run's processes need at least 121 GB of memory, this machine has 16 GB"],
+        ),
+        (
+            ["policy.megatron_cfg.data_parallel_size=2"],
+            ["policy.megatron_cfg: 3 ranks (policy 2, engines 1) take turns on 2 cores of this machine"],
+        ),
+        (["policy.generation.engines=500", "cluster.num_nodes=2"], []),
+        (["policy.generation.engines=500", "cluster.address=auto"], []),
+    ],
+)
+def test_the_dry_run_names_what_the_machine_cannot_hold(overrides, notes, capsys, monkeypatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr("gdpo_nemo.planning.fit.host", lambda: replace(host(), memory=16e9))
+    sizes = ["cluster.cpus_per_node=2", *overrides]
+    assert cli.main(["train", "--dry-run", "--config", str(CPU_CONFIG), *sizes]) == 0
+    shown = [line for line in capsys.readouterr().out.splitlines() if line.startswith("# note")]
+    found = [line.removeprefix("# note").strip() for line in shown]
+    assert [line for line in found if "this machine" in line] == notes
+
+
+@pytest.mark.parametrize("gpus, overrides, noted", [(4, [], True), (0, [], True), (8, [], False), (None, [], False),
+                                                    (4, ["cluster.address=auto"], False)])  # fmt: skip
+def test_the_dry_run_names_gpus_that_the_machine_does_not_have(gpus, overrides, noted, monkeypatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr("gdpo_nemo.planning.fit._gpus_here", lambda: gpus)
+    note = ("note", f"cluster.gpus_per_node: the run needs 8 GPUs, this machine has {gpus}")
+    assert (note in brief(config_of(*overrides))) == noted
+
+
 def test_prompts_that_are_computed_once_are_planned_by_what_is_laid_out():
     """Tokens and pairs of the layout that the driver makes of samples of the expected lengths."""
     overrides = ["gdpo.num_prompts_per_step=4", "gdpo.num_generations_per_prompt=8", "policy.micro_batch_tokens=300"]

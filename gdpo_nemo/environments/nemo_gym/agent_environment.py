@@ -14,7 +14,7 @@ from gdpo_nemo.data.records import Prompt
 from gdpo_nemo.data.replies import check_measurement
 from gdpo_nemo.environments.base import Environment
 from gdpo_nemo.environments.http_client import Cookies, HttpClient, api_key, base_url
-from gdpo_nemo.environments.nemo_gym.gym_rows import ROW, agent_of, read_row
+from gdpo_nemo.environments.nemo_gym.gym_rows import ROW, choose_server, read_row
 from gdpo_nemo.environments.nemo_gym.reward_mapping import read_rules, rewards_of
 from gdpo_nemo.environments.options import read_options
 from gdpo_nemo.errors import ConfigError, RunError
@@ -79,8 +79,10 @@ class NemoGymAgent(Environment):
                 raise ConfigError(f"{name}: must be more than 0")
 
     def read_row(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        """A row of NeMo Gym's JSONL as prompts are made of. Raises ConfigError."""
-        return read_row(row)
+        """A row of NeMo Gym's JSONL as prompts are made of. Raises ConfigError, also if no agent plays it."""
+        read = read_row(row)
+        choose_server(row, self.agents)
+        return read
 
     def preflight(self, prompts: Sequence[Prompt]) -> None:
         """Reach every agent, and find one for every row. Raises ConfigError, RunError."""
@@ -151,13 +153,10 @@ class NemoGymAgent(Environment):
         return Played(response, rewards_of(reply, self.rules, agent, self._options.check_sum))
 
     def _agent(self, prompt: Prompt) -> str:
-        if len(self.agents) == 1:
-            return next(iter(self.agents))
-        name = agent_of(prompt.fields[ROW])
-        if name is None or name not in self.agents:
-            hint = nearest(name, self.agents) if name else ""
-            raise ConfigError(f"agents: has no {name!r}, the agent_ref of row {prompt.id}{hint}")
-        return name
+        try:
+            return choose_server(prompt.fields[ROW], self.agents)
+        except ConfigError as error:
+            raise ConfigError(f"row {prompt.id} {error}") from None
 
     def _client(self) -> HttpClient:
         chosen = self._options

@@ -12,7 +12,7 @@ from gdpo_nemo.data.records import Prompt, Trajectory, Verdict
 from gdpo_nemo.environments.base import Environment
 from gdpo_nemo.environments.http_client import HttpClient, api_key
 from gdpo_nemo.environments.nemo_gym.episode import Verifier
-from gdpo_nemo.environments.nemo_gym.gym_rows import read_row
+from gdpo_nemo.environments.nemo_gym.gym_rows import ROW, agent_of, choose_server, read_row
 from gdpo_nemo.environments.nemo_gym.preflight import preflight
 from gdpo_nemo.environments.nemo_gym.routing import find_routes
 from gdpo_nemo.environments.nemo_gym.server_settings import read_settings
@@ -61,8 +61,18 @@ class NemoGym(Environment):
         self._verifier: asyncio.Task[Verifier] | None = None
 
     def read_row(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        """A row of NeMo Gym's JSONL as prompts are made of. Raises ConfigError."""
-        return read_row(row)
+        """A row of NeMo Gym's JSONL as prompts are made of. Raises ConfigError, also if none of the options' servers
+        verifies it."""
+        read = read_row(row)
+        if self.settings.servers:  # those of a head server are known once it is asked
+            choose_server(row, self.settings.servers, self.settings.agents)
+        return read
+
+    def server_of(self, row: Mapping[str, Any]) -> str | None:
+        """The server that verifies a row of ``read_row``; if the head server knows it, the agent that names it."""
+        if self.settings.servers:
+            return choose_server(row[ROW], self.settings.servers, self.settings.agents)
+        return agent_of(row[ROW])
 
     def verify(self, trajectories: Sequence[Trajectory]) -> list[Verdict]:
         """One verdict per trajectory, in order; all are in flight at once as far as ``concurrency`` allows.

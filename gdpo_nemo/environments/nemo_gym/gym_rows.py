@@ -7,8 +7,9 @@ verdict.
 from __future__ import annotations
 
 import json
-from typing import Any, Mapping
+from typing import Any, Iterable, Mapping
 
+from gdpo_nemo.config.messages import nearest
 from gdpo_nemo.data.completions import output_items
 from gdpo_nemo.data.records import Trajectory
 from gdpo_nemo.errors import ConfigError
@@ -43,6 +44,28 @@ def agent_of(row: Mapping[str, Any]) -> str | None:
     reference = row.get("agent_ref")
     name = reference.get("name") if isinstance(reference, Mapping) else None
     return name if isinstance(name, str) else None
+
+
+def choose_server(row: Mapping[str, Any], servers: Iterable[str], agents: Mapping[str, str] | None = None) -> str:
+    """Return the server of a row: the one that its ``agent_ref`` names, or the only one.
+
+    Args:
+        agents: server names by the agent names that rows may have.
+
+    Raises:
+        ConfigError: if no server can be chosen. The message follows "row N".
+    """
+    names = list(servers)
+    known = agents or {}
+    agent = agent_of(row)
+    name = known.get(agent or "", agent)
+    if name is not None and name in names:
+        return name
+    if len(names) == 1:
+        return names[0]
+    if agent is None:
+        raise ConfigError(f"has no agent_ref, which is needed to choose between {', '.join(sorted(names))}")
+    raise ConfigError(f"names the agent {agent!r}, which is not known{nearest(agent, [*names, *known])}")
 
 
 def request_body(trajectory: Trajectory, tool_parser: str, split_reasoning: bool) -> bytes:

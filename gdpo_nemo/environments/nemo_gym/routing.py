@@ -8,11 +8,10 @@ from urllib.parse import urlsplit
 
 import yaml
 
-from gdpo_nemo.config.messages import nearest
 from gdpo_nemo.config.reading import parse_yaml
 from gdpo_nemo.data.failures import Failure, FailureKind, printable
 from gdpo_nemo.environments.http_client import HttpClient, base_url
-from gdpo_nemo.environments.nemo_gym.gym_rows import agent_of
+from gdpo_nemo.environments.nemo_gym.gym_rows import choose_server
 from gdpo_nemo.environments.nemo_gym.server_settings import Settings
 from gdpo_nemo.errors import ConfigError
 
@@ -31,18 +30,10 @@ class Routes:
 
         Raises ConfigError where that is none of the servers.
         """
-        agent = agent_of(row)
-        name = self.agents.get(agent or "", agent)
-        if name is not None and name in self.servers:
-            return name
-        if len(self.servers) == 1:
-            return next(iter(self.servers))
-        if agent is None:
-            raise ConfigError(
-                f"a row has no agent_ref, which is needed to choose between {', '.join(sorted(self.servers))}"
-            )
-        known = [*self.servers, *self.agents]
-        raise ConfigError(f"no server for the agent {agent!r} of a row{nearest(agent, known)}; name it in agents")
+        try:
+            return choose_server(row, self.servers, self.agents)
+        except ConfigError as error:
+            raise ConfigError(f"a row {error}") from None
 
 
 async def find_routes(settings: Settings, client: HttpClient) -> Routes:

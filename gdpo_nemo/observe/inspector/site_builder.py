@@ -11,7 +11,6 @@ import base64
 import contextlib
 import hashlib
 import math
-import os
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
@@ -21,6 +20,7 @@ import numpy as np
 
 from gdpo_nemo.config.saved_config import load_saved_config
 from gdpo_nemo.config.schema import Config
+from gdpo_nemo.config.writing import write_whole
 from gdpo_nemo.errors import ConfigError, RunError
 from gdpo_nemo.observe.history import History
 from gdpo_nemo.observe.inspector import site_rows
@@ -284,9 +284,7 @@ def _write_page(path: Path, run: str) -> None:
     script = "'use strict';\n(() => {\n" + "".join((folder / n).read_text("utf-8") for n in SCRIPTS) + "})();\n"
     template = Environment(autoescape=True).from_string((folder / "page.html.j2").read_text("utf-8"))
     page = template.render(run=run, style=style, script=script, policy=_policy(style, script))
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(page, encoding="utf-8", errors="replace")
-    os.replace(partial, path)
+    write_whole(path, page.encode("utf-8", "replace"))
 
 
 def _policy(style: str, script: str) -> str:
