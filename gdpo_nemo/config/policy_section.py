@@ -44,6 +44,9 @@ class SchedulerConfig:
     lr_warmup_steps, and the last update of the warm-up has lr."""
     lr_decay_steps: Optional[int] = None
     """Updates at which the decay ends; null: the updates of the whole run."""
+    lr_hold_updates: int = 1
+    """Updates that share a learning rate, that of the first of them. With the updates of a step, the rate changes once
+    a step, as in NeMo-RL."""
 
 
 @dataclass
