@@ -74,15 +74,28 @@ class OnPolicyDistillation(GDPO):
         return row
 
     def _gaps(self, trajectories: Sequence[Trajectory]) -> list[np.ndarray]:
-        """log teacher - log sampler of each: float32 [completion tokens], 0 where the policy did not write."""
+        """Return log teacher - log sampler of each trajectory: float32 [completion tokens], 0 for tokens that the
+        policy did not write."""
         sequences = [
             TrainSequence(t.prompt.token_ids, t.completion_ids, t.logprobs, loss_mask=t.loss_mask) for t in trajectories
         ]
         found = self.policy.logprobs(sequences, teacher=True)
+        sampled = self._sampled_logprobs(sequences)
         return [
-            np.where(_written(t), values - t.logprobs, 0.0).astype(np.float32)
-            for t, values in zip(trajectories, found, strict=True)
+            np.where(_written(t), values - before, 0.0).astype(np.float32)
+            for t, values, before in zip(trajectories, found, sampled, strict=True)
         ]
+
+    def _sampled_logprobs(self, sequences: list[TrainSequence]) -> list[np.ndarray]:
+        """Return the sampler's log-prob of each token, the trainer's if the sampler gave none: float32 [completion
+        tokens] for each sequence. Only sequences that lack one are scored."""
+        found = [s.sampler_logprobs for s in sequences]
+        lacking = [place for place, s in enumerate(sequences) if np.isnan(s.where_written(found[place])).any()]
+        if lacking:
+            scored = self.policy.logprobs([sequences[place] for place in lacking])
+            for place, now in zip(lacking, scored, strict=True):
+                found[place] = np.where(np.isnan(found[place]), now, found[place])
+        return found
 
 
 def _written(trajectory: Trajectory) -> np.ndarray:

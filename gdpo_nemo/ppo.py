@@ -4,9 +4,10 @@ The value head shares the policy's trunk, so that one forward pass gives log-pro
 checkpoints, optimizer and schedule stay those of one model; a critic of its own would double the memory. Loop, engines,
 losses and layouts are GDPO's.
 
-A value is a running mean of the rewards to come plus what the head says, so that the head, which starts at 0, has only
-differences between states to learn (as the shift of PopArt, arXiv 1602.07714). The ranks know of the head alone: old
-values and returns are sent to them less that mean.
+A value is a running mean of the rewards to come plus the output of the head, so that the head, which starts at 0,
+learns only differences between states. The mean is a shift of the targets: unlike PopArt (arXiv 1602.07714) it neither
+rescales them nor rewrites the head when the mean moves. The ranks know only the head: the mean is subtracted from the
+old values and returns that they get.
 """
 
 from __future__ import annotations
@@ -70,15 +71,23 @@ class PPO(GDPO):
         # Of the components the diagnosis alone.
         diagnosed = replace(self.config, gdpo=replace(self.config.gdpo, kl_in_reward=None))
         rewards_by_component = advantages_of(batch.groups, diagnosed)
-        updates = updates_of(batch.trajectories, np.zeros(len(batch.trajectories)), self.config, batch.version)
+        rewards = action_rewards(batch.trajectories, self.config)
+        none_yet = np.zeros(len(batch.trajectories))
+        trained = [given is not None for given in rewards]
+        updates = updates_of(batch.trajectories, none_yet, self.config, batch.version, trained)
         scores = TokenScores(self.policy, self.config, values=True)
-        measured = self._credit_tokens(batch, [s for update in updates for s in update], scores)
+        measured = self._credit_tokens(rewards, [s for update in updates for s in update], scores)
         return self._scored(batch, rewards_by_component, updates, measured, scores)
 
-    def _credit_tokens(self, batch: Rollout, sequences: list[TrainSequence], scores: TokenScores) -> dict[str, float]:
-        """Give the sequences advantages, values and returns; returns what was measured on the way."""
+    def _credit_tokens(
+        self, rewards: list[np.ndarray | None], sequences: list[TrainSequence], scores: TokenScores
+    ) -> dict[str, float]:
+        """Give the sequences advantages, values and returns; returns what was measured on the way.
+
+        Args:
+            rewards: ``action_rewards``; the sequences without any have weight 0.
+        """
         values = scores.values(sequences)
-        rewards = action_rewards(batch.trajectories, self.config)
         measured = {}
         if kl_in_reward(self.config):
             measured["rollout/reference_kl"] = self._subtract_kl(rewards, sequences, scores)
@@ -88,9 +97,7 @@ class PPO(GDPO):
         for s, of_one, advantages, returns in zip(sequences, values, credit.advantages, credit.returns, strict=True):
             s.old_values = of_one
             s.returns = of_one
-            if advantages is None or returns is None:
-                s.weight = 0.0
-            else:
+            if advantages is not None and returns is not None:
                 s.advantage = _placed(s, advantages)
                 s.returns = _placed(s, returns - centre)
         if np.isfinite(credit.mean_to_come):

@@ -162,14 +162,9 @@ class PreferenceTuning(Algorithm):
         return PreferenceUpdate(self.kind, self.settings, len({abs(s.pair) for s in update}), chosen, kl)
 
     def _kl(self, update: Sequence[TrainSequence]) -> float:
-        """Mean log-ratio of answers to other prompts, those of the rows before, at least 0: as TRL estimates it, over
-        the whole update."""
-        mismatched = [
-            TrainSequence(s.prompt_ids, other.completion_ids, other.sampler_logprobs, loss_mask=other.loss_mask)
-            for s, other in zip(update, [update[-1], *update[:-1]])
-        ]
+        """Return the mean log-ratio of answers to other prompts, at least 0: TRL's estimate, over the whole update."""
         limit = self.config.policy.max_total_sequence_length
-        mismatched = [s for s in mismatched if len(s) <= limit]
+        mismatched = [s for s in _mismatched(update) if len(s) <= limit]
         if not mismatched:
             return 0.0
         now = self.policy.logprobs(mismatched)
@@ -206,6 +201,26 @@ class RewardModelTraining(PreferenceTuning):
 
     def _held_out(self, evaluated: Sequence[Prompt]) -> list[TrainSequence]:
         return _scored(_numbered(evaluated))
+
+
+def _mismatched(update: Sequence[TrainSequence]) -> list[TrainSequence]:
+    """Return the prompts of an update with the answers of other prompts, every answer at most once.
+
+    The rows of each prompt stand together and the answers move by the rows of the largest prompt. If no prompt comes
+    twice, this is TRL's move by one row. A row whose new answer is to its own prompt is left out: there is none unless
+    one prompt has more than half of the rows.
+    """
+    by_prompt: dict[bytes, list[TrainSequence]] = {}
+    for sequence in update:
+        by_prompt.setdefault(sequence.prompt_ids.tobytes(), []).append(sequence)
+    rows = [sequence for of_one in by_prompt.values() for sequence in of_one]
+    largest = max(map(len, by_prompt.values()))
+    answers = rows[-largest:] + rows[:-largest]
+    return [
+        TrainSequence(s.prompt_ids, other.completion_ids, other.sampler_logprobs, loss_mask=other.loss_mask)
+        for s, other in zip(rows, answers, strict=True)
+        if not np.array_equal(s.prompt_ids, other.prompt_ids)
+    ]
 
 
 def _scored(sequences: Sequence[TrainSequence]) -> list[TrainSequence]:

@@ -28,18 +28,22 @@ TEACHER = {
 
 
 class Policy:
-    """A teacher that gives every token the log-prob -token / 10."""
+    """A teacher that gives every token the log-prob -token / 10, and a policy that gives it -0.5."""
 
     def __init__(self):
         self.teacher = None
+        self.asked = []
 
     def load_teacher(self, folder):
         self.teacher = folder
 
     def logprobs(self, sequences, teacher=False):
-        assert teacher and self.teacher.is_absolute()
+        assert self.teacher.is_absolute()
+        self.asked.append((teacher, len(sequences)))
         return [
-            np.where(True if s.loss_mask is None else s.loss_mask, -s.completion_ids / 10, np.nan).astype(np.float32)
+            np.where(
+                True if s.loss_mask is None else s.loss_mask, -s.completion_ids / 10 if teacher else -0.5, np.nan
+            ).astype(np.float32)
             for s in sequences
         ]
 
@@ -93,6 +97,21 @@ def test_the_advantage_of_a_token_is_how_much_more_the_teacher_likes_it(teacher)
     assert found["validation/teacher_kl"] == pytest.approx(0.225) and found["validation/correctness"] == 0.5
     algorithm.config.gdpo.val_temperature = 0.0
     assert "validation/teacher_kl" not in algorithm.validate([group])
+
+
+def test_advantage_is_finite_if_the_sampler_gave_no_log_prob(teacher):
+    """A rollout function of the user's own may leave them out; the losses take the trainer's then, and so does this."""
+    config = load_config(CONFIG, [teacher()])
+    algorithm = load_algorithm(config)(config, Policy(), None, None)
+    (group,) = groups()
+    group.trajectories[1].logprobs[2] = np.nan
+    prepared = algorithm.prepare(SimpleNamespace(trajectories=group.trajectories, groups=[group], version=0))
+    (update,) = prepared.updates
+    np.testing.assert_allclose(update[0].advantage, [-0.05, -0.15], rtol=1e-6)
+    np.testing.assert_allclose(update[1].advantage, [-0.25, 0.0, -0.2], rtol=1e-6)
+    assert prepared.measured["teacher/kl"] == pytest.approx((0.05 + 0.15 + 0.25 + 0.2) / 4)
+    assert algorithm.policy.asked == [(True, 3), (False, 1)], "only the sequence without a log-prob is scored again"
+    assert algorithm.validate([group])["validation/teacher_kl"] == pytest.approx(0.65 / 4)
 
 
 REFUSED = [

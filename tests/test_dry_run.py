@@ -145,14 +145,14 @@ def test_anchors_of_raw_texts_are_counted_and_so_are_texts_without(tmp_path, cap
     write(tmp_path, "model/tokenizer.json", json.dumps(TOKENIZER))
     write(tmp_path, "model/tokenizer_config.json", json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
     (tmp_path / "model" / "model.safetensors").write_bytes(EMPTY_SAFETENSORS)
-    texts = jsonl(tmp_path / "texts.jsonl", [{"text": "a " * tokens} for tokens in (6, 7, 9, 11)])
+    texts = jsonl(tmp_path / "texts.jsonl", [{"text": "a " * tokens} for tokens in (5, 7, 9, 11)])
     config = tmp_path / "run.yaml"
     config.write_text(STRIDED.replace("MODEL", str(tmp_path / "model")).replace("DATA", str(texts)))
-    # Anchors at 4 of 7 tokens, 4 and 6 of 9, and 4, 6 and 8 of 11.
+    # Anchors at 3 of 7 tokens, 3 and 5 of 9, and 3, 5 and 7 of 11.
     assert dry(config) == 0
     said = capsys.readouterr().out
     assert f"data.train: 4 rows of {texts}; 6 anchors, each with 3 tokens before it and 3 behind it; " in said
-    assert "1 texts are shorter than the 7 tokens that an anchor takes and are left out" in said
+    assert "1 texts are shorter than the 6 tokens that an anchor takes and are left out" in said
     # Verdicts are of prompts, and no row is one.
     config.write_text(config.read_text().partition("env:")[0].replace("alignment", "format") + "env: {gsm8k: {}}\n")
     assert dry(config) == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -130,6 +131,51 @@ def test_a_sample_without_a_reward_trains_neither_policy_nor_values():
     ((_, aborted, unknown),) = found.updates
     for s in (aborted, unknown):
         assert s.weight == 0 and not s.has_advantage and s.returns is not None and s.old_values is not None
+
+
+def test_ppo_measures_and_whitens_trained_samples_only_if_truncated_ones_are_masked():
+    """A bad truncated sample would give the two good ones advantages whose mean is +1."""
+    good = [trajectory([3, 4]), trajectory([2, 5], rewards={"correctness": 0.5, "format": 1.0, "length": 0.0})]
+    nothing = {"correctness": -9.0, "format": 0.0, "length": 0.0}
+    cut = replace(trajectory(range(1, 9), rewards=nothing), outcome=Outcome.TRUNCATED)
+    masks = ("loss_fn.mask_truncated=true",)
+    algorithm, found = prepared(*good, cut, overrides=masks)
+    without, expected = prepared(*good, overrides=masks)
+    *trained, masked = found.updates[0]
+    advantages = np.concatenate([s.advantage for s in trained])
+    assert abs(advantages.mean()) < 1e-6 and advantages.std(ddof=1) == pytest.approx(1, abs=1e-5)
+    for ours, other in zip(trained, expected.updates[0], strict=True):
+        np.testing.assert_array_equal(ours.advantage, other.advantage)
+        np.testing.assert_array_equal(ours.returns, other.returns)
+        assert ours.weight == other.weight
+    assert masked.weight == 0 and not masked.has_advantage
+    assert found.measured == expected.measured and algorithm.centre == without.centre
+    algorithm, _ = prepared(*good, cut, overrides=())
+    assert algorithm.centre == pytest.approx((4 * 1.75 - 8 * 9) / 12), "without the mask it counts"
+
+
+def test_token_weights_add_up_to_1_if_a_sample_has_no_reward():
+    """Half of the samples without a reward used to halve the step."""
+    unknown = dict.fromkeys(("correctness", "format", "length"))
+    for aggregation in ("token_mean", "sequence_mean"):
+        _, found = prepared(
+            trajectory([3, 4]), trajectory([6, 7], rewards=unknown), overrides=(f"loss_fn.aggregation={aggregation}",)
+        )
+        ((known, empty),) = found.updates
+        assert (known.weight, empty.weight) == (0.5, 0.0)
+
+
+def test_discount_reaches_centre_return_and_explained_variance():
+    algorithm, found = prepared(trajectory([3, 4, 2]), trajectory([5], rewards={"correctness": 0.5}), overrides=(
+        PLAIN, "ppo.gamma=0.5",
+    ))  # fmt: skip
+    came = np.array([0.5, 1.0, 2.0, 0.5])
+    said = came.mean() + np.array([0.75, 1.0, 0.5, 1.25])
+    assert algorithm.centre == pytest.approx(came.mean()), "of the first step: its own mean"
+    variance = 1 - np.var(came - said) / np.var(came)
+    assert found.measured["value/explained_variance"] == pytest.approx(variance)
+    _, returns = gae([0, 0, 2.0], said[:3], 0.5, 0.95)
+    np.testing.assert_allclose(found.updates[0][0].returns, returns - came.mean(), rtol=1e-5)
 
 
 def test_values_and_log_probs_come_from_one_pass_and_serve_as_old_ones():

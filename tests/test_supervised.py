@@ -26,14 +26,19 @@ KINDS = ("dpo", "kto", "orpo", "simpo", "cpo")
 
 
 class Policy:
-    """Log-probs that follow from the tokens, and from whether the starting weights are asked."""
+    """Log-probs that follow from the tokens, and from whether the starting weights are asked.
 
-    def __init__(self):
+    Args:
+        learnt: log-ratio of a token to the starting model, over a tenth of its id.
+    """
+
+    def __init__(self, learnt=0.3):
         self.asked = []
+        self.learnt = learnt
 
     def logprobs(self, sequences, reference=False):
         self.asked.append((reference, [(tuple(s.prompt_ids), tuple(s.completion_ids)) for s in sequences]))
-        found = [-(s.completion_ids + 1.0 + reference * 0.3 * s.completion_ids) / 10 for s in sequences]
+        found = [-(s.completion_ids + 1.0 + reference * self.learnt * s.completion_ids) / 10 for s in sequences]
         return [
             np.where(True if s.loss_mask is None else s.loss_mask, v, np.nan).astype(np.float32)
             for s, v in zip(sequences, found)
@@ -130,6 +135,54 @@ def test_kto_estimates_its_kl_from_answers_to_the_rows_before():
     assert expected > 0 and kto.loss.kl == pytest.approx(expected, rel=1e-5) == pytest.approx(prepared.kl[0], rel=1e-5)
     mismatched = policy.asked[-1][1]
     assert mismatched == [((0, 7), (3,)), ((1, 7), (1, 2)), ((2, 7), (9,))] and kto.loss.count == 3
+
+
+def mismatched_pairs(prompts, *overrides):
+    """(prompt, answer) of the rows from which kto estimates its KL in one update, and that KL."""
+    kto, policy = algorithm(DPO, "algorithm.type=kto", *overrides)
+    list(kto.updates(kto.prepare(PromptBatch(prompts, len(prompts)))))
+    asked = [rows for reference, rows in policy.asked[1:] if not reference]
+    return [(row[0][0], row[1]) for rows in asked for row in rows], kto.loss.kl
+
+
+def test_kto_estimates_its_kl_from_other_prompts_if_both_answers_of_a_pair_are_neighbours():
+    """Rows of pairs in the order of their file, as unshuffled data has them."""
+    pairs = [prompt(n, (ids, sign)) for n in range(2) for ids, sign in (([n + 1], 1), ([n + 3], -1))]
+    found, kl = mismatched_pairs(pairs)
+    assert found == [(0, (2,)), (0, (4,)), (1, (1,)), (1, (3,))], "not the chosen answer of the same prompt"
+    assert kl == pytest.approx(np.mean([score([token]) for token in (1, 2, 3, 4)]), rel=1e-5)
+
+
+@pytest.mark.parametrize("sizes", [(1, 1), (3, 3), (1, 2, 3), (2, 1, 1, 1, 3), (1, 4), (3,)])
+@pytest.mark.parametrize("order", [1, -1, 3])
+def test_kto_uses_each_answer_at_most_once_and_at_another_prompt(sizes, order):
+    """Every answer, unless one prompt has more than half of all."""
+    owners = [number for number, size in enumerate(sizes) for _ in range(size)]
+    rows = [prompt(owner, ([place + 1], 1)) for place, owner in enumerate(owners)]
+    mixed = sorted(rows, key=lambda row: int(row.fields["answers"][0].token_ids[0]) * order % 11)
+    found, kl = mismatched_pairs(mixed)
+    answers = [ids[0] - 1 for _, ids in found]
+    assert len(set(answers)) == len(answers) and all(owners[a] != owner for (owner, _), a in zip(found, answers))
+    assert len(found) == min(len(owners), 2 * (len(owners) - max(sizes)))
+    assert kl == (pytest.approx(np.mean([score([a + 1]) for a in answers]), rel=1e-5) if found else 0.0)
+
+
+def test_kto_leaves_rows_beyond_the_length_limit_out_of_its_kl():
+    rows = [prompt(0, ([4, 4, 4], 1)), prompt(1, ([2, 2], -1)), prompt(2, ([3], 1))]
+    found, kl = mismatched_pairs(rows, "policy.max_total_sequence_length=4")
+    assert found == [(0, (3,)), (2, (2, 2))], "2 tokens of a prompt and 3 of an answer are one too many"
+    assert kl == pytest.approx((score([3]) + score([2, 2])) / 2, rel=1e-5)
+    assert mismatched_pairs(rows, "policy.max_total_sequence_length=3") == ([(0, (3,))], pytest.approx(score([3])))
+    assert mismatched_pairs(rows, "policy.max_total_sequence_length=2") == ([], 0.0)
+
+
+def test_kto_takes_0_if_the_estimate_of_its_kl_is_negative():
+    """A KL is not negative: answers of other prompts that became less likely are no reason to expect less."""
+    kto, policy = algorithm(DPO, "algorithm.type=kto")
+    policy.learnt = -0.3
+    prepared = kto.prepare(PromptBatch(SINGLES, 3))
+    list(kto.updates(prepared))
+    assert kto.loss.kl == 0.0 and prepared.kl == [0.0]
 
 
 def test_metrics_are_means_over_pairs():

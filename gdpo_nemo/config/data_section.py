@@ -15,8 +15,8 @@ class StridedConfig:
     """Prompts cut out of raw text, each followed by its answer there (EBFT's strided mode)."""
 
     stride: Annotated[int, Range(1)] = MISSING
-    """Tokens between two anchors of a text; an anchor lies at every multiple of it that has a whole context before it
-    and a whole answer behind it."""
+    """Tokens between two anchors of a text. The first is at token context_length, the last has a whole answer behind
+    it, as in axolotl."""
     context_length: Annotated[int, Range(1)] = MISSING
     """Tokens before an anchor, which are its prompt."""
     generate_max_len: Annotated[int, Range(1)] = MISSING

@@ -50,6 +50,12 @@ def _has_reference(config: Config) -> bool:
     return own or config.loss_fn.reference_policy_kl_penalty > 0 or config.gdpo.kl_in_reward is not None
 
 
+def _rate_changes(config: Config) -> bool:
+    """Return whether the learning rate differs between updates."""
+    schedule = config.policy.megatron_cfg.scheduler
+    return schedule.lr_decay_style != "constant" or schedule.lr_warmup_steps > 0
+
+
 def _standardises(config: Config) -> bool:
     batch_norm = config.gdpo.batch_norm
     return ESTIMATORS[config.gdpo.estimator].batch_norm if batch_norm is None else batch_norm
@@ -272,6 +278,11 @@ EFFECTS = (
         (f"{_MEGATRON}.scheduler.lr_warmup_init",),
         lambda c: c.policy.megatron_cfg.scheduler.lr_warmup_steps > 0,
         f"while {_MEGATRON}.scheduler.lr_warmup_steps is 0",
+    ),
+    Effect(
+        (f"{_MEGATRON}.scheduler.lr_hold_updates",),
+        _rate_changes,
+        "with a constant learning rate",
     ),
     Effect(
         (f"{_MEGATRON}.freeze_moe_router",),

@@ -46,6 +46,9 @@ class SchedulerConfig:
     lr_warmup_steps, and the last update of the warm-up has lr."""
     lr_decay_steps: Annotated[Optional[int], Range(1)] = None
     """Updates at which the decay ends; null: the updates of the whole run."""
+    lr_hold_updates: Annotated[int, Range(1)] = 1
+    """Updates that share a learning rate, that of the first of them. With the updates of a step, the rate changes once
+    a step, as in NeMo-RL."""
 
 
 @dataclass

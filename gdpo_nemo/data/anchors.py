@@ -1,8 +1,9 @@
 """Prompts cut out of raw text at the level of tokens: EBFT's strided mode (arXiv 2603.12248, axolotl's keys).
 
-At every multiple of ``stride`` the ``context_length`` tokens before it are a prompt and the ``generate_max_len`` tokens
-behind it are the data's answer. Axolotl samples such blocks inside one sequence, under a mask that lets a block see its
-context alone; here each is a prompt of its own, which is the same distribution without a kernel for it.
+The first anchor of a text is at token ``context_length``, the others follow every ``stride`` tokens: axolotl's places.
+The ``context_length`` tokens before an anchor are a prompt and the ``generate_max_len`` tokens behind it are the data's
+answer. Axolotl samples such blocks inside one sequence, under a mask by which a block sees the whole text before its
+anchor (``_strided_mask_mod``); here each is a separate prompt of exactly ``context_length`` tokens.
 """
 
 from __future__ import annotations
@@ -27,14 +28,13 @@ TEXT_KEY = "text"
 
 
 def anchors_of(tokens: int, strided: StridedConfig) -> range:
-    """The anchors of a text: every multiple of the stride with a whole context before it and a whole answer behind it,
-    ascending.
+    """Return the anchors of a text, ascending: the first has ``context_length`` tokens before it, and each has
+    ``generate_max_len`` tokens behind it.
 
     Args:
         tokens: tokens of the text.
     """
-    first = -(-strided.context_length // strided.stride) * strided.stride
-    return range(first, tokens - strided.generate_max_len + 1, strided.stride)
+    return range(strided.context_length, tokens - strided.generate_max_len + 1, strided.stride)
 
 
 def prompts_of(dataset: DatasetConfig, *arguments: Any, **options: Any) -> PromptSource:
@@ -99,7 +99,7 @@ class AnchorSource(PromptSource):
             longest = max(refused.tokens for refused in self.refused)
             raise ConfigError(
                 f"data.{self._split}.strided: all {len(rows)} {self._limit()} (the longest has {longest}); lower "
-                "context_length, generate_max_len or stride"
+                "context_length or generate_max_len"
             )
         self._prompts = self._anchors = _Anchors(documents, self._strided, self._tokenizer)
         return [f"{self._strided} {text}" for text in texts]
@@ -166,5 +166,4 @@ def _text_key(dataset: DatasetConfig) -> str:
 
 def _needed(strided: StridedConfig) -> int:
     """Tokens of the shortest text that has an anchor."""
-    first = -(-strided.context_length // strided.stride) * strided.stride
-    return first + strided.generate_max_len
+    return strided.context_length + strided.generate_max_len

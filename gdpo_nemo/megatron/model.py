@@ -18,7 +18,6 @@ from megatron.core.optimizer import (
     get_megatron_optimizer,
     get_standard_config_overrides,
 )
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnBackend
@@ -31,6 +30,7 @@ from gdpo_nemo.errors import ConfigError
 from gdpo_nemo.megatron.fused_logprobs import fused_token_logprobs, use_fused_logprobs
 from gdpo_nemo.megatron.hf_mapping import head_size, layer_symbols, num_experts, rotary, transformer_fields
 from gdpo_nemo.megatron.layers import layer_spec, transformer_engine_is_usable
+from gdpo_nemo.megatron.learning_rate import make_schedule
 from gdpo_nemo.megatron.logprobs import EntropyUse, token_logprobs
 from gdpo_nemo.megatron.lora import attach
 from gdpo_nemo.megatron.runtime import hidden
@@ -363,7 +363,6 @@ def build_optimizer(
     """Megatron's AdamW with its learning-rate schedule, counted in updates; that of a value head ``value_lr_mult``
     times as high."""
     o = layout.optimizer
-    s = layout.scheduler
     config = MegatronOptimizerConfig(
         optimizer="adam",
         lr=o.lr,
@@ -384,32 +383,7 @@ def build_optimizer(
         own: Any = dict(is_decoupled_lr=True, max_lr=value_lr_mult * o.lr, min_lr=value_lr_mult * o.min_lr)
         overrides = {**get_standard_config_overrides(config), ParamKey(name="*value_head.*"): own}
     optimizer = get_megatron_optimizer(config, wrapped, overrides)
-    warmup = s.lr_warmup_steps
-    decay_steps = s.lr_decay_steps or max(total_updates, s.lr_warmup_steps + 1)
-    init = 0.0
-    if warmup and s.lr_warmup_init is not None:
-        # The first update is tick 1. One tick more on the same line puts the wanted rate there, and lr after `warmup`
-        # updates.
-        init = s.lr_warmup_init - (o.lr - s.lr_warmup_init) / warmup
-        warmup = warmup + 1
-        decay_steps = decay_steps + 1
-    scheduler = OptimizerParamScheduler(
-        optimizer,
-        init_lr=init,
-        max_lr=o.lr,
-        min_lr=o.lr if s.lr_decay_style == "constant" else o.min_lr,
-        lr_warmup_steps=warmup,
-        lr_decay_steps=decay_steps,
-        lr_decay_style=s.lr_decay_style,
-        start_wd=o.weight_decay,
-        end_wd=o.weight_decay,
-        wd_incr_steps=0,
-        wd_incr_style="constant",
-        # On loading a checkpoint keep these values, which the config gives, and take the number of updates alone.
-        use_checkpoint_opt_param_scheduler=False,
-        override_opt_param_scheduler=True,
-    )
-    return optimizer, scheduler
+    return optimizer, make_schedule(optimizer, layout, total_updates)
 
 
 def _read_config(folder: str | Path) -> PretrainedConfig:

@@ -185,8 +185,8 @@ class Policy:
             sums, maxima = self._reduce(done)
             norm = self._gradient_norm()
             skipped = not (math.isfinite(norm) and math.isfinite(sums["loss"]))
+            self.built.scheduler.tick(skipped)
             if not skipped:
-                self.built.scheduler.step(increment=1)
                 self._wait_for_optimizer()
                 self.built.optimizer.step()
         lr = self.built.optimizer.param_groups[0]["lr"]
@@ -194,12 +194,7 @@ class Policy:
 
     def next_learning_rate(self) -> float:
         """The learning rate of the next update."""
-        scheduler = self.built.scheduler
-        scheduler.num_steps += 1
-        try:
-            return float(scheduler.get_lr(self.built.optimizer.param_groups[0]))
-        finally:
-            scheduler.num_steps -= 1
+        return float(self.built.scheduler.next_rate())
 
     def _gradient_norm(self) -> float:
         """Norm of the whole model's gradient before clipping; the same on every rank."""

@@ -177,20 +177,24 @@ def updates_of(
     advantages: np.ndarray | Sequence[float | np.ndarray],
     config: Config,
     version: int | None = None,
+    trained: Sequence[bool] | None = None,
 ) -> list[list[TrainSequence]]:
     """The training sequences of each optimizer update of a step; token weights add up per update.
 
     Args:
         advantages: [trajectories]; see ``TrainSequence.advantage``.
+        trained: bool [trajectories]; the others get weight 0. None: those that ``is_trained`` accepts.
         version: of the weights that the step starts from; every token gets its staleness to it, where loss or
             correction read that.
     """
     loss = config.loss_fn
     size = config.policy.train_global_batch_size or len(trajectories)
-    updates = [
-        _weighted(trajectories[start : start + size], advantages[start : start + size], loss, config)
-        for start in range(0, len(trajectories), size)
-    ]
+    if trained is None:
+        trained = [is_trained(t, loss) for t in trajectories]
+    updates = []
+    for start in range(0, len(trajectories), size):
+        part = slice(start, start + size)
+        updates.append(_weighted(trajectories[part], advantages[part], trained[part], config))
     if version is not None and loss.reads_staleness:
         for trajectory, sequence in zip(trajectories, chain.from_iterable(updates), strict=True):
             sequence.staleness = token_staleness(trajectory, version)
@@ -255,13 +259,18 @@ def token_staleness(trajectory: Trajectory, version: int) -> np.ndarray:
     return staleness
 
 
+def is_trained(trajectory: Trajectory, loss: LossSettings) -> bool:
+    """Return whether the loss reads the trajectory's tokens: it has rewards and ``mask_truncated`` does not apply."""
+    return trajectory.trains and not (loss.mask_truncated and trajectory.outcome is Outcome.TRUNCATED)
+
+
 def _weighted(
     trajectories: Sequence[Trajectory],
     advantages: np.ndarray | Sequence[float | np.ndarray],
-    loss: LossSettings,
+    trained: Sequence[bool],
     config: Config,
 ) -> list[TrainSequence]:
-    trained = [t.trains and not (loss.mask_truncated and t.outcome is Outcome.TRUNCATED) for t in trajectories]
+    loss = config.loss_fn
     weights = token_weights(
         [t.num_policy_tokens if keep else 0 for t, keep in zip(trajectories, trained)],
         loss.aggregation,

@@ -16,7 +16,7 @@ from gdpo_nemo.algorithms.gae import discounted_sums, explained_variance, gae, w
 from gdpo_nemo.algorithms.ppo_settings import PPOSettings
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.data.records import Trajectory
-from gdpo_nemo.rollouts.learning import reward_columns
+from gdpo_nemo.rollouts.learning import is_trained, reward_columns
 from gdpo_nemo.rollouts.turn_credit import earned
 
 
@@ -37,14 +37,14 @@ class TokenCredit:
 
 
 def action_rewards(trajectories: Sequence[Trajectory], config: Config) -> list[np.ndarray | None]:
-    """float64 [actions] of each trajectory: the reward that stands at each of them. None where a trajectory may not
-    train, or has no weighted component: an unknown reward is none of 0."""
+    """Return the reward at each action: float64 [actions] for each trajectory. None if a trajectory is not trained
+    (``learning.is_trained``) or has no weighted component: an unknown reward is not a reward of 0."""
     weights = {name: weight for name, weight in config.gdpo.rewards.items() if weight}
     by_turn = config.gdpo.credit == "turn"
     columns = {} if by_turn else reward_columns(trajectories, config)
     found: list[np.ndarray | None] = []
     for place, t in enumerate(trajectories):
-        if not t.trains or not t.num_policy_tokens:
+        if not is_trained(t, config.loss_fn) or not t.num_policy_tokens:
             found.append(None)
         elif by_turn:
             found.append(_of_turns(t, weights))

@@ -402,6 +402,8 @@ def test_what_the_check_takes_the_plan_places(minimal, model, ends, layers):
     "overrides, expected",
     [
         ([f"{MEGATRON}.scheduler.lr_warmup_init=1.0e-7"], "lr_warmup_init: has no effect while"),
+        ([f"{MEGATRON}.scheduler.lr_hold_updates=4"], "lr_hold_updates: has no effect with a constant learning rate"),
+        ([f"{MEGATRON}.scheduler.lr_hold_updates=0"], "lr_hold_updates: must be at least 1, got 0"),
         (
             [f"{MEGATRON}.scheduler.lr_warmup_steps=5", f"{MEGATRON}.scheduler.lr_warmup_init=1"],
             "lr_warmup_init: 1.0 is above the 1e-06",

@@ -78,6 +78,7 @@ VALUES = {
     "megatron": {
         f"{S}.lr_warmup_steps": 13,
         f"{S}.lr_warmup_init": 2e-7,
+        f"{S}.lr_hold_updates": 1,
         f"{M}.overlap_grad_reduce": True,
         f"{M}.overlap_param_gather": True,
     },
@@ -124,6 +125,7 @@ VALUES = {
         "loss_fn.off_policy.ratio_max": 5.0,
         # 13 steps of 4 updates: the schedule ticks once a step there (megatron_policy_worker.train).
         f"{S}.lr_warmup_steps": 52,
+        f"{S}.lr_hold_updates": 4,
         f"{S}.lr_decay_steps": None,
     },
     "dapo": {

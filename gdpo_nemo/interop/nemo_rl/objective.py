@@ -241,9 +241,11 @@ def _off_policy(recipe: Recipe, account: Account) -> None:
 
 
 def _schedule(recipe: Recipe, account: Account) -> None:
-    """NeMo-RL ticks its schedule once a step, ours ticks once an update; a rate counts from the first update on."""
+    """Write the learning-rate schedule. NeMo-RL ticks behind all updates of a step (``MegatronPolicyWorker.train``),
+    ours in front of each update; a rate counts from the first update on."""
+    section = f"{_MEGATRON}.scheduler"
+    style = "constant"
     if recipe.megatron:
-        section = f"{_MEGATRON}.scheduler"
         style = recipe.get(f"{section}.lr_decay_style", "constant")
         account.set(f"{section}.lr_decay_style", style, "lr_decay_style")
         if recipe.get(f"{section}.lr_decay_iters"):
@@ -254,10 +256,12 @@ def _schedule(recipe: Recipe, account: Account) -> None:
     else:
         warmup, start = _torch_warmup(recipe, account)
     if warmup:
-        section = f"{_MEGATRON}.scheduler"
         account.set(f"{section}.lr_warmup_steps", warmup * recipe.updates, _ticks("the warm-up", recipe))
-        shared = "; there all updates of a step share theirs" if recipe.updates > 1 else ""
-        account.set(f"{section}.lr_warmup_init", float(f"{start:.12g}"), f"rate of the first update{shared}")
+        account.set(f"{section}.lr_warmup_init", float(f"{start:.12g}"), "rate of the first update")
+    elif style != "constant":
+        account.differs(f"{section}.lr_decay_style", "without a warm-up the decay begins one update earlier")
+    if recipe.updates > 1 and (warmup or style != "constant"):
+        account.set(f"{section}.lr_hold_updates", recipe.updates, "the updates of a step share a rate there")
 
 
 def _ticks(what: str, recipe: Recipe) -> str:
