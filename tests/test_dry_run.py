@@ -170,9 +170,14 @@ def byte_model(tmp_path_factory) -> Path:
     return folder
 
 
-def test_a_dataset_on_the_hub_is_left_to_the_run_and_it_says_so(config, tmp_path, capsys):
+def test_a_dataset_on_the_hub_is_left_to_the_run_and_it_says_so(config, tmp_path, capsys, monkeypatch):
     assert dry(config(Path("openai/gsm8k:main"))) == 0
     assert "data.train: openai/gsm8k:main is on the hub, unchecked" in capsys.readouterr().out
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    assert dry(config(Path("openai/gsm8k:main")), "policy.model_name=unsloth/Some-7B") == 0
+    assert (
+        "unsloth/Some-7B (from the Hugging Face hub, its family unchecked before it is here)" in capsys.readouterr().out
+    )
 
 
 def test_a_dataset_with_several_configurations_needs_one_and_lists_them(config, tmp_path, capsys):
