@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -212,9 +213,14 @@ def byte_model(tmp_path_factory) -> Path:
     return folder
 
 
-def test_a_dataset_on_the_hub_is_left_to_the_run_and_it_says_so(config, tmp_path, capsys):
+def test_a_dataset_on_the_hub_is_left_to_the_run_and_it_says_so(config, tmp_path, capsys, monkeypatch):
     assert dry(config(Path("openai/gsm8k:main"))) == 0
     assert "data.train: openai/gsm8k:main is on the hub, unchecked" in capsys.readouterr().out
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    assert dry(config(Path("openai/gsm8k:main")), "policy.model_name=unsloth/Some-7B") == 0
+    assert (
+        "unsloth/Some-7B (from the Hugging Face hub, its family unchecked before it is here)" in capsys.readouterr().out
+    )
 
 
 def test_a_dataset_with_several_configurations_needs_one_and_lists_them(config, tmp_path, capsys):
@@ -244,3 +250,28 @@ def test_the_gsm8k_recipes_name_the_configuration(recipe):
     config = load_config(recipe)
     validate(config)
     assert {config.data.train.path, config.data.validation.path} == {"openai/gsm8k:main"}
+
+
+def test_gsm8k_recipe_has_the_settings_of_the_demo_it_is_taken_from():
+    """NVlabs/GDPO at b080e63: recipes/Qwen2.5-1.5B-Instruct/gdpo_gsm8k, zero3.yaml, and what TRL 0.18 fills in."""
+    config = load_config(REPOSITORY / "configs" / "gdpo_gsm8k_qwen2.5_1.5b_8gpu.yaml")
+    gdpo = config.gdpo
+    assert (gdpo.preset, gdpo.rewards) == ("trl_fork", {"correctness": 1.0, "integer": 1.0, "format": 1.0})
+    assert gdpo.num_prompts_per_step * gdpo.num_generations_per_prompt == 8 * 16 * 4  # processes, batch, accumulation
+    assert gdpo.max_num_steps == 7473 // gdpo.num_prompts_per_step
+    megatron = config.policy.megatron_cfg
+    # transformers rounds the share of the updates up, and its first update has a rate of 0.
+    assert megatron.scheduler.lr_warmup_steps == math.ceil(0.1 * gdpo.max_num_steps)
+    assert (megatron.scheduler.lr_warmup_init, megatron.scheduler.lr_decay_style) == (0.0, "cosine")
+    optimizer = megatron.optimizer
+    assert (optimizer.lr, optimizer.min_lr, optimizer.weight_decay) == (5e-6, 0.0, 0.0)
+    assert (optimizer.adam_beta1, optimizer.adam_beta2, optimizer.adam_eps) == (0.9, 0.999, 1e-8)
+    loss = config.loss_fn
+    assert (loss.reference_policy_kl_penalty, loss.reference_policy_kl_type) == (0.04, "k3")
+    assert (loss.reference_policy_kl_gradient, loss.mask_truncated) == ("estimator", False)
+
+
+def test_tool_calling_recipe_has_the_weight_decay_of_its_script():
+    """NVlabs/GDPO at b080e63: fsdp_workers.py takes 0.01 where the script gives none."""
+    config = load_config(REPOSITORY / "configs" / "gdpo_tool_calling_qwen2.5_1.5b_8gpu.yaml")
+    assert config.policy.megatron_cfg.optimizer.weight_decay == 0.01

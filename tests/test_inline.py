@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -17,6 +19,7 @@ from gdpo_nemo.config.objects import load_object
 from gdpo_nemo.environments.registry import load_environments
 from gdpo_nemo.errors import ConfigError, RunError
 from gdpo_nemo.inline import inline_run, written
+from gdpo_nemo.validation import validate
 
 ROWS = [{"prompt": "31524=", "answer": "12345"}, {"prompt": "978=", "answer": "789"}]
 
@@ -215,3 +218,35 @@ def test_importing_the_package_imports_nothing_else_and_its_names_are_there():
     subprocess.run([sys.executable, "-c", program], check=True)
     with pytest.raises(AttributeError):
         gdpo_nemo.trian  # noqa: B018
+
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/library.md"])
+def test_example_of_train_in_the_documentation_is_a_run_that_validates(page, tmp_path, monkeypatch):
+    """The first Python block that calls ``train``, with its arguments as printed, from an empty folder."""
+    blocks = re.findall(r"```python\n(.*?)```", (REPOSITORY / page).read_text(), re.DOTALL)
+    tree = ast.parse(next(block for block in blocks if "result = train(" in block))
+    calls = [node for node in tree.body if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call)]
+    rest = [node for node in tree.body if isinstance(node, (ast.FunctionDef, ast.Assign)) and node not in calls]
+    monkeypatch.chdir(tmp_path)
+    names: dict = {}
+    exec(compile(ast.Module(rest, []), page, "exec"), names)
+    [call] = calls
+    [config] = [ast.literal_eval(argument) for argument in call.value.args]
+    given = {keyword.arg: eval(ast.unparse(keyword.value), names) for keyword in call.value.keywords}
+    run = inline_run(config, given["rewards"], given["data"], None, given["overrides"])
+    assert run.config.run.name == "mine" and run.config.gdpo.rewards == {"correct": 1.0, "short": 0.5}
+    with written(Path(run.config.run.dir), run.files):
+        validate(run.config)
+
+
+def test_missing_config_is_one_sentence_that_says_what_there_is(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError) as caught:
+        gdpo_nemo.train("base.yaml", rewards={"correct": len}, data=ROWS)
+    assert str(caught.value) == (
+        "base.yaml: no such config file in the working directory or among those of the package; "
+        "configs/gdpo_tiny_cpu.yaml is the demo"
+    )

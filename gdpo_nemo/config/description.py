@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Sequence
 
 from gdpo_nemo.config.algorithm_choice import PPO, has_value_head, samples, sequences_per_prompt
-from gdpo_nemo.config.files import model_source
+from gdpo_nemo.config.files import known_model_config, model_source
 from gdpo_nemo.config.layout import Layout, resolve_layout, samples_per_step, samples_per_update, updates_per_step
 from gdpo_nemo.config.placement import describe_places
 from gdpo_nemo.config.rollout_bounds import (
@@ -45,6 +45,11 @@ def _folder(config: Config) -> str:
     return f"{config.run.name} in {folder} ({'exists: resumes' if started else 'new'}), seed {config.run.seed}"
 
 
+def _hub(config: Config) -> str:
+    unchecked = known_model_config(config) is None
+    return "from the Hugging Face hub" + ", its family unchecked before it is here" * unchecked
+
+
 def _model(config: Config) -> str:
     policy = config.policy
     foreign = model_source(config)
@@ -53,7 +58,7 @@ def _model(config: Config) -> str:
     elif Path(policy.model_name).is_dir():
         source = "a folder here"
     else:
-        source = f"made by {policy.model_factory}" if policy.model_factory else "from the Hugging Face hub"
+        source = f"made by {policy.model_factory}" if policy.model_factory else _hub(config)
     return (
         f"{policy.model_name} ({source}), {policy.precision}, sequences of at most "
         f"{policy.max_total_sequence_length} tokens"

@@ -246,7 +246,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
         check_yaml(text)
         content = OmegaConf.load(io.StringIO(text))
     except FileNotFoundError:
-        raise ConfigError(f"{path}: no such config file{_nearest_file(path)}") from None
+        raise ConfigError(f"{path}: no such config file{_nearest_file(path) or _elsewhere(path)}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})") from None
     except yaml.YAMLError as error:
@@ -392,6 +392,14 @@ def _nearest_key(section: str, name: str, siblings: Mapping[str, Any]) -> str:
     if best:
         return f", did you mean {best}?"
     return f"; {section or 'the top level'} has {', '.join(siblings)}"
+
+
+def _elsewhere(path: Path) -> str:
+    """Where a relative path is looked up, and what it finds there."""
+    if path.is_absolute():
+        return ""
+    demo = DEMO.relative_to(REPOSITORY)
+    return f" in the working directory or among those of the package; {demo} is the demo"
 
 
 def _nearest_file(path: Path) -> str:

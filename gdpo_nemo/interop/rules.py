@@ -29,6 +29,8 @@ class RuleResult:
     """Not done here, and the result is another."""
     elsewhere: tuple[str, ...] = ()
     """Our keys that it makes together with other keys."""
+    needed: bool = False
+    """True if one of ``elsewhere`` must be written; the key counts as different where none is."""
 
 
 Act = Callable[[Any, Any], RuleResult]
@@ -54,6 +56,11 @@ def to(key: str, convert: Callable[[Any], Any] = lambda value: value, note: str 
 def combined(*keys: str) -> Act:
     """Works on ours together with other keys; the lines under "added" have the result."""
     return lambda value, recipe: RuleResult(elsewhere=keys)
+
+
+def taken_over(*keys: str) -> Act:
+    """As ``combined``, for keys that count: a value of which nothing is written is a difference."""
+    return lambda value, recipe: RuleResult(elsewhere=keys, needed=True)
 
 
 def fixed(wanted: Any, why: str) -> Act:

@@ -48,6 +48,8 @@ class Line:
     key: str
     verdict: str
     text: str
+    targets: tuple[str, ...] = ()
+    """Our keys that are written for it; of translated keys."""
 
 
 @dataclass
@@ -60,6 +62,8 @@ class Translation:
     """Key, or name of a matter -> what differs and changes the result."""
     blockers: dict[str, str] = field(default_factory=dict)
     """Key, or name of a matter -> why it cannot run."""
+    questions: dict[str, str] = field(default_factory=dict)
+    """Our key -> what the dry run checks once the files that it needs are here."""
     variables: list[str] = field(default_factory=list)
     """Environment variables that have to be set where the run starts."""
     program: str = "NeMo-RL"
@@ -85,6 +89,8 @@ class Translation:
                 f"and would differ in {len(self.differences)}:",
                 *(f"  {name}: {why}" for name, why in self.differences.items()),
             ]
+        if self.questions:
+            lines += ["left to the dry run:", *(f"  {key}: {what}" for key, what in self.questions.items())]
         if self.variables:
             lines.append(f"environment variables to set where it starts: {', '.join(self.variables)}")
         return "\n".join(lines)
@@ -106,19 +112,44 @@ class Translation:
         return "\n".join(out)
 
 
-def line_of(key: str, value: Any, said: RuleResult | None, values: Mapping[str, Any]) -> Line:
-    """The account of one key; ``values`` are those of the whole translation."""
+def line_of(
+    key: str,
+    value: Any,
+    said: RuleResult | None,
+    values: Mapping[str, Any],
+    removed: Mapping[str, str],
+    account: Account,
+) -> Line:
+    """Return the account of one key.
+
+    A key is called translated only if a value that it names is among those written.
+
+    Args:
+        values: all that the translation writes, by our dotted keys.
+        removed: our keys that were left out -> why.
+    """
     if said is None:
         return Line(key, UNKNOWN, f"{short(value)}; {_UNKNOWN}")
-    targets = [f"{k}={short(v)}" for k, v in said.values.items()] + [k for k in said.elsewhere if _holds(values, k)]
-    if targets:
-        note = f"; {said.text}" if said.text else ""
-        return Line(key, TRANSLATED, f"{short(value)} -> {', '.join(targets)}{note}")
-    if said.elsewhere:
-        off = "not used there" if is_off(value) else "worked into what is added, which does not need this key"
-        return Line(key, ALREADY if is_off(value) else NO_EFFECT, f"{short(value)}; {off}")
-    verdict = DIFFERENT if said.matters else ALREADY if said.same else NO_EFFECT
-    return Line(key, verdict, f"{short(value)}; {said.text}")
+    targets = [*said.values, *said.elsewhere]
+    written = {k: f"{k}={short(v)}" for k, v in said.values.items() if k in values and values[k] == v}
+    written |= {k: k for k in said.elsewhere if _holds(values, k)}
+    different = account.differences.get(key)
+    if written:
+        notes = "".join(f"; {note}" for note in (said.text, different) if note)
+        return Line(key, TRANSLATED, f"{short(value)} -> {', '.join(written.values())}{notes}", tuple(written))
+    if not targets:
+        verdict = DIFFERENT if said.matters else ALREADY if said.same else NO_EFFECT
+        return Line(key, verdict, f"{short(value)}; {said.text}")
+    for target in targets:
+        if target in removed:
+            return Line(key, NO_EFFECT, f"{short(value)} -> {target}, but that {removed[target]}: left out")
+    if said.elsewhere and is_off(value):
+        return Line(key, ALREADY, f"{short(value)}; not used there")
+    if not (said.needed or said.values):
+        return Line(key, NO_EFFECT, f"{short(value)}; worked into what is added, which does not need this key")
+    blocker = account.blocker_of(key)
+    why = f"{blocker} cannot run" if blocker else different or f"nothing is written at {' or '.join(targets)}"
+    return Line(key, DIFFERENT, f"{short(value)}; not taken over: {why}")
 
 
 def _holds(values: Mapping[str, Any], key: str) -> bool:
@@ -126,56 +157,52 @@ def _holds(values: Mapping[str, Any], key: str) -> bool:
     return any(name == key or name.startswith(key + ".") for name in values)
 
 
+def written_values(said: Mapping[str, tuple[Any, RuleResult | None]], account: Account) -> dict[str, Any]:
+    """Return the values of the rules and of the account by our dotted keys; the account's count where both have one."""
+    values = {key: value for _, outcome in said.values() if outcome for key, value in outcome.values.items()}
+    return values | {key: value for key, (value, _) in account.values.items()}
+
+
 def assembled(
     said: Mapping[str, tuple[Any, RuleResult | None]], account: Account, program: str, command: str
 ) -> Translation:
-    """The translation that the rules' answers and the account of what keys make together come to.
+    """Return the translation that the rules' answers and the account of what keys make together come to.
 
     Args:
         said: key of the recipe -> (its value, what its rule answers; None: no rule knows it).
     """
-    values = {key: value for _, outcome in said.values() if outcome for key, value in outcome.values.items()}
-    values |= {key: value for key, (value, _) in account.values.items()}
-    lines = [line_of(key, value, outcome, values) for key, (value, outcome) in said.items()]
-    lines += [Line(key, ADDED, f"{short(value)}; {why}") for key, (value, why) in account.values.items()]
+    values = written_values(said, account)
+    translation = Translation(nested(values), blockers=dict(account.blockers), program=program, command=command)
+    translation.questions = dict(account.questions)
+    removed = leave_out_idle_keys(translation, values)
+    lines = [line_of(key, value, outcome, values, removed, account) for key, (value, outcome) in said.items()]
+    added = ((key, value, why) for key, (value, why) in account.values.items() if key in values)
+    translation.lines = [*lines, *(Line(key, ADDED, f"{short(value)}; {why}") for key, value, why in added)]
     different = {
         line.key: line.text
         for line in lines
-        if line.verdict in (DIFFERENT, UNKNOWN) and line.key not in account.blockers
+        if line.verdict in (DIFFERENT, UNKNOWN) and not account.blocker_of(line.key)
     }
-    blockers = dict(account.blockers)
-    translation = Translation(nested(values), lines, different | account.differences, blockers)
-    translation.program = program
-    translation.command = command
-    leave_out_idle_keys(translation, values)
+    translation.differences = different | account.differences
     return translation
 
 
-def leave_out_idle_keys(translation: Translation, values: dict[str, Any]) -> None:
-    """Take out what has no effect in the chosen mode, which a config of ours may not hold, and note what is refused."""
+def leave_out_idle_keys(translation: Translation, values: dict[str, Any]) -> dict[str, str]:
+    """Take out of content and ``values`` what has no effect in the chosen mode, which a config of ours may not hold,
+    and note what is refused. Return the keys taken out -> why."""
+    removed: dict[str, str] = {}
     try:
         while idle := keys_without_effect(config := _loaded(translation.content)):
             for sentence in idle:
                 key, _, why = sentence.partition(": ")
                 del values[key]
-                _left_out(translation, key, why)
+                removed[key] = why
             translation.content = nested(values)
         validate(config)
     except ConfigError as error:
         if not translation.blockers:
             translation.blockers["--dry-run"] = str(error)
-
-
-def _left_out(translation: Translation, key: str, why: str) -> None:
-    kept = []
-    for line in translation.lines:
-        if line.verdict == ADDED and line.key == key:
-            continue
-        if line.verdict == TRANSLATED and f"{key}=" in line.text:
-            line.verdict = NO_EFFECT
-            line.text = f"{line.text}, but that {why}: left out"
-        kept.append(line)
-    translation.lines = kept
+    return removed
 
 
 def _loaded(content: dict[str, Any]):

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Iterator
 
+from gdpo_nemo.config.families import FAMILIES
 from gdpo_nemo.errors import ConfigError
 from gdpo_nemo.interop.nemo_rl.recipe import open_recipe
 from gdpo_nemo.interop.nemo_rl.translate import translate
@@ -46,7 +47,7 @@ def rows(folder: Path) -> Iterator[Row]:
 
 
 def _row(name: str, translation: Translation, recipe) -> Row:
-    exists = not recipe.model.refusal and recipe.get("policy.generation.backend", "vllm") == "vllm"
+    exists = recipe.model.model_type in FAMILIES and recipe.get("policy.generation.backend", "vllm") == "vllm"
     return Row(name, translation.status, translation.blockers or translation.differences, exists)
 
 

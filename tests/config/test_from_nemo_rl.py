@@ -11,8 +11,8 @@ from omegaconf import OmegaConf
 from gdpo_nemo import cli
 from gdpo_nemo.config.load import load_config
 from gdpo_nemo.errors import ConfigError
-from gdpo_nemo.interop.nemo_rl.recipe import DEFAULTS, read_recipe
-from gdpo_nemo.interop.nemo_rl.translate import translate
+from gdpo_nemo.interop.nemo_rl.recipe import DEFAULTS, Recipe, open_recipe, read_recipe
+from gdpo_nemo.interop.nemo_rl.translate import translate, worked_out
 from gdpo_nemo.interop.translation import (
     ADDED,
     ALREADY,
@@ -23,6 +23,7 @@ from gdpo_nemo.interop.translation import (
     TRANSLATED,
     UNKNOWN,
     Translation,
+    written_values,
 )
 from gdpo_nemo.validation import validate
 
@@ -256,17 +257,60 @@ def test_when_new_weights_reach_samples_under_way_is_as_there(tmp_path, change, 
     ] == differing
 
 
-@pytest.mark.parametrize("recipe", ["every_key.yaml", "gdpo.yaml"])
-def test_what_is_called_translated_is_in_the_result(recipe):
-    translation = translate(RECIPES / recipe)
+@pytest.mark.parametrize("name", sorted(path.stem for path in RECIPES.glob("*.yaml")))
+def test_key_that_is_said_to_be_taken_over_is_in_the_written_file(name):
+    translation = translate(RECIPES / f"{name}.yaml")
     written = set(leaves(translation.content))
-    translated = [line for line in translation.lines if line.verdict == TRANSLATED]
-    assert len(translated) > 50
-    for line in translated:
-        for target in line.text.split(" -> ")[1].split("; ")[0].split(", "):
-            name = target.partition("=")[0]
-            if "." in name and " " not in name and name.split(".")[0] in translation.content:
-                assert any(key == name or key.startswith(name + ".") for key in written), line
+    for line in translation.lines:
+        assert (line.verdict == TRANSLATED) == bool(line.targets) and "worked into" not in line.text, line
+        for target in (line.key,) if line.verdict == ADDED else line.targets:
+            assert any(f"{key}.".startswith(f"{target}.") or target.startswith(f"{key}.") for key in written), line
+
+
+OTHERS = {
+    "grpo.adv_estimator.name": ["grpo", "gdpo"],
+    "grpo.max_num_epochs": [0],
+    "loss_fn.truncated_importance_sampling_type": ["tis", "icepop"],
+    "policy.megatron_cfg.recompute_granularity": ["full", "selective"],
+    "policy.megatron_cfg.scheduler.lr_decay_style": ["constant", "cosine"],
+    "policy.megatron_cfg.peft.lora_A_init_method": ["kaiming", "xavier"],
+    "data.default.processor": ["a_gdpo_processor", "math_hf_data_processor"],
+}
+"""Keys of which not every value means something -> some that do."""
+
+
+def others(key, value):
+    """Values unlike ``value``."""
+    if key in OTHERS:
+        return OTHERS[key]
+    if isinstance(value, bool):
+        return [not value]
+    if isinstance(value, (int, float)):
+        return [value * 2 + 1, value / 2 if isinstance(value, float) else value // 2, 1]
+    if isinstance(value, list):
+        return [[item + 1 if isinstance(item, (int, float)) else item for item in value], value[1:]]
+    return [f"{value}_other"]
+
+
+@pytest.mark.parametrize(
+    "name", ["base", "every_key", "gdpo", "async_in_flight", "uneven_pipeline", "lora", "dapo", "gdpo_gsm8k"]
+)
+def test_another_value_of_a_key_that_is_taken_over_is_written_or_named(name):
+    """A key that is called translated and whose value nobody reads is not taken over."""
+    recipe = open_recipe(RECIPES / f"{name}.yaml")
+
+    def outcome(flat):
+        said, account = worked_out(Recipe(flat, recipe.path))
+        return written_values(said, account), account.differences, account.blockers
+
+    before = outcome(recipe.flat)
+    unread = []
+    for line in translate(RECIPES / f"{name}.yaml").lines:
+        value = recipe.flat.get(line.key)
+        if line.verdict == TRANSLATED and value is not None:
+            if all(outcome({**recipe.flat, line.key: other}) == before for other in others(line.key, value)):
+                unread.append(line)
+    assert unread == []
 
 
 def test_the_command_prints_a_config_and_says_what_is_missing(tmp_path, capsys):

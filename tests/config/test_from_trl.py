@@ -345,6 +345,14 @@ def test_saved_arguments_with_every_field_are_accounted_for_line_by_line(folder)
     assert translation.status == SAME, translation.summary()
 
 
+def test_saved_arguments_with_a_model_of_an_unknown_name_leave_its_family_to_the_dry_run(folder):
+    saved = {"output_dir": "out", "model_name_or_path": "HuggingFaceTB/SmolLM2-135M-Instruct", "max_steps": 3}
+    saved |= {"dataset_name": "a/b", "reward_funcs": ["think_format_reward"]}
+    (folder / "args.yaml").write_text(yaml.safe_dump(saved))
+    translation = translate_trl(["args.yaml"], None)
+    assert (translation.status, set(translation.questions)) == (SAME, {"policy.model_name"}), translation.summary()
+
+
 def test_a_script_that_reads_its_command_line_takes_a_file_of_arguments(folder):
     text = """
 from trl import GRPOConfig, GRPOTrainer, ModelConfig, ScriptArguments, TrlParser, get_peft_config

@@ -18,7 +18,7 @@ from gdpo_nemo.config.load import load_config
 from gdpo_nemo.interop.nemo_rl.keys import adapted
 from gdpo_nemo.interop.nemo_rl.known_models import known_model
 from gdpo_nemo.interop.nemo_rl.translate import translate
-from gdpo_nemo.interop.translation import CANNOT_RUN, DIFFERS, SAME, Translation
+from gdpo_nemo.interop.translation import CANNOT_RUN, DIFFERENT, DIFFERS, SAME, Translation
 from gdpo_nemo.validation import validate
 
 FOLDER = Path(__file__).with_name("nemo_rl")
@@ -39,17 +39,23 @@ STATUS = {
     "reinforce_plus_plus": SAME,
     "reinforce_without_baseline": SAME,
     "gdpo_without_deviation": SAME,
+    "kernels": DIFFERS,
     "gym": CANNOT_RUN,
+    "gym_weights": CANNOT_RUN,
+    "puzzle": CANNOT_RUN,
     "images_sglang": CANNOT_RUN,
 }
 
 DIFFERENCES = {
     "ready_first": {"async_rl.sampler.name"},
     "dapo": {"env.math.math_verify_impl"},
+    "kernels": {"policy.generation.vllm_cfg.env_vars.VLLM_USE_FLASHINFER_MOE_FP16"},
 }
 
 BLOCKERS = {
     "gym": {"env.nemo_gym", "policy.model_name"},
+    "gym_weights": {"env.nemo_gym"},
+    "puzzle": {"env.sliding_puzzle_game"},
     "images_sglang": {"data.default.processor", "env.clevr-cogent", "policy.model_name", "policy.generation.backend"},
 }
 
@@ -194,6 +200,7 @@ VALUES = {
             "minus_baseline": False,
         },
     },
+    "kernels": {},
     "gdpo_without_deviation": {"gdpo.preset": "nemo_rl", "gdpo.options": {"scale_rewards": "none"}},
 }
 
@@ -341,6 +348,41 @@ def test_what_was_silently_another_has_its_meaning_or_is_named(tmp_path, base, c
     )
 
 
+def test_weights_of_a_gym_recipe_are_not_said_to_be_taken_over():
+    """There are no names to give them to before the servers have answered."""
+    translation = translated("gym_weights")
+    [line] = [line for line in translation.lines if line.key == "grpo.adv_estimator.reward_weights"]
+    assert "rewards" not in translation.content["gdpo"]
+    assert (line.verdict, line.targets) == (DIFFERENT, ()) and "env.nemo_gym cannot run" in line.text
+    assert "gdpo.rewards gets reward_weights [1.0, 0.5, 0.25]" in translation.summary()
+
+
+@pytest.mark.parametrize(
+    "code, blockers",
+    [
+        ("from nemo_rl.algorithms.loss import NLLLossFn", {"program"}),
+        ("from nemo_rl.algorithms.grpo import async_grpo_train", set()),
+        ("import torch", set()),
+    ],
+)
+def test_recipe_whose_project_trains_otherwise_cannot_run(tmp_path, code, blockers):
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "pyproject.toml").write_text("[project]\nname = 'x'\n")
+    (tmp_path / "update.py").write_text(code + "\n")
+    path = tmp_path / "configs" / "recipe.yaml"
+    path.write_text(f"defaults: {FOLDER / 'base.yaml'}\ndata: {{default: {{prompt_file: null}}}}\n")
+    assert set(translate(path).blockers) == blockers
+
+
+def test_variable_of_experts_means_nothing_to_a_dense_model(tmp_path):
+    path = tmp_path / "recipe.yaml"
+    path.write_text(
+        f"defaults: {FOLDER / 'megatron.yaml'}\ndata: {{default: {{prompt_file: null}}}}\n"
+        "policy: {generation: {vllm_cfg: {env_vars: {VLLM_USE_FLASHINFER_MOE_FP8: '0'}}}}\n"
+    )
+    assert translate(path).status == SAME
+
+
 def test_more_positions_than_the_model_has_cannot_run(tmp_path):
     path = tmp_path / "recipe.yaml"
     path.write_text(
@@ -404,6 +446,22 @@ def test_the_exit_status_tells_the_three_apart_where_it_is_asked_to(name, status
 def test_a_name_tells_its_family(name, family):
     known = known_model(name)
     assert (known.refusal == "") == (family is not None) and (family is None or known.model_type == family)
+    assert known.question == ""
+
+
+@pytest.mark.parametrize(
+    "name", ["HuggingFaceTB/SmolLM2-135M-Instruct", "unsloth/Qwen3-4B-unsloth-bnb-4bit", "organisation/model"]
+)
+def test_model_of_an_unknown_name_is_left_to_the_dry_run(name, tmp_path):
+    known = known_model(name)
+    assert known.refusal == "" and "once its config.json is read" in known.question
+    path = tmp_path / "recipe.yaml"
+    path.write_text(
+        f"defaults: {FOLDER / 'base.yaml'}\npolicy: {{model_name: {name}}}\ndata: {{default: {{prompt_file: null}}}}\n"
+    )
+    translation = translate(path)
+    assert (translation.status, set(translation.questions)) == (SAME, {"policy.model_name"})
+    assert f"left to the dry run:\n  policy.model_name: the family of {name} is known" in translation.summary()
 
 
 @pytest.mark.parametrize(

@@ -3,12 +3,14 @@ import re
 import sys
 import time
 from importlib.metadata import EntryPoint
+from pathlib import Path
 
 import pytest
 from environment_samples import HOSTILE, trajectory
 from hypothesis import given, settings, strategies as st
 
 from gdpo_nemo import cli
+from gdpo_nemo.config.load import load_config
 from gdpo_nemo.data.records import Outcome
 from gdpo_nemo.environments import registry
 from gdpo_nemo.environments.execution.pool import EnvironmentPool
@@ -17,6 +19,8 @@ from gdpo_nemo.environments.tasks.digit_sort import DigitSort, is_held_out
 from gdpo_nemo.environments.tasks.gsm8k import Gsm8k
 from gdpo_nemo.environments.tasks.math import Math
 from gdpo_nemo.errors import ConfigError, RunError
+
+REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 def rewards(environment, text, finish_reason="stop", tokens=None, **fields):
@@ -77,28 +81,45 @@ def gsm8k(text, gold=GOLD, **options):
     return found["correctness"], found["integer"], found["format"]
 
 
-@pytest.mark.parametrize(
-    "text, lenient, strict",
-    [
-        ("<think>x</think>\n<answer>1080</answer>", (1, 1, 1), (0, 1, 1)),
-        ("<think>x</think>\n<answer>1,080</answer>", (1, 0, 1), (1, 0, 1)),
-        ("<think>x</think>\n<answer>1080</answer>\n", (1, 1, 1), (0, 1, 1)),
-        ("<think>x</think> <answer> 1080 </answer>\n", (1, 1, 1), (0, 1, 0)),
-        ("<think>x</think>\n<answer>1080.0</answer>", (1, 0, 1), (0, 0, 1)),
-        ("<think>x</think>\n<answer>$1080</answer>", (1, 0, 1), (0, 0, 1)),
-        ("<think>x</think>\n<answer>1081</answer>", (0, 1, 1), (0, 1, 1)),
-        ("<answer>5</answer> no, <answer>1080</answer>", (1, 1, 0), (0, 1, 0)),
-        ("<think>x</think>\n<answer>1080</answer> done", (1, 1, 0), (0, 1, 0)),
-        ("<think>x</think>\n<answer></answer>", (0, 0, 1), (0, 0, 1)),
-        ("1080", (1, 1, 0), (0, 1, 0)),
-        ("<think>x</think>\n<answer>١٠٨٠</answer>", (None, 0, 1), (0, 1, 1)),
-        ("", (0, 0, 0), (0, 0, 0)),
-    ],
-)
+GSM8K_TEXTS = [
+    ("<think>x</think>\n<answer>1080</answer>", (1, 1, 1), (0, 1, 1)),
+    ("<think>x</think>\n<answer>1,080</answer>", (1, 0, 1), (1, 0, 1)),
+    ("<think>x</think>\n<answer>1080</answer>\n", (1, 1, 1), (0, 1, 1)),
+    ("<think>x</think> <answer> 1080 </answer>\n", (1, 1, 1), (0, 1, 0)),
+    ("<think>x</think>\n<answer>1080.0</answer>", (1, 0, 1), (0, 0, 1)),
+    ("<think>x</think>\n<answer>$1080</answer>", (1, 0, 1), (0, 0, 1)),
+    ("<think>x</think>\n<answer>1081</answer>", (0, 1, 1), (0, 1, 1)),
+    ("<answer>5</answer> no, <answer>1080</answer>", (1, 1, 0), (0, 1, 0)),
+    ("<think>x</think>\n<answer>1080</answer> done", (1, 1, 0), (0, 1, 0)),
+    ("<think>x</think>\n<answer></answer>", (0, 0, 1), (0, 0, 1)),
+    ("1080", (1, 1, 0), (0, 1, 0)),
+    ("<think>x</think>\n<answer>١٠٨٠</answer>", (None, 0, 1), (0, 1, 1)),
+    ("", (0, 0, 0), (0, 0, 0)),
+]
+"""(text, rewards without ``strict``, those of the GDPO authors' demo: ``tests/compat/gdpo_rewards.py``)."""
+
+
+@pytest.mark.parametrize("text, lenient, strict", GSM8K_TEXTS)
 def test_gsm8k_pays_each_of_its_three_rewards_for_itself(text, lenient, strict):
     assert gsm8k(text, strict=True) == strict
     correct, integer, formatted = gsm8k(text)
     assert (integer, formatted) == lenient[1:] and lenient[0] in (None, correct)
+
+
+def test_gsm8k_recipe_pays_as_the_demo_it_is_taken_from():
+    config = load_config(REPOSITORY / "configs" / "gdpo_gsm8k_qwen2.5_1.5b_8gpu.yaml")
+    environment = load_environment("gsm8k", config.env["gsm8k"])
+    for text, _, strict in GSM8K_TEXTS:
+        found = rewards(environment, text, answer=GOLD)
+        assert tuple(found[name] for name in Gsm8k.reward_names) == strict, text
+
+
+def test_gsm8k_system_prompt_shows_the_form_that_strict_pays():
+    """What stands between the prompt's blocks is what the reward demands between the completion's."""
+    prompt = Gsm8k({"strict": True}).system_prompt
+    blocks = re.search("<think>.*</answer>", prompt, re.DOTALL)
+    assert blocks and gsm8k(blocks[0], strict=True)[2] == 1
+    assert Gsm8k().system_prompt != prompt and Gsm8k.system_prompt == Gsm8k().system_prompt
 
 
 def test_gsm8k_published_behaviour_on_a_bare_answer_and_on_what_is_no_integer():

@@ -26,6 +26,14 @@ _STRICT_BLOCKS = re.compile(r"<think>.*?</think>\n<answer>.*?</answer>\n?", re.D
 _INTEGER = re.compile(r"[+-]?[0-9]+")
 
 
+_STRICT_PROMPT = (
+    "Work through the problem step by step, with every calculation, before you give the result. The result must be an "
+    "integer. Reply in exactly this form, with all of the reasoning in the first block and only the integer in the "
+    "second:\n<think>the reasoning, step by step</think>\n<answer>the integer</answer>"
+)
+"""Asks for the form that ``strict`` pays, the line break included."""
+
+
 class Gsm8k(Environment):
     """The GSM8K environment.
 
@@ -35,7 +43,8 @@ class Gsm8k(Environment):
 
     Options: ``gold_key`` (column with the solution, ``answer``), ``time_limit_s`` (2, of computing, for parsing and
     comparing each; beyond, the sample has failed and is masked) and
-    ``strict`` (false; true: exact text comparison, commas kept, ``str.isdigit``, one line break between the blocks).
+    ``strict`` (false; true: exact text comparison, commas kept, ``str.isdigit``, one line break between the blocks, and
+    a system prompt that shows this form).
     """
 
     instant = True
@@ -51,6 +60,8 @@ class Gsm8k(Environment):
         self._gold_key = chosen.gold_key
         self._strict = chosen.strict
         self._limit = chosen.time_limit_s
+        if self._strict:
+            self.system_prompt = _STRICT_PROMPT
 
     def prepare(self) -> None:
         """Import the parser before the clock runs."""

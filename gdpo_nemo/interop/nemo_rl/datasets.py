@@ -37,6 +37,11 @@ _DATASETS = {
 """Their names of data sets -> where they are on the hub, and their columns."""
 
 _MATH = ("math", "math_default")
+_PUZZLE = "sliding_puzzle_game"
+"""Environment of ``run_grpo_sliding_puzzle.py``, which makes its own prompts whatever ``data`` says."""
+_OF_DATA = ("data.default.*", "grpo.val_*generations_per_prompt", "grpo.val_batch_size", "grpo.max_val_samples",
+            "policy.generation.val_temperature")  # fmt: skip
+"""Keys that work on data, and not without."""
 
 
 def env_name(recipe: Recipe) -> str:
@@ -45,6 +50,8 @@ def env_name(recipe: Recipe) -> str:
     if recipe.get("env.should_use_nemo_gym"):
         return "nemo_gym"
     own = {key.split(".")[1] for key in recipe.flat if key.startswith("env.") and key.count(".") > 1}
+    if _PUZZLE in own:
+        return _PUZZLE
     return named or next(iter(sorted(own)), "math")
 
 
@@ -81,7 +88,9 @@ def _split(recipe: Recipe, account: Account, split: str, environment: str) -> No
     section = f"data.{split}"
     if isinstance(recipe.get(section), list):
         account.blocks(
-            section, f"names {len(recipe.get(section))} data sets, and one is one file here; write them into one"
+            section,
+            f"names {len(recipe.get(section))} data sets, and one is one file here; write them into one",
+            *_OF_DATA,
         )
         return
     name = recipe.get(f"{section}.dataset_name")
@@ -91,7 +100,7 @@ def _split(recipe: Recipe, account: Account, split: str, environment: str) -> No
     if not (path or name):
         if split == "train":
             account.set("data.train.environment", environment, "the recipe names no training data")
-            account.blocks("data.train", "the recipe names no training data; give its file")
+            account.blocks("data.train", "the recipe names no training data; give its file", "data.default.*")
         return
     known = _DATASETS.get(name or "")
     if known is None and not path:
@@ -223,8 +232,7 @@ def _validation(recipe: Recipe, account: Account) -> None:
         return
     repeat = recipe.get("data.validation.repeat", 1)
     samples = recipe.get("grpo.val_num_generations_per_prompt", 1) * repeat
-    if samples > 1:
-        account.set("gdpo.val_generations_per_prompt", samples, "repeat and val_num_generations_per_prompt")
+    account.set("gdpo.val_generations_per_prompt", samples, "repeat and val_num_generations_per_prompt")
     most = recipe.get("grpo.max_val_samples")
     if most:
         batch = recipe.get("grpo.val_batch_size", 256)

@@ -4,8 +4,9 @@ counts."""
 from __future__ import annotations
 
 from gdpo_nemo.config.families import FAMILIES, last_name
+from gdpo_nemo.interop.nemo_rl.more_keys import DATA, GENERATION, REST, variable_rules
 from gdpo_nemo.interop.nemo_rl.recipe import Recipe
-from gdpo_nemo.interop.rules import Act, RuleResult, combined, fixed, gated, idle, missing, to, where
+from gdpo_nemo.interop.rules import Act, RuleResult, fixed, gated, idle, missing, taken_over, to, where
 
 _MEGATRON = "policy.megatron_cfg"
 _VLLM = "policy.generation.vllm_cfg"
@@ -40,6 +41,37 @@ def _kl(act: Act) -> Act:
     return where(lambda recipe: recipe.kl_in_loss, act, idle("the loss has no KL penalty"))
 
 
+def _of_estimator(name: str) -> Act:
+    """A setting of the estimator that stands under ``grpo`` and under ``grpo.adv_estimator``, where it counts."""
+    inner = f"grpo.adv_estimator.{name}"
+    return where(
+        lambda recipe: _reads_groups(recipe) and recipe.get(inner) is None,
+        taken_over("gdpo.estimator"),
+        idle(f"{inner} counts, or the estimator does not have it"),
+    )
+
+
+def _reads_groups(recipe: Recipe) -> bool:
+    """Whether the estimator has ``normalize_rewards`` and ``use_leave_one_out_baseline``."""
+    return recipe.get("grpo.adv_estimator.name", "grpo") != "reinforce_plus_plus"
+
+
+def _sharded(section: str, size: str) -> Act:
+    """``sequence_parallel``: it does not change the result, and acts with tensor parallelism only."""
+    return where(
+        lambda recipe: recipe.get(f"{section}.{size}", 1) > 1 and not recipe.model.mixture,
+        taken_over(f"{_MEGATRON}.sequence_parallel"),
+        idle("does nothing without tensor parallelism, under which a mixture always has it"),
+    )
+
+
+def _truncated(act: Act) -> Act:
+    """``act`` where the importance weights are truncated."""
+    ratio = "loss_fn.truncated_importance_sampling_ratio"
+    set_there = where(lambda recipe: recipe.get(ratio) is not None, act, idle(f"does nothing there without {ratio}"))
+    return gated("loss_fn.use_importance_sampling_correction", set_there)
+
+
 def _as_it_is(key: str) -> Act:
     """Ours means the same, null included."""
     return lambda value, recipe: RuleResult({key: value})
@@ -54,23 +86,28 @@ def _clip(act: Act) -> Act:
 GRPO = [
     ("grpo.num_prompts_per_step", to("gdpo.num_prompts_per_step")),
     ("grpo.num_generations_per_prompt", to("gdpo.num_generations_per_prompt")),
-    ("grpo.max_num_steps", combined("gdpo.max_num_steps")),
-    ("grpo.max_num_epochs", combined("gdpo.max_num_epochs", "gdpo.max_num_steps")),
+    ("grpo.max_num_steps", taken_over("gdpo.max_num_steps")),
+    ("grpo.max_num_epochs", taken_over("gdpo.max_num_epochs", "gdpo.max_num_steps")),
     ("grpo.max_rollout_turns", to("rollout.turns.max_turns")),
-    ("grpo.normalize_rewards", combined("gdpo.estimator")),
+    ("grpo.normalize_rewards", _of_estimator("normalize_rewards")),
     ("grpo.use_leave_one_out_baseline", where(
-        lambda r: r.get("grpo.use_dynamic_sampling"), combined("gdpo.estimator",
-        "gdpo.dynamic_sampling.leave_one_out"), combined("gdpo.estimator"))),
-    ("grpo.adv_estimator.reward_weights", combined("gdpo.rewards")),
-    ("grpo.adv_estimator.*", combined("gdpo.estimator")),
-    ("grpo.adv_estimator", combined("gdpo.estimator")),
+        lambda r: r.get("grpo.use_dynamic_sampling"), taken_over("gdpo.dynamic_sampling.leave_one_out"),
+        _of_estimator("use_leave_one_out_baseline"))),
+    ("grpo.adv_estimator.reward_weights", where(
+        lambda r: r.get("grpo.adv_estimator.name") == "gdpo", taken_over("gdpo.rewards"), idle("of gdpo"))),
+    ("grpo.adv_estimator.name", taken_over("gdpo.estimator")),
+    ("grpo.adv_estimator.minus_baseline", where(
+        _reads_groups, idle("of reinforce_plus_plus"), taken_over("gdpo.estimator"))),
+    ("grpo.adv_estimator.*", where(_reads_groups, taken_over("gdpo.estimator"), idle("of other estimators"))),
+    ("grpo.adv_estimator", taken_over("gdpo.estimator")),
     ("grpo.val_period", _validation(to("gdpo.val_period"))),
     ("grpo.val_at_start", _validation(to("gdpo.val_at_start"))),
     ("grpo.val_at_end", idle("the last step is always validated where gdpo.val_period is set")),
     ("grpo.val_start_at", _validation(missing("validation starts with the run", 0, -1))),
-    ("grpo.max_val_samples", _validation(combined("gdpo.val_prompts"))),
-    ("grpo.val_batch_size", combined("gdpo.val_prompts")),
-    ("grpo.val_num_generations_per_prompt", _validation(combined("gdpo.val_generations_per_prompt"))),
+    ("grpo.max_val_samples", _validation(taken_over("gdpo.val_prompts"))),
+    ("grpo.val_batch_size", _validation(where(
+        lambda r: r.get("grpo.max_val_samples"), taken_over("gdpo.val_prompts"), idle("every held-out row is asked")))),
+    ("grpo.val_num_generations_per_prompt", _validation(taken_over("gdpo.val_generations_per_prompt"))),
     ("grpo.num_val_generations_per_prompt", idle("no key of NeMo-RL (val_num_generations_per_prompt is)")),
     ("grpo.stop_at_validation_*", missing("no early stop on a metric; checkpointing.keep_best keeps the best")),
     ("grpo.overlong_filtering", to("loss_fn.mask_truncated")),
@@ -81,19 +118,19 @@ GRPO = [
         "grpo.use_dynamic_sampling", to("gdpo.dynamic_sampling.max_rounds", note="there the run ends after them, here "
                                                                                  "the step goes on"))),
     ("grpo.batch_multiplier", where(
-        lambda r: r.get("grpo.use_dynamic_sampling"), combined("gdpo.dynamic_sampling.batch_multiplier"),
+        lambda r: r.get("grpo.use_dynamic_sampling"), taken_over("gdpo.dynamic_sampling.batch_multiplier"),
         missing("without use_dynamic_sampling NeMo-RL refuses it; here it does nothing", 1, 1.0))),
     ("grpo.dynamic_sampling_oversample_ratio", gated(
         "grpo.use_dynamic_sampling", missing("rounds are of num_prompts_per_step x batch_multiplier", 1, 1.0))),
     ("grpo.zero_variance_prompt_filtering", missing("prompts are not filtered over epochs")),
-    ("grpo.reward_shaping.enabled", combined("gdpo.shaping")),
-    ("grpo.reward_shaping.stop_properly_penalty_coef", _shaped(combined("gdpo.shaping"))),
+    ("grpo.reward_shaping.enabled", taken_over("gdpo.shaping")),
+    ("grpo.reward_shaping.stop_properly_penalty_coef", _shaped(taken_over("gdpo.shaping"))),
     ("grpo.reward_shaping.*", _shaped(where(
-        lambda r: r.get("grpo.reward_shaping.stop_properly_penalty_coef") is None, combined("gdpo.shaping"),
+        lambda r: r.get("grpo.reward_shaping.stop_properly_penalty_coef") is None, taken_over("gdpo.shaping"),
         idle("ignored there beside stop_properly_penalty_coef")))),
-    ("grpo.reward_shaping", combined("gdpo.shaping")),
-    ("grpo.reward_scaling.*", gated("grpo.reward_scaling.enabled", combined("gdpo.shaping"))),
-    ("grpo.reward_scaling", combined("gdpo.shaping")),
+    ("grpo.reward_shaping", taken_over("gdpo.shaping")),
+    ("grpo.reward_scaling.*", gated("grpo.reward_scaling.enabled", taken_over("gdpo.shaping"))),
+    ("grpo.reward_scaling", taken_over("gdpo.shaping")),
     ("grpo.seq_logprob_error_threshold", missing("sequences are not masked by their log-prob error; loss_fn.off_policy "
                                                  "masks by ratio")),
     ("grpo.*_tool_call*", missing("make it a reward component")),
@@ -104,14 +141,14 @@ GRPO = [
     ("grpo.calculate_advantages_on_gpu", idle("advantages are float64 on the driver")),
     ("grpo.deduplicate_multimodal_data", idle("a matter of memory with images")),
     ("grpo.debug_payload_metrics", idle("a diagnosis")),
-    ("grpo.async_grpo.enabled", combined("rollout.max_staleness")),
-    ("grpo.async_grpo.max_trajectory_age_steps", gated("grpo.async_grpo.enabled", combined("rollout.max_staleness"))),
+    ("grpo.async_grpo.enabled", taken_over("rollout.max_staleness")),
+    ("grpo.async_grpo.max_trajectory_age_steps", gated("grpo.async_grpo.enabled", taken_over("rollout.max_staleness"))),
     ("grpo.async_grpo.max_generation_failures", idle("rollout.max_env_failure_share counts failed samples; a dead "
                                                      "engine is replaced")),
-    ("grpo.async_grpo.in_flight_weight_updates", gated("grpo.async_grpo.enabled", combined("rollout.kv"))),
+    ("grpo.async_grpo.in_flight_weight_updates", gated("grpo.async_grpo.enabled", taken_over("rollout.kv"))),
     ("grpo.async_grpo.recompute_kv_cache_after_weight_updates", gated(
-        "grpo.async_grpo.enabled", combined("rollout.kv"))),
-    ("grpo.async_grpo", combined("rollout.max_staleness")),
+        "grpo.async_grpo.enabled", taken_over("rollout.kv"))),
+    ("grpo.async_grpo", taken_over("rollout.max_staleness")),
 ]  # fmt: skip
 
 LOSS = [
@@ -119,13 +156,13 @@ LOSS = [
     ("loss_fn.reference_policy_kl_type", _kl(to("loss_fn.reference_policy_kl_type"))),
     ("loss_fn.kl_input_clamp_value", _kl(_as_it_is("loss_fn.kl_input_clamp_value"))),
     ("loss_fn.kl_output_clamp_value", _kl(_as_it_is("loss_fn.kl_output_clamp_value"))),
-    ("loss_fn.use_on_policy_kl_approximation", _kl(combined("loss_fn.reference_policy_kl_gradient"))),
-    ("loss_fn.use_kl_in_reward", combined("loss_fn.reference_policy_kl_penalty")),
+    ("loss_fn.use_on_policy_kl_approximation", _kl(taken_over("loss_fn.reference_policy_kl_gradient"))),
+    ("loss_fn.use_kl_in_reward", taken_over("loss_fn.reference_policy_kl_penalty")),
     ("loss_fn.ratio_clip_min", _clip(to("loss_fn.ratio_clip_min"))),
     ("loss_fn.ratio_clip_max", _clip(to("loss_fn.ratio_clip_max"))),
     ("loss_fn.ratio_clip_c", _clip(to("loss_fn.ratio_clip_c"))),
-    ("loss_fn.use_cispo", combined("loss_fn.type")),
-    ("loss_fn.sequence_level_importance_ratios", combined("loss_fn.type")),
+    ("loss_fn.use_cispo", taken_over("loss_fn.type")),
+    ("loss_fn.sequence_level_importance_ratios", taken_over("loss_fn.type")),
     ("loss_fn.token_level_loss", to("loss_fn.aggregation", lambda on: "token_mean" if on else "sequence_mean")),
     ("loss_fn.disable_ppo_ratio", where(
         lambda r: r.updates == 1, idle("with one update a step the ratio is 1, which has REINFORCE's gradient"),
@@ -133,9 +170,10 @@ LOSS = [
     ("loss_fn.force_on_policy_ratio", where(
         lambda r: r.updates == 1, idle("with one update a step the ratio is 1 here too"),
         missing("several updates a step take the ratio to the log-probs before them"))),
-    ("loss_fn.use_importance_sampling_correction", combined("loss_fn.off_policy.mode")),
-    ("loss_fn.truncated_importance_sampling_*", gated("loss_fn.use_importance_sampling_correction",
-    combined("loss_fn.off_policy.mode"))),
+    ("loss_fn.use_importance_sampling_correction", taken_over("loss_fn.off_policy.mode")),
+    ("loss_fn.truncated_importance_sampling_ratio", _truncated(taken_over("loss_fn.off_policy.ratio_max"))),
+    ("loss_fn.truncated_importance_sampling_ratio_min", _truncated(taken_over("loss_fn.off_policy.ratio_min"))),
+    ("loss_fn.truncated_importance_sampling_type", _truncated(taken_over("loss_fn.off_policy.mode"))),
     ("loss_fn.positive_example_nll_weight", missing("no likelihood term", 0, 0.0)),
 ]  # fmt: skip
 
@@ -162,18 +200,20 @@ def _lora_rules(section: str) -> list[tuple[str, Act]]:
         return where(lambda recipe: recipe.lora == section, act, idle("adapters are off"))
 
     return [
-        (f"{section}.enabled", where(lambda r: r.lora in (section, ""), combined("policy.lora.rank"),
+        (f"{section}.enabled", where(lambda r: r.lora in (section, ""), taken_over("policy.lora.rank"),
         idle("of the trainer that is not used"))),
-        (f"{section}.dim", on(combined("policy.lora.rank"))),
+        (f"{section}.dim", on(taken_over("policy.lora.rank"))),
         (f"{section}.alpha", on(to("policy.lora.alpha", float))),
         (f"{section}.dropout", on(to("policy.lora.dropout", float))),
         (f"{section}.dropout_position", on(where(
             lambda r: r.get(f"{section}.dropout"), fixed("pre", "dropout comes before the adapter"), idle("there is no "
                                                                                                           "dropout")))),
-        (f"{section}.target_modules", on(combined("policy.lora.target_modules"))),
-        (f"{section}.match_all_linear", on(combined("policy.lora.target_modules"))),
+        (f"{section}.target_modules", on(where(
+            lambda r: not r.megatron and r.get(f"{section}.match_all_linear"), idle("match_all_linear counts"),
+            taken_over("policy.lora.target_modules")))),
+        (f"{section}.match_all_linear", on(taken_over("policy.lora.target_modules"))),
         (f"{section}.exclude_modules", on(missing("every layer of policy.lora.target_modules is adapted"))),
-        (f"{section}.lora_A_init*", on(combined("policy.lora.init"))),
+        (f"{section}.lora_A_init*", on(taken_over("policy.lora.init"))),
         (f"{section}.lora_B_init*", on(fixed("zero", "B starts at 0"))),
         (f"{section}.*", on(idle("how adapters are computed"))),
         (section, idle("no adapters")),
@@ -194,7 +234,8 @@ POLICY = [
     ("policy.tokenizer.*", idle("how texts are tokenised, not into what")),
     ("policy.hf_config_overrides*", missing("the architecture is that of the model's config.json")),
     ("policy.train_global_batch_size", to("policy.train_global_batch_size")),
-    ("policy.train_micro_batch_size", combined("policy.micro_batch_tokens")),
+    ("policy.train_micro_batch_size", where(
+        lambda r: r.packed_tokens, idle("packs of train_mb_tokens count"), taken_over("policy.micro_batch_tokens"))),
     ("policy.sequence_packing.enabled", idle("packing is always on, and does not change the gradient")),
     ("policy.*.train_mb_tokens", idle("policy.micro_batch_tokens bounds a micro-batch, whose size does not change the "
                                       "gradient")),
@@ -207,7 +248,9 @@ POLICY = [
     ("policy.offload_optimizer_for_logprob", idle("a matter of memory")),
     ("policy.max_total_sequence_length", to("policy.max_total_sequence_length")),
     ("policy.precision", to("policy.precision", lambda text: {"bf16": "bfloat16", "fp32": "float32"}.get(text, text))),
-    ("policy.max_grad_norm", combined(f"{_MEGATRON}.optimizer.clip_grad")),
+    ("policy.max_grad_norm", where(
+        lambda r: r.megatron, idle("Megatron clips at megatron_cfg.optimizer.clip_grad"),
+        taken_over(f"{_MEGATRON}.optimizer.clip_grad"))),
     ("policy.refit_buffer_size_gb", idle("weights travel in buckets of weights.bucket_mib")),
     ("policy.optimizer.name", _of_dtensor(fixed("torch.optim.AdamW", "AdamW"))),
     ("policy.optimizer.kwargs.lr", _of_dtensor(to(f"{_MEGATRON}.optimizer.lr"))),
@@ -221,16 +264,17 @@ POLICY = [
     ("policy.optimizer.kwargs.fused", idle("how torch runs AdamW")),
     ("policy.optimizer.kwargs.*", _of_dtensor(missing("main weights and moments are float32"))),
     ("policy.optimizer", _of_dtensor(fixed(None, "the optimizer is AdamW"))),
-    ("policy.scheduler*", _of_dtensor(combined(f"{_MEGATRON}.scheduler"))),
+    ("policy.scheduler*", _of_dtensor(taken_over(f"{_MEGATRON}.scheduler"))),
     ("policy.dtensor_cfg.enabled", idle("Megatron trains here, whatever trained there")),
     *_lora_rules("policy.dtensor_cfg.lora_cfg"),
     ("policy.dtensor_cfg.tensor_parallel_size", _of_dtensor(to(f"{_MEGATRON}.tensor_model_parallel_size"))),
     ("policy.dtensor_cfg.context_parallel_size", _of_dtensor(to(f"{_MEGATRON}.context_parallel_size"))),
-    ("policy.dtensor_cfg.sequence_parallel", _of_dtensor(combined(f"{_MEGATRON}.sequence_parallel"))),
+    ("policy.dtensor_cfg.sequence_parallel", _of_dtensor(_sharded("policy.dtensor_cfg", "tensor_parallel_size"))),
     ("policy.dtensor_cfg.activation_checkpointing", _of_dtensor(to(_RECOMPUTE, lambda on: "full" if on else "none"))),
     ("policy.dtensor_cfg.expert_parallel_size",
     _of_dtensor(_of_mixture(to(f"{_MEGATRON}.expert_model_parallel_size")))),
     ("policy.dtensor_cfg.automodel_kwargs.force_hf", idle("which implementation computes the model")),
+    *((pattern, _of_dtensor(act)) for pattern, act in variable_rules("policy.dtensor_cfg")),
     ("policy.dtensor_cfg.*", idle("how DTensor splits and computes the model")),
     ("policy.router_replay.*", _of_mixture(missing("the sampler's routing is not replayed in training"))),
     ("policy.draft*", idle("a draft model makes sampling faster; what the policy samples and learns is the same, its "
@@ -253,15 +297,15 @@ _DDP = f"{_MEGATRON}.distributed_data_parallel_config"
 MEGATRON = [
     (f"{_MEGATRON}.enabled", idle("Megatron trains here, whatever trained there")),
     *((f"{_MEGATRON}.{name}", _of_megatron(to(f"{_MEGATRON}.{name}"))) for name in _SIZES),
-    (f"{_MEGATRON}.sequence_parallel", _of_megatron(combined(f"{_MEGATRON}.sequence_parallel"))),
+    (f"{_MEGATRON}.sequence_parallel", _of_megatron(_sharded(_MEGATRON, "tensor_model_parallel_size"))),
     (f"{_MEGATRON}.num_layers_in_first_pipeline_stage",
     _of_megatron(to(f"{_MEGATRON}.num_layers_in_first_pipeline_stage"))),
     (f"{_MEGATRON}.num_layers_in_last_pipeline_stage",
     _of_megatron(to(f"{_MEGATRON}.num_layers_in_last_pipeline_stage"))),
     (f"{_MEGATRON}.pipeline_dtype", _of_megatron(fixed(lambda r: r.get("policy.precision"), "the pipeline carries "
                                                                                             "policy.precision"))),
-    (f"{_MEGATRON}.activation_checkpointing", _of_megatron(combined(_RECOMPUTE))),
-    (f"{_MEGATRON}.recompute_granularity", gated(f"{_MEGATRON}.activation_checkpointing", combined(_RECOMPUTE))),
+    (f"{_MEGATRON}.activation_checkpointing", _of_megatron(taken_over(_RECOMPUTE))),
+    (f"{_MEGATRON}.recompute_granularity", gated(f"{_MEGATRON}.activation_checkpointing", taken_over(_RECOMPUTE))),
     (f"{_MEGATRON}.recompute_*", idle("a matter of memory; recompute: selective means attention, full means whole "
                                       "layers")),
     (f"{_MEGATRON}.empty_unused_memory_level", idle("memory stays with the allocator")),
@@ -302,13 +346,15 @@ MEGATRON = [
         lambda r: r.get(f"{_MEGATRON}.optimizer.weight_decay"), "weight decay is constant: that of the optimizer"))),
     (f"{_MEGATRON}.scheduler.weight_decay_incr_style", _of_megatron(fixed("constant", "weight decay is constant"))),
     (f"{_MEGATRON}.scheduler.override_opt_param_scheduler", idle("the config's schedule counts on resuming, too")),
-    (f"{_MEGATRON}.scheduler.lr_*", _of_megatron(combined(f"{_MEGATRON}.scheduler"))),
-    (f"{_DDP}.overlap_grad_reduce", _of_megatron(combined(f"{_MEGATRON}.overlap_grad_reduce"))),
-    (f"{_DDP}.overlap_param_gather", _of_megatron(combined(f"{_MEGATRON}.overlap_param_gather"))),
+    (f"{_MEGATRON}.scheduler.lr_*", _of_megatron(taken_over(f"{_MEGATRON}.scheduler"))),
+    (f"{_DDP}.overlap_grad_reduce", _of_megatron(taken_over(f"{_MEGATRON}.overlap_grad_reduce"))),
+    (f"{_DDP}.overlap_param_gather", _of_megatron(where(
+        lambda r: r.gathers_ahead, taken_over(f"{_MEGATRON}.overlap_param_gather"),
+        idle("does nothing without overlap_grad_reduce and the distributed optimizer")))),
     (f"{_DDP}.grad_reduce_in_fp32", idle("gradients are reduced in float32, which rounds less")),
     (f"{_DDP}.*", idle("how gradients are reduced; the loss carries the weights of the whole batch")),
     *_lora_rules(f"{_MEGATRON}.peft"),
-    (f"{_MEGATRON}.fp8_cfg.enabled", _of_megatron(combined(f"{_MEGATRON}.fp8"))),
+    (f"{_MEGATRON}.fp8_cfg.enabled", _of_megatron(taken_over(f"{_MEGATRON}.fp8"))),
     (f"{_MEGATRON}.fp8_cfg.fp8", _fp8(_of_megatron(to(f"{_MEGATRON}.fp8")))),
     (f"{_MEGATRON}.fp8_cfg.fp8_recipe", _fp8(_of_megatron(to(f"{_MEGATRON}.fp8_recipe")))),
     (f"{_MEGATRON}.fp8_cfg.fp8_param", _fp8(_of_megatron(missing("parameters stay in policy.precision; matrix products "
@@ -317,7 +363,7 @@ MEGATRON = [
     (f"{_MEGATRON}.num_layers_at_*_in_bf16", gated(f"{_MEGATRON}.first_last_layers_bf16", _fp8(missing("all layers are "
                                                                                                        "in 8 bits")))),
     (f"{_MEGATRON}.first_last_layers_bf16", _fp8(missing("all layers are in 8 bits"))),
-    (f"{_MEGATRON}.env_vars*", idle("set environment variables where the run is started")),
+    *((pattern, _of_megatron(act)) for pattern, act in variable_rules(_MEGATRON)),
     (f"{_MEGATRON}.force_reconvert_from_hf", idle("weights are read from the Hugging Face folder at every start")),
     (f"{_MEGATRON}.model_overrides*", _of_megatron(missing("the architecture is that of the model's config.json"))),
     (f"{_MEGATRON}.converter_type", idle("the model's config.json names its family")),
@@ -329,8 +375,6 @@ MEGATRON = [
         "clear_memory_caches_before_refit", "radio_force_cpe_eval_mode", "gradient_accumulation_fusion",
         "inference_*", "cp_normalize", "calculate_per_token_loss", "do_not_average_loss", "scale_loss_by_dp_cp_size")),
 ]  # fmt: skip
-
-from gdpo_nemo.interop.nemo_rl.more_keys import DATA, GENERATION, REST  # noqa: E402
 
 RULES: list[tuple[str, Act]] = [*GRPO, *LOSS, *MEGATRON, *GENERATION, *POLICY, *DATA, *REST]
 """(pattern of their key, rule), the first that fits."""

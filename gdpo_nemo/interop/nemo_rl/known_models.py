@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from gdpo_nemo.config.architectures import check_model_content, num_experts
 from gdpo_nemo.config.families import FAMILIES
-from gdpo_nemo.config.files import read_model_config
+from gdpo_nemo.config.files import may_be_on_the_hub, read_model_config
 from gdpo_nemo.errors import ConfigError
 
 
@@ -24,6 +24,8 @@ class KnownModel(NamedTuple):
     """Why it is not supported; empty where it is."""
     tied: bool | None = None
     """Whether the output layer is the embedding; None where the name does not tell."""
+    question: str = ""
+    """What is not known before config.json is read, of a name on the hub that no table has; empty where it is."""
 
 
 _MULTIMODAL = re.compile(r".*(VL|Omni|Vision|Audio)(?![a-z]).*", re.IGNORECASE)
@@ -40,6 +42,7 @@ _UNSUPPORTED = (
     (r"nvidia/(NVIDIA-)?Nemotron-.*", "nemotron_h", True),
     (r"zai-org/GLM-.*", "glm", True),
     (r"MiniMaxAI/.*", "minimax", True),
+    (r"microsoft/Phi-4-mini-.*", "phi3 with a rotary embedding of a part of each head", False),
 )
 """(name on the hub, model_type, mixture) of models that no declared family claims, the first that fits."""
 
@@ -68,9 +71,11 @@ def known_model(name: str) -> KnownModel:
     for pattern, kind, mixture in _UNSUPPORTED:
         if re.fullmatch(pattern, name):
             return _unsupported(name, kind, mixture)
-    return KnownModel(
-        "", refusal=f"{name!r} does not tell a supported family; supported: {', '.join(sorted(FAMILIES))}"
-    )
+    supported = f"supported: {', '.join(sorted(FAMILIES))}"
+    if may_be_on_the_hub(name):
+        asked = f"the family of {name} is known once its config.json is read; taken for a dense model; {supported}"
+        return KnownModel("", question=asked)
+    return KnownModel("", refusal=f"{name!r} is neither a folder here nor a name on the hub; {supported}")
 
 
 def _unsupported(name: str, kind: str, mixture: bool = False) -> KnownModel:

@@ -20,6 +20,8 @@ def machines(recipe: Recipe, account: Account) -> None:
 def _model(recipe: Recipe, account: Account) -> None:
     if recipe.model.refusal:
         account.blocks("policy.model_name", recipe.model.refusal)
+    if recipe.model.question:
+        account.asks("policy.model_name", recipe.model.question)
     positions = "policy.hf_config_overrides.max_position_embeddings"
     if (recipe.get(positions) or 0) >= recipe.get("policy.max_total_sequence_length", 1024):
         account.blocks(positions, "a run has no more positions than the model's config.json gives it; change it there")
@@ -34,11 +36,9 @@ def _model(recipe: Recipe, account: Account) -> None:
 
 def _batches(recipe: Recipe, account: Account) -> None:
     longest = recipe.get("policy.max_total_sequence_length", 1024)
-    for section in ("sequence_packing", "dynamic_batching"):
-        tokens = recipe.get(f"policy.{section}.train_mb_tokens")
-        if recipe.get(f"policy.{section}.enabled") and tokens:
-            account.set("policy.micro_batch_tokens", max(int(tokens), longest), f"{section}.train_mb_tokens")
-            return
+    if recipe.packed_tokens:
+        account.set("policy.micro_batch_tokens", max(recipe.packed_tokens, longest), "train_mb_tokens")
+        return
     size = recipe.get("policy.train_micro_batch_size", 1)
     account.set("policy.micro_batch_tokens", size * longest, f"train_micro_batch_size {size} x {longest} tokens")
 
@@ -74,11 +74,10 @@ def _switches(recipe: Recipe, account: Account) -> None:
             account.set(f"{_MEGATRON}.optimizer.clip_grad", recipe.get("policy.max_grad_norm"), "max_grad_norm")
         return
     section = f"{_MEGATRON}.distributed_data_parallel_config"
-    reduce, gather = (recipe.get(f"{section}.overlap_{name}") for name in ("grad_reduce", "param_gather"))
-    if reduce:
+    if recipe.get(f"{section}.overlap_grad_reduce"):
         account.set(f"{_MEGATRON}.overlap_grad_reduce", True, "overlap_grad_reduce")
-        if gather and recipe.get(f"{_MEGATRON}.optimizer.use_distributed_optimizer"):
-            account.set(f"{_MEGATRON}.overlap_param_gather", True, "overlap_param_gather")
+    if recipe.gathers_ahead:
+        account.set(f"{_MEGATRON}.overlap_param_gather", True, "overlap_param_gather")
 
 
 def _cluster(recipe: Recipe, account: Account) -> None:

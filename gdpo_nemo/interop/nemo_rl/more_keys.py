@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gdpo_nemo.interop.rules import combined, fixed, gated, idle, missing, to, where
+from gdpo_nemo.interop.rules import fixed, gated, idle, missing, taken_over, to, where
 
 _VLLM = "policy.generation.vllm_cfg"
 _END_TOKENS = {
@@ -22,7 +22,7 @@ def _ends(value, recipe):
 
 
 _SAMPLERS = {
-    "in_order": combined("rollout.window"),
+    "in_order": taken_over("rollout.window"),
     "weight_fifo": missing("groups are trained in the order of their prompts; there those of one version as they come"),
     "ready_first": missing("no group is older than rollout.max_staleness; there one that comes late may be"),
     "windowed": missing("no group is begun that could become too old; there they are begun and thrown away"),
@@ -41,15 +41,55 @@ def _verifies(recipe):
     return recipe.get("data.default.env_name", "math") in ("math", "math_default")
 
 
+def _decides(recipe):
+    """Whether the processor decides which rewards there are: of the environment ``math``, or one of images."""
+    processor = str(recipe.get("data.train.processor") or recipe.get("data.default.processor") or "")
+    return _verifies(recipe) or processor.startswith("vlm")
+
+
+def _versions(value, recipe):
+    """Steps that generation may run ahead; 0 is on-policy."""
+    if value and not recipe.stale:
+        return idle("of another sampler")(value, recipe)
+    return (taken_over("rollout.max_staleness") if recipe.stale else fixed(0, "exactly on-policy"))(value, recipe)
+
+
+_HARMLESS_VARIABLES = (
+    "PYTORCH_*", "CUDA_*", "TORCH_CUDA_ARCH_LIST", "NCCL_*", "NRL_REFIT_*", "RAY_*", "VLLM_USE_RAY_*", "VLLM_LOGGING_*",
+    "VLLM_CACHE_ROOT", "HF_*", "OMP_NUM_THREADS",
+)  # fmt: skip
+"""Environment variables of memory, transport, caches and logs."""
+
+
+def variable_rules(section):
+    """Return the rules of the environment variables that a section sets for its workers.
+
+    Kernels that a variable chooses (VLLM_USE_FLASHINFER_MOE_FP16, NVTE_FP8_BLOCK_SCALING_FP32_SCALES) round in their
+    own way, so that a variable which is not known to be harmless counts.
+    """
+    chosen = missing("chooses how it is computed; set the variable where the run starts")
+    of_experts = where(
+        lambda recipe: recipe.model.mixture, chosen, idle("concerns experts, which this model does not have")
+    )
+    return [
+        *((f"{section}.env_vars.{name}", idle("a matter of speed, memory or logs")) for name in _HARMLESS_VARIABLES),
+        (f"{section}.env_vars.*_MOE_*", of_experts),
+        (f"{section}.env_vars.*", chosen),
+        (f"{section}.env_vars", idle("no variables")),
+    ]
+
+
 GENERATION = [
+    *variable_rules(_VLLM),
     ("policy.generation.backend", to("policy.generation.backend")),
-    ("policy.generation.max_new_tokens", combined("policy.generation.max_new_tokens")),
+    ("policy.generation.max_new_tokens", taken_over("policy.generation.max_new_tokens")),
     ("policy.generation.temperature", to("policy.generation.temperature")),
     ("policy.generation.top_p", to("policy.generation.top_p")),
     ("policy.generation.top_k", to("policy.generation.top_k")),
     ("policy.generation.stop_strings", to("policy.generation.stop_strings")),
     ("policy.generation.stop_token_ids", _ends),
-    ("policy.generation.val_temperature", combined("gdpo.val_temperature")),
+    ("policy.generation.val_temperature", where(
+        lambda r: r.validates, taken_over("gdpo.val_temperature"), idle("the recipe has no held-out data"))),
     ("policy.generation.val_top_p", missing("validation samples from the whole distribution", 1.0)),
     ("policy.generation.val_top_k", missing("validation samples from the whole distribution", -1)),
     (f"{_VLLM}.tensor_parallel_size", to(f"{_VLLM}.tensor_parallel_size")),
@@ -81,31 +121,35 @@ DATA = [
         lambda r: r.get("policy.max_total_sequence_length"), "prompts may fill the context here; there longer ones "
                                                              "than this are masked")),
     ("data.shuffle", to("data.train.shuffle")),
-    ("data.*system_prompt_file", combined("data.train.system_prompt")),
-    ("data.*prompt_file", combined("data.train.prompt_template")),
-    ("data.*processor", combined("env")),
-    ("data.*env_name", combined("env")),
-    ("data.validation.dataset_name", combined("data.validation.path")),
-    ("data.validation.data_path", combined("data.validation.path")),
-    ("data.validation.split", combined("data.validation.split")),
-    ("data.*dataset_name", combined("data.train.path")),
-    ("data.*data_path", combined("data.train.path")),
+    ("data.*system_prompt_file", taken_over("data.train.system_prompt")),
+    ("data.*prompt_file", taken_over("data.train.prompt_template")),
+    ("data.*processor", where(
+        _decides, taken_over("env"), idle("how rows become messages; the environment and the columns say it here"))),
+    ("data.*env_name", taken_over("env")),
+    ("data.validation.dataset_name", taken_over("data.validation.path")),
+    ("data.validation.data_path", taken_over("data.validation.path")),
+    ("data.validation.split", taken_over("data.validation.split")),
+    ("data.default.dataset_name", where(
+        lambda r: r.get("data.train.data_path"), idle("the rows of data.train.data_path"),
+        taken_over("data.train.path"))),
+    ("data.*dataset_name", taken_over("data.train.path")),
+    ("data.*data_path", taken_over("data.train.path")),
     ("data.train.split_validation_size", where(
-        lambda r: r.held_out, combined("data.validation.split"), idle("ignored by the class of this data set"))),
+        lambda r: r.held_out, taken_over("data.validation.split"), idle("ignored by the class of this data set"))),
     ("data.train.seed", idle("of the random cut into training and held-out rows; here the last rows are held out")),
     ("data.*.split_validation_size", idle("the section has no rows of its own to cut")),
-    ("data.*.repeat", combined("gdpo.val_generations_per_prompt")),
-    ("data.*split", combined("data.train.split")),
-    ("data.*subset", combined("data.train.path")),
-    ("data.*input_key", combined("data.train.prompt_key")),
-    ("data.*output_key", combined("data.train.columns")),
+    ("data.*.repeat", taken_over("gdpo.val_generations_per_prompt")),
+    ("data.*split", taken_over("data.train.split")),
+    ("data.*subset", taken_over("data.train.path")),
+    ("data.*input_key", taken_over("data.train.prompt_key")),
+    ("data.*output_key", taken_over("data.train.columns")),
     ("data.*extract_answer", fixed(True, "the part behind ####")),
     ("data.*allowed_problem_types", missing("rows are not filtered")),
     ("data.custom_dataloader", missing("no data loader of one's own; rollout.function makes trajectories")),
     ("data.num_prompts_per_dataloader", missing("one loader")),
     ("data.use_multiple_dataloader", missing("one loader")),
-    ("data.train", combined("data.train.path")),
-    ("data.validation", combined("data.validation.path")),
+    ("data.train", taken_over("data.train.path")),
+    ("data.validation", taken_over("data.validation.path")),
     ("data.*", idle("how NeMo-RL loads data")),
 ]  # fmt: skip
 
@@ -117,12 +161,12 @@ REST = [
     ("env.*.stop_strings", missing("policy.generation.stop_strings are those of every prompt")),
     ("env.should_mask_flagged_samples", idle("a failed sample is masked")),
     ("env.should_log_nemo_gym_responses", idle("rollouts/ of the run folder has every sample")),
-    ("env.should_use_nemo_gym", combined("env")),
+    ("env.should_use_nemo_gym", taken_over("env")),
     ("env.nemo_gym*", idle("NeMo Gym's servers have their own configuration, and are started beside the run")),
     ("env.math.*", where(_verifies, missing("an option of NeMo-RL's environment"), idle("of an environment that the "
                                                                                         "recipe does not use"))),
     ("env.*", idle("of an environment that the recipe does not use, or that is named as missing")),
-    ("env", combined("env")),
+    ("env", taken_over("env")),
     ("logger.tensorboard_enabled", to("logger.tensorboard.enabled")),
     ("logger.wandb_enabled", to("logger.wandb.enabled")),
     ("logger.wandb.project", gated("logger.wandb_enabled", to("logger.wandb.project"))),
@@ -144,12 +188,12 @@ REST = [
     ("reward_penalties.*", missing("make each penalty a reward component")),
     ("on_policy_distillation.*", gated("on_policy_distillation.enabled", missing("no distillation"))),
     ("on_policy_distillation", missing("no distillation")),
-    ("async_rl.sampler.max_*_versions", combined("rollout.max_staleness")),
+    ("async_rl.sampler.max_*_versions", _versions),
     ("async_rl.sampler.name", _sampler),
     ("async_rl.sampler.sample_freshest_first", missing("groups are trained oldest first")),
     ("async_rl.sampler*", missing("an option of a sampler of the recipe's own")),
     ("async_rl.recompute_kv_cache_after_weight_updates", where(
-        lambda r: r.stale, combined("rollout.kv"), idle("no sample is under way when weights change"))),
+        lambda r: r.stale, taken_over("rollout.kv"), idle("no sample is under way when weights change"))),
     ("async_rl.min_groups_for_streaming_train", idle("a step's gradient is gathered when all of its groups are there, "
                                                      "not as they arrive")),
     ("async_rl*", idle("limits and watchdogs of another scheduler")),

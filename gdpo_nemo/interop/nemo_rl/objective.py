@@ -140,7 +140,11 @@ def _no_environment(recipe: Recipe, account: Account) -> None:
     why = f"there is no environment {name!r}: name yours under env and its components under gdpo.rewards"
     if name == "nemo_gym":
         why = "NeMo Gym's servers have to be started and named under env.nemo_gym.servers; the rewards come from them"
-    account.blocks(f"env.{name}", why)
+        weights = recipe.get("grpo.adv_estimator.reward_weights")
+        if weights:
+            why += f"; gdpo.rewards gets reward_weights {weights}, in the order of the components' names"
+    keys = ("data.*env_name", "data.*processor", "env.should_use_nemo_gym", "grpo.adv_estimator.reward_weights")
+    account.blocks(f"env.{name}", why, *keys)
 
 
 def _scaling(recipe: Recipe, names: tuple[str, ...]) -> list[dict[str, Any]]:
@@ -192,6 +196,8 @@ def _loss(recipe: Recipe, account: Account) -> None:
         account.set("loss_fn.type", "cispo", "use_cispo")
     if recipe.get("loss_fn.sequence_level_importance_ratios"):
         account.set("loss_fn.type", "gspo", "sequence_level_importance_ratios")
+    if recipe.get("loss_fn.use_kl_in_reward"):
+        account.set("loss_fn.reference_policy_kl_penalty", 0.0, "use_kl_in_reward takes the KL out of the loss")
     if recipe.kl_in_loss:
         on_policy = recipe.get("loss_fn.use_on_policy_kl_approximation")
         why = "use_on_policy_kl_approximation" if on_policy else "there every KL estimate has the score's gradient, too"
@@ -254,6 +260,7 @@ def _schedule(recipe: Recipe, account: Account) -> None:
         warmup = recipe.get(f"{section}.lr_warmup_iters", 0)
         start = recipe.get(f"{section}.lr_warmup_init", 0.0)
     else:
+        account.set(f"{_MEGATRON}.scheduler.lr_decay_style", "constant", "policy.scheduler, once it is warm")
         warmup, start = _torch_warmup(recipe, account)
     if warmup:
         account.set(f"{section}.lr_warmup_steps", warmup * recipe.updates, _ticks("the warm-up", recipe))

@@ -135,6 +135,23 @@ class Recipe:
         return section if self.get(f"{section}.enabled") else ""
 
     @property
+    def packed_tokens(self) -> int:
+        """Tokens of a micro-batch that packs or batches sequences by length; 0: it has a number of sequences."""
+        for section in ("policy.sequence_packing", "policy.dynamic_batching"):
+            if self.get(f"{section}.enabled") and self.get(f"{section}.train_mb_tokens"):
+                return int(self.get(f"{section}.train_mb_tokens"))
+        return 0
+
+    @property
+    def gathers_ahead(self) -> bool:
+        """Whether Megatron gathers parameters while it computes, which needs two other switches."""
+        section = "policy.megatron_cfg"
+        switches = (f"{section}.distributed_data_parallel_config.overlap_grad_reduce",
+                    f"{section}.distributed_data_parallel_config.overlap_param_gather",
+                    f"{section}.optimizer.use_distributed_optimizer")  # fmt: skip
+        return all(self.get(switch) for switch in switches)
+
+    @property
     def held_out(self) -> float | int:
         """Share (below 1) or number of the training rows that the data set's class holds out; 0: none.
 

@@ -68,6 +68,8 @@ def _model(run: TrlRun, account: Account) -> None:
         name = "organisation/name"
     elif refusal := known_model(name).refusal:
         account.blocks("model", refusal)
+    elif question := known_model(name).question:
+        account.asks("policy.model_name", question)
     account.set("policy.model_name", name, "model")
     if isinstance(run.tokenizer, str) and run.tokenizer != name:
         account.set("policy.tokenizer_name", run.tokenizer, "processing_class")
