@@ -40,7 +40,9 @@ def announced_components(name: str, options: Mapping[str, Any] | None) -> tuple[
     if plugin in BUILT_IN and declared(find_plugin(name, plugin)).instant:
         environment = load_environment(name, options)
         return None if environment.open_rewards else tuple(environment.reward_names)
-    if plugin == "functions" and isinstance(options.get("functions"), Mapping):
+    if plugin == "tools":
+        _check_tools(name, options)
+    if plugin in ("functions", "tools") and isinstance(options.get("functions"), Mapping):
         for component, entry in options["functions"].items():
             place = entry.get("function") if isinstance(entry, Mapping) else entry
             if isinstance(place, str) and place not in FUNCTIONS and not is_url(place):
@@ -50,6 +52,16 @@ def announced_components(name: str, options: Mapping[str, Any] | None) -> tuple[
     if not installed:
         _check_place(f"env.{name}", plugin, "environment", environment_names())
     return None
+
+
+def _check_tools(name: str, options: Mapping[str, Any]) -> None:
+    references = options.get("tools")
+    if not isinstance(references, list) or not references:
+        raise ConfigError(f"env.{name}.tools: expected a list of functions such as [file.py:function] ({references!r})")
+    for index, place in enumerate(references):
+        if not isinstance(place, str):
+            raise ConfigError(f"env.{name}.tools[{index}]: expected a function such as file.py:function ({place!r})")
+        _check_place(f"env.{name}.tools[{index}]", place, "tool", ())
 
 
 def _check_place(key: str, place: str, what: str, known: Any) -> None:
