@@ -11,7 +11,7 @@ from typing import Any, Mapping
 
 from gdpo_nemo.config.files import find_file
 from gdpo_nemo.config.messages import nearest
-from gdpo_nemo.config.objects import PICKLE, is_reference
+from gdpo_nemo.config.objects import PICKLE, file_of_module, is_reference
 from gdpo_nemo.config.reading import read_bytes
 from gdpo_nemo.environments.base import declared
 from gdpo_nemo.environments.registry import (
@@ -72,6 +72,7 @@ def _check_place(key: str, place: str, what: str, known: Any) -> None:
         if not Path(module).is_file():
             raise ConfigError(f"{key}: no such file: {module}")
         return
+    module = file_of_module(module) or module
     if not module.endswith(".py"):
         if find_spec(module.partition(".")[0] or place) is None:  # only the package: finding what is in it would run it
             raise ConfigError(f"{key}: there is no package {module.partition('.')[0]}, wanted by {place}")
