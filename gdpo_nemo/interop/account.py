@@ -16,6 +16,8 @@ class Account:
     """Their key, or the name of the matter -> what differs, where that changes what is learnt or how it is judged."""
     blockers: dict[str, str] = field(default_factory=dict)
     """Name of the matter -> why the recipe cannot run here."""
+    files: set[str] = field(default_factory=set)
+    """Files of the recipe's author that the config names and that are not on this machine."""
 
     def set(self, key: str, value: Any, why: str) -> None:
         """Our ``key`` gets a value."""
@@ -28,3 +30,7 @@ class Account:
     def blocks(self, name: str, why: str) -> None:
         """Something that the recipe cannot do without is not here."""
         self.blockers[name] = why
+
+    def needs(self, *files: str) -> None:
+        """Name files that have to be there when the run starts."""
+        self.files.update(files)
