@@ -5,6 +5,7 @@ Compared with axolotl at 067b021c: ``utils/schemas`` and ``core/builders``.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -49,6 +50,25 @@ _NUMBERS = (
     "ebft.ce_coef", "ebft.temperature", "ebft.top_p",
 )  # fmt: skip
 _LISTS = ("datasets", "test_datasets", "trl.reward_funcs", "trl.reward_weights", "lora_modules_to_save", "plugins")
+
+_KINDS: dict[str, tuple[type, ...]] = {
+    **dict.fromkeys(("chat_template_kwargs", "trl.chat_template_kwargs", "lr_scheduler_kwargs"), (dict,)),
+    **dict.fromkeys(
+        (
+            "adapter", "lr_scheduler", "trl.loss_type", "trl.importance_sampling_level", "ebft.advantage_estimator",
+            "trl.multi_objective_aggregation", "trl.vllm_importance_sampling_mode", "trl.vllm_mode", "ebft.mode",
+        ),
+        (str,),
+    ),
+    **dict.fromkeys(("dpo_loss_type", "lora_target_modules"), (str, list)),
+    "trl.scale_rewards": (bool, str),
+}  # fmt: skip
+"""Keys -> the types that they may have."""
+_AT_LEAST_ONE = (
+    "micro_batch_size", "sequence_len", "lora_r", "trl.num_generations", "trl.max_completion_length", "ebft.stride",
+    "trl.generation_batch_size", "ebft.context_length", "ebft.generate_max_len", "ebft.n_samples_per_prompt",
+    "vllm.tensor_parallel_size", "vllm.data_parallel_size",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -160,7 +180,11 @@ def _checked(flat: dict[str, Any], path: Path) -> dict[str, Any]:
             raise ConfigError(f"{path}: {key}: must be a list ({str(value)[:40]!r})")
         if key in ("datasets", "test_datasets") and not all(isinstance(entry, Mapping) for entry in value):
             raise ConfigError(f"{path}: {key}: must be a list of mappings with path and type")
-    for key in ("micro_batch_size", "sequence_len", "trl.num_generations"):
+        if key in _KINDS and not isinstance(value, _KINDS[key]):
+            names = {dict: "keys and values", str: "text", list: "a list", bool: "true or false"}
+            wanted = " or ".join(names[kind] for kind in _KINDS[key])
+            raise ConfigError(f"{path}: {key}: must be {wanted} ({str(value)[:40]!r})")
+    for key in _AT_LEAST_ONE:
         if flat.get(key) is not None and flat[key] < 1:
             raise ConfigError(f"{path}: {key}: must be at least 1 ({flat[key]})")
     return flat
@@ -175,6 +199,9 @@ def _number(value: Any, where: str) -> float:
     try:
         if isinstance(value, bool):
             raise ValueError
-        return float(value) if not isinstance(value, int) else value
+        number = float(value) if not isinstance(value, int) else value
+        if not math.isfinite(number):
+            raise ValueError
+        return number
     except (TypeError, ValueError):
-        raise ConfigError(f"{where}: must be a number ({str(value)[:40]!r})") from None
+        raise ConfigError(f"{where}: must be a finite number ({str(value)[:40]!r})") from None

@@ -178,7 +178,8 @@ def _supervised(entry: Mapping[str, Any], key: str, section: str, account: Accou
 
 def _conversation(entry: Mapping[str, Any], key: str, section: str, names: Sequence[str], account: Account) -> None:
     """Columns of messages, renamed where they have other names."""
-    mapping = entry.get("message_property_mappings") or _MAPPINGS[0]
+    given = entry.get("message_property_mappings")
+    mapping = given if isinstance(given, Mapping) else {} if given else _MAPPINGS[0]
     legacy = {"role": entry.get("message_field_role"), "content": entry.get("message_field_content")}
     mapping = {**mapping, **{name: value for name, value in legacy.items() if value}}
     if {name: mapping.get(name) for name in ("role", "content")} not in _MAPPINGS:
