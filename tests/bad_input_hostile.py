@@ -71,6 +71,7 @@ READ = [
     (CALIBRATE, "run/metrics.jsonl"), (EVAL, STEP + "/files.json"), (EVAL, "run/config.yaml"),
     (TO_HF, STEP + "/files.json"), (RECIPE, "recipe.yaml"), (SCRIPT, "trl.py"),
     (PLAN + " --calibration {d}/c.json", "c.json"), ("config from-trl {d}/recipe.yaml", "recipe.yaml"),
+    ("config from-axolotl {d}/recipe.yaml", "recipe.yaml"),
     ("chat {d}/model", "model/generation_config.json"), ("chat {d}/run", "run/config.yaml"), (DRY, "rows.jsonl"),
     ("parity --model {d}/model", "model/config.json"),
     ("convert --to checkpoint {d}/model {d}/new", "model/config.json"),
@@ -90,6 +91,7 @@ YAMLS = [
     for command, name in (
         (DRY, "good.yaml"), (HEALTH, "limits.yaml"), (RECIPE, "recipe.yaml"), ("eval {d}/run", "run/config.yaml"),
         ("config from-trl {d}/recipe.yaml", "recipe.yaml"), (EXPLAIN, "run/config.yaml"),
+        ("config from-axolotl {d}/recipe.yaml", "recipe.yaml"),
     )
     for content, said in (
         (BOMB, "it holds more than 1,000,000 values"),

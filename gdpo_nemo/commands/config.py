@@ -1,4 +1,4 @@
-"""``gdpo-nemo config from-nemo-rl``, ``from-trl``: a recipe of another program as a config of ours."""
+"""``gdpo-nemo config from-nemo-rl``, ``from-trl``, ``from-axolotl``: another program's recipe as a config of ours."""
 
 from __future__ import annotations
 
@@ -35,11 +35,28 @@ def add(commands) -> None:
     command.add_argument(
         "sources", metavar="FILE", nargs="+", help="script.py, args.json or args.yaml; a script may come with arguments"
     )
-    command.add_argument(
-        "--num-processes", metavar="N", type=int, default=1, help="processes that TRL is launched with (default 1)"
-    )
+    _add_processes(command, "TRL")
     _add_outcome(command)
     command.set_defaults(command=run_from_trl)
+    command = configs.add_parser(
+        "from-axolotl",
+        help="a config of axolotl (SFT, preferences, GRPO, GDPO, EBFT) as a config of ours, key by key",
+        epilog="Exit status: 0 same, or runs but differs (3 with --strict); 1 cannot run; 2 nothing that can be read.",
+    )
+    command.add_argument("recipe", metavar="CONFIG", help="its YAML")
+    _add_processes(command, "axolotl")
+    _add_outcome(command)
+    command.set_defaults(command=run_from_axolotl)
+
+
+def _add_processes(command: argparse.ArgumentParser, program: str) -> None:
+    command.add_argument(
+        "--num-processes",
+        metavar="N",
+        type=int,
+        default=1,
+        help=f"processes that {program} is launched with (default 1)",
+    )
 
 
 def _add_outcome(command: argparse.ArgumentParser) -> None:
@@ -64,6 +81,13 @@ def run_from_trl(arguments: argparse.Namespace) -> int:
 
     found = translate_trl(arguments.sources, arguments.out, arguments.num_processes)
     return _deliver(found, " and ".join(arguments.sources), arguments)
+
+
+def run_from_axolotl(arguments: argparse.Namespace) -> int:
+    """Translate a config of axolotl; the exit status is as for NeMo-RL's recipes."""
+    from gdpo_nemo.interop.axolotl.from_axolotl import translate_axolotl
+
+    return _deliver(translate_axolotl(arguments.recipe, arguments.num_processes), arguments.recipe, arguments)
 
 
 def _deliver(translation: Translation, title: str, arguments: argparse.Namespace) -> int:

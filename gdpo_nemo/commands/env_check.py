@@ -7,7 +7,7 @@ whatever the caller adds. A completion's tokens are its UTF-8 bytes here, for th
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Mapping, Sequence
 
@@ -17,7 +17,7 @@ from gdpo_nemo.config.messages import first_line
 from gdpo_nemo.data.records import Outcome, Prompt, Trajectory, Verdict
 from gdpo_nemo.data.rows import PROMPT_KEYS
 from gdpo_nemo.environments.base import Environment
-from gdpo_nemo.environments.episodes import EpisodeStep
+from gdpo_nemo.environments.episodes import EpisodeReply, EpisodeStep
 from gdpo_nemo.environments.execution.dispatch import EnvironmentPools
 from gdpo_nemo.errors import ConfigError, RunError
 
@@ -118,7 +118,7 @@ def check_environment(
         finally:
             environment.close()
     with EnvironmentPools({name: options}, workers, timeout_s) as pool:
-        verify = partial(_episodes, pool) if environment.has_turns else pool.verify
+        verify = partial(_episodes, pool, environment.verifies) if environment.has_turns else pool.verify
         begin = time.perf_counter()
         first = verify(groups[0])
         check = Check(tuple(environment.reward_names), time.perf_counter() - begin)
@@ -131,8 +131,12 @@ def check_environment(
     return check
 
 
-def _episodes(pool: EnvironmentPools, samples: Sequence[Trajectory]) -> list[Verdict]:
-    """One verdict per sample: the rewards of an episode in which each turn is answered with the sample's text."""
+def _episodes(pool: EnvironmentPools, verifies: bool, samples: Sequence[Trajectory]) -> list[Verdict]:
+    """One verdict per sample: the rewards of an episode in which each turn is answered with the sample's text.
+
+    Episodes whose steps gave no rewards are verified as a run would verify them.
+    """
+    talks: list[list[Mapping[str, Any]]] = [[] for _ in samples]
     replies = pool.step([EpisodeStep(sample.prompt, sample.sample_index, 0) for sample in samples])
     rewards: list[dict[str, float | None]] = [{} for _ in samples]
     for turn in range(1, _TURNS + 1):
@@ -140,13 +144,28 @@ def _episodes(pool: EnvironmentPools, samples: Sequence[Trajectory]) -> list[Ver
         steps = [_step(samples[i], replies[i].state, turn) for i in going]
         for i, reply in zip(going, pool.step(steps) if steps else []):
             replies[i] = reply
+            talks[i] += _spoken(samples[i], reply) if turn < _TURNS else []
             for component, value in reply.rewards.items():
                 before = rewards[i].get(component)
                 rewards[i][component] = before if value is None else value + (before or 0.0)
-    return [
+    verdicts = [
         Verdict(earned if reply.outcome is Outcome.OK else {}, reply.outcome, reply.detail)
         for earned, reply in zip(rewards, replies)
     ]
+    if not verifies:
+        return verdicts
+    open_ones = [i for i, verdict in enumerate(verdicts) if verdict.outcome is Outcome.OK and not verdict.rewards]
+    judged = pool.verify([replace(samples[i], messages=tuple(talks[i]) or None) for i in open_ones])
+    for i, verdict in zip(open_ones, judged):
+        verdicts[i] = verdict
+    return verdicts
+
+
+def _spoken(sample: Trajectory, reply: EpisodeReply) -> list[Mapping[str, Any]]:
+    """The sample's turn and the answer to it as messages."""
+    answer = reply.observation
+    heard = [{"role": "user", "content": answer}] if isinstance(answer, str) else answer
+    return [{"role": "assistant", "content": sample.text}, *(heard or [])]
 
 
 def _step(sample: Trajectory, state: bytes, turn: int) -> EpisodeStep:

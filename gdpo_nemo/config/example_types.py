@@ -28,8 +28,15 @@ TRAINED = ("assistant", "last", "all")
 
 
 def is_transform(how: Any) -> bool:
-    """Whether a type names a function that is called with each row, by its place."""
-    return isinstance(how, str) and ":" in how
+    """Return whether a type is the import path of a function that is called with each row.
+
+    ``file.py:function``, ``package.module:function``, or ``module.function`` as axolotl writes it. A name with a dot
+    of which either part is one of a form is a form, perhaps misspelt.
+    """
+    if not isinstance(how, str) or ":" in how:
+        return isinstance(how, str)
+    first, dot, rest = how.partition(".")
+    return bool(first and rest) and first not in PREFIXES and rest not in (*PROMPT_COLUMNS, "default")
 
 
 def check_example_type(split: str, how: Any, kind: str) -> None:

@@ -42,11 +42,24 @@ def load_object(reference: str) -> Any:
         raise ConfigError(f"{reference!r} does not name an object; write file.py:name or package.module.name")
     if place.endswith(PICKLE):
         return _unpickled(place, name)
-    module = _load_file(place) if place.endswith(".py") else _load_module(place)
+    file = file_of_module(place)
+    module = _load_module(place) if file is None else _load_file(file)
     if not hasattr(module, name):
         names = [known for known in vars(module) if not known.startswith("_")]
         raise ConfigError(f"{place} has no {name!r}{nearest(name, names)}")
     return getattr(module, name)
+
+
+def file_of_module(place: str) -> str | None:
+    """Return the file that the part of a reference before the name is: itself, or the file of a module that no
+    installed package has, as in ``rewards.correct`` beside ``rewards.py``. None: an installed package."""
+    if place.endswith(".py"):
+        return place
+    file = place.replace(".", "/") + ".py"
+    top = place.partition(".")[0]
+    if top in sys.modules or find_file(file) is None:
+        return None
+    return None if importlib.util.find_spec(top) else file
 
 
 def place_of(found: type) -> str:

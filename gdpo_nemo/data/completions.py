@@ -27,7 +27,7 @@ def output_items(text: str, tool_parser: str = "none", split_reasoning: bool = F
         items.append({"id": "rs_0", "type": "reasoning", "summary": [{"type": "summary_text", "text": thought}]})
     calls: list[tuple[str, str]] = []
     if tool_parser == "hermes":
-        text, calls = _split_calls(text)
+        text, calls = split_calls(text)
     if text or not (items or calls):
         part = {"type": "output_text", "text": text, "annotations": []}
         items.append({"id": "msg_0", "type": "message", "role": "assistant", "status": "completed", "content": [part]})
@@ -43,8 +43,11 @@ def split_thought(text: str) -> tuple[str, str]:
     return (thought[1].strip(), text[thought.end() :]) if thought else ("", text)
 
 
-def _split_calls(text: str) -> tuple[str, list[tuple[str, str]]]:
-    """The text without its calls, and the calls as (name, arguments). Without calls the text stays as it is."""
+def split_calls(text: str) -> tuple[str, list[tuple[str, str]]]:
+    """Split text into itself without its calls, and the calls as (name, arguments in JSON).
+
+    Text without calls, and a block that is not a call, stays as it is.
+    """
     calls = []
     rest = []
     end = 0
@@ -60,6 +63,12 @@ def _split_calls(text: str) -> tuple[str, list[tuple[str, str]]]:
     if not calls:
         return text, []
     return "".join([*rest, text[end:]]).strip(), calls
+
+
+def has_call_block(text: str) -> bool:
+    """Return whether text contains a complete ``<tool_call>`` block, readable as a call or not."""
+    start = text.find(_OPEN)
+    return start >= 0 and text.find(_CLOSE, start) >= 0
 
 
 def _read_call(block: str) -> tuple[str, str] | None:

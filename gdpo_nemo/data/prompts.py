@@ -239,6 +239,10 @@ class _Renderer:
         self._demanded = dataset.system_prompt
         self._template = dataset.prompt_template
         self._own = {name: environment.system_prompt for name, environment in environments.items()}
+        offering = {name for name, environment in environments.items() if environment.offers_tools}
+        self._offering = frozenset(offering)
+        self._unproven = offering
+        """Environments of which no row has shown that the template renders their tools."""
         self._system: str | None = None
 
     @property
@@ -249,15 +253,24 @@ class _Renderer:
     def __call__(self, index: int, row: Row, environment: str) -> tuple[str, Messages | None]:
         self._system = self._own.get(environment) if self._demanded is None else self._demanded
         value = self._prompt(index, row)
+        if environment in self._offering and isinstance(value, str) and self.chat:
+            value = [{"role": "user", "content": value}]
         if isinstance(value, str):
             value = self._around(value)
             messages: Messages = [*self._system_message(), {"role": "user", "content": value}]
             plain = f"{self._system}\n\n{value}" if self._system else value
+            if environment in self._offering:
+                raise ConfigError(f"env.{environment}: tools require a chat template and data.{self._split}.chat")
             return (self._rendered(index, messages, row) if self.chat else plain), None
         conversation = self._messages(index, value)
         tools = row.get("tools")
         how = {"tools": tools} if isinstance(tools, list) and tools else {}
-        return self._rendered(index, conversation, row, **how), conversation
+        text = self._rendered(index, conversation, row, **how)
+        if environment in self._unproven:
+            self._unproven.remove(environment)  # one row shows it for all
+            if text == self._rendered(index, conversation, row):
+                raise ConfigError(f"env.{environment}: the tokenizer's chat template does not show tools to the model")
+        return text, conversation
 
     def _messages(self, index: int, value: Messages) -> Messages:
         """The row's messages. Its own system message stays unless the config demands another."""

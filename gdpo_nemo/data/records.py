@@ -96,6 +96,9 @@ class Trajectory:
     """What of ``rewards`` each turn earned; components that none has, and all where it is empty, the last one did."""
     spans: tuple[tuple[int, int], ...] = ()
     """((version, tokens), ...): which weights wrote the policy's tokens, in order; empty: ``policy_version`` all."""
+    messages: tuple[Mapping[str, Any], ...] | None = None
+    """The turns behind the prompt as chat messages of the policy and the environment, for verifiers. None: the policy
+    wrote one turn, or the turns were not recorded."""
 
     @property
     def num_policy_tokens(self) -> int:

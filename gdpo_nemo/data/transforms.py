@@ -15,6 +15,8 @@ from gdpo_nemo.errors import ConfigError
 
 Row = dict[str, Any]
 Transform = Callable[[Row], Mapping[str, Any]]
+ALL_COLUMNS = "__all__"
+"""What axolotl's functions return for ``remove_columns`` to remove every column that they do not return."""
 _FACTORY = "cfg"
 """Name of the first parameter of axolotl's functions, which are called once and return the function of a row."""
 
@@ -27,10 +29,10 @@ def transformed(rows: Sequence[Row], dataset: DatasetConfig, split: str) -> list
             that is to be removed.
     """
     transform, removed = _transform(dataset, split)
-    names = [*dataset.remove_columns, *removed]
-    for name in names:
-        if not any(name in row for row in rows):
-            known = {column for row in rows for column in row}
+    known = dict.fromkeys(column for row in rows for column in row)
+    names = {*dataset.remove_columns, *(known if removed is None else removed)}
+    for name in dataset.remove_columns:
+        if name not in known:
             raise ConfigError(f"data.{split}.remove_columns: there is no column {name!r}{nearest(name, known)}")
     kept = [{name: value for name, value in row.items() if name not in names} for row in rows]
     if transform is None:
@@ -50,8 +52,11 @@ def _columns(transform: Transform, row: Row, where: str) -> Row:
     return dict(found)
 
 
-def _transform(dataset: DatasetConfig, split: str) -> tuple[Transform | None, list[str]]:
-    """The function of a row, if there is one, and the columns that it wants removed. Raises ConfigError."""
+def _transform(dataset: DatasetConfig, split: str) -> tuple[Transform | None, list[str] | None]:
+    """Return the function of a row, if there is one, and the columns that it wants removed; None: all of them.
+
+    A column that no row has is left out, as in axolotl. Raises ConfigError.
+    """
     if not is_transform(dataset.type):
         return None, []
     where = f"data.{split}.type: {dataset.type}"
@@ -77,6 +82,8 @@ def _transform(dataset: DatasetConfig, split: str) -> tuple[Transform | None, li
         if name != "remove_columns":
             raise ConfigError(f"{where}: returns the option {name!r}; remove_columns is the one there is")
     removed = how.get("remove_columns", [])
+    if removed == ALL_COLUMNS:
+        return transform, None
     if not isinstance(removed, (list, tuple)) or not all(isinstance(name, str) for name in removed):
         raise ConfigError(f"{where}: remove_columns must be a list of names, not {_short(removed)}")
     return transform, list(removed)

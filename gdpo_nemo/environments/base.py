@@ -40,6 +40,9 @@ class Environment:
     """Said by the class: building it takes no time, reaches nothing and runs nobody else's code, so that ``--dry-run``
     may ask it for its components. Of built-in environments only: a dry run imports no others."""
 
+    offers_tools: bool = False
+    """True if ``read_row`` gives every row ``tools``, which the chat template must show to the policy."""
+
     def __init__(self, options: Mapping[str, Any] | None = None):
         pass
 

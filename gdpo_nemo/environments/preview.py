@@ -11,7 +11,7 @@ from typing import Any, Mapping
 
 from gdpo_nemo.config.files import find_file
 from gdpo_nemo.config.messages import nearest
-from gdpo_nemo.config.objects import PICKLE, is_reference
+from gdpo_nemo.config.objects import PICKLE, file_of_module, is_reference
 from gdpo_nemo.config.reading import read_bytes
 from gdpo_nemo.environments.base import declared
 from gdpo_nemo.environments.registry import (
@@ -40,7 +40,9 @@ def announced_components(name: str, options: Mapping[str, Any] | None) -> tuple[
     if plugin in BUILT_IN and declared(find_plugin(name, plugin)).instant:
         environment = load_environment(name, options)
         return None if environment.open_rewards else tuple(environment.reward_names)
-    if plugin == "functions" and isinstance(options.get("functions"), Mapping):
+    if plugin == "tools":
+        _check_tools(name, options)
+    if plugin in ("functions", "tools") and isinstance(options.get("functions"), Mapping):
         for component, entry in options["functions"].items():
             place = entry.get("function") if isinstance(entry, Mapping) else entry
             if isinstance(place, str) and place not in FUNCTIONS and not is_url(place):
@@ -52,6 +54,16 @@ def announced_components(name: str, options: Mapping[str, Any] | None) -> tuple[
     return None
 
 
+def _check_tools(name: str, options: Mapping[str, Any]) -> None:
+    references = options.get("tools")
+    if not isinstance(references, list) or not references:
+        raise ConfigError(f"env.{name}.tools: expected a list of functions such as [file.py:function] ({references!r})")
+    for index, place in enumerate(references):
+        if not isinstance(place, str):
+            raise ConfigError(f"env.{name}.tools[{index}]: expected a function such as file.py:function ({place!r})")
+        _check_place(f"env.{name}.tools[{index}]", place, "tool", ())
+
+
 def _check_place(key: str, place: str, what: str, known: Any) -> None:
     if not is_reference(place):
         raise ConfigError(f"{key}: no {what} is called {place!r}{nearest(place, known)}")
@@ -60,6 +72,7 @@ def _check_place(key: str, place: str, what: str, known: Any) -> None:
         if not Path(module).is_file():
             raise ConfigError(f"{key}: no such file: {module}")
         return
+    module = file_of_module(module) or module
     if not module.endswith(".py"):
         if find_spec(module.partition(".")[0] or place) is None:  # only the package: finding what is in it would run it
             raise ConfigError(f"{key}: there is no package {module.partition('.')[0]}, wanted by {place}")

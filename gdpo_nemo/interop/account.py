@@ -19,9 +19,10 @@ class Account:
     """Name of the matter -> why the recipe cannot run here."""
     covered: dict[str, str] = field(default_factory=dict)
     """Pattern of their keys -> name of the blocker because of which nothing is written for them."""
-
     questions: dict[str, str] = field(default_factory=dict)
     """Our key -> what cannot be known before the run's files are read, which the dry run then checks."""
+    files: set[str] = field(default_factory=set)
+    """Files of the recipe's author that the config names and that are not on this machine."""
 
     def set(self, key: str, value: Any, why: str) -> None:
         """Our ``key`` gets a value."""
@@ -49,3 +50,7 @@ class Account:
         if key in self.blockers:
             return key
         return next((name for pattern, name in self.covered.items() if fnmatchcase(key, pattern)), "")
+
+    def needs(self, *files: str) -> None:
+        """Name files that have to be there when the run starts."""
+        self.files.update(files)

@@ -10,6 +10,7 @@ from typing import Any, Mapping
 import yaml
 
 from gdpo_nemo.config.effects import keys_without_effect
+from gdpo_nemo.config.files import find_file
 from gdpo_nemo.config.load import all_keys, load_config
 from gdpo_nemo.errors import ConfigError
 from gdpo_nemo.interop.account import Account
@@ -66,6 +67,8 @@ class Translation:
     """Our key -> what the dry run checks once the files that it needs are here."""
     variables: list[str] = field(default_factory=list)
     """Environment variables that have to be set where the run starts."""
+    files: list[str] = field(default_factory=list)
+    """Files that have to be there where the run starts."""
     program: str = "NeMo-RL"
     command: str = "from-nemo-rl"
 
@@ -93,6 +96,8 @@ class Translation:
             lines += ["left to the dry run:", *(f"  {key}: {what}" for key, what in self.questions.items())]
         if self.variables:
             lines.append(f"environment variables to set where it starts: {', '.join(self.variables)}")
+        if self.files:
+            lines.append(f"files to put where it starts: {', '.join(self.files)}")
         return "\n".join(lines)
 
     def to_text(self, title: str) -> str:
@@ -224,9 +229,21 @@ def _as_on_the_hub(content: dict[str, Any]) -> dict[str, Any]:
         for key in ("model_name", "tokenizer_name", "path"):
             if isinstance(section.get(key), str) and not Path(section[key]).exists():
                 section[key] = "organisation/name"
+    for section in sections[1:]:
+        if _is_absent(section.get("type")):
+            del section["type"]
+    for options in copy.get("env", {}).values():
+        functions = (options or {}).get("functions", {})
+        functions |= {name: "length" for name, place in functions.items() if _is_absent(place)}
     if isinstance(copy.get("run", {}).get("dir"), str) and "${" in copy["run"]["dir"]:
         copy["run"] = {"dir": "results/name", "name": "name"}
     return copy
+
+
+def _is_absent(place: Any) -> bool:
+    """Whether an import path names a file that is not on this machine."""
+    file = place.rpartition(":")[0] if isinstance(place, str) else ""
+    return file.endswith(".py") and find_file(file) is None
 
 
 def nested(values: dict[str, Any]) -> dict[str, Any]:

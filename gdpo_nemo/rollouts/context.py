@@ -15,7 +15,7 @@ equal arguments and weights has to be equal, or a resumed run differs.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Callable, Mapping, Protocol, Sequence
+from typing import TYPE_CHECKING, Any, Callable, Mapping, Protocol, Sequence
 
 import numpy as np
 
@@ -79,6 +79,8 @@ class Transcript:
         self.rewards: dict[str, float | None] = {}
         self.outcome = Outcome.OK
         self.detail = ""
+        self.messages: list[Mapping[str, Any]] = []
+        """Turns behind the prompt, for verifiers; empty if the caller does not record them."""
         self._ids: list[np.ndarray] = []
         self._logprobs: list[np.ndarray] = []
         self._written: list[bool] = []
@@ -191,6 +193,7 @@ class Transcript:
             turn_tokens=tuple(self._turn_tokens),
             turn_rewards=self._rewards_by_turn(),
             spans=self.spans,
+            messages=tuple(self.messages) or None,
         )
 
 

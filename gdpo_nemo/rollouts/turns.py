@@ -121,6 +121,7 @@ class _Episode:
         completion = await self._asked.sample(SampleRequest(t.token_ids, self._asked.seed(turn), self.room))
         t.append_policy_tokens(completion)
         text = self._conversation.text(completion.token_ids)
+        t.messages.append({"role": "assistant", "content": text})
         reply = await self._step({"role": "assistant", "content": text, "finish_reason": completion.finish_reason})
         if not self.done and reply.observation is not None and turn + 1 < self._limits.max_turns:
             self._append_observation(text, reply.observation)
@@ -160,5 +161,6 @@ class _Episode:
             self._full = True
             return
         t.append_env_tokens(ids)
+        t.messages += talk.messages(observation)
         if self._messages is not None:
             self._messages += [{"role": "assistant", "content": answer}, *talk.messages(observation)]

@@ -7,6 +7,7 @@ import json
 import datasets
 import pytest
 
+from gdpo_nemo.config.example_types import is_transform
 from gdpo_nemo.config.schema import DatasetConfig
 from gdpo_nemo.data.rows import load_rows
 from gdpo_nemo.errors import ConfigError
@@ -35,6 +36,10 @@ def no_function(cfg): return 3
 def other_option(cfg): return whole, {"batched": True}
 
 def no_names(cfg): return whole, {"remove_columns": "question"}
+
+def everything(cfg): return (lambda row: {"prompt": row["question"]}), {"remove_columns": "__all__"}
+
+def absent(cfg): return (lambda row: {"prompt": row["question"]}), {"remove_columns": ["note", "gone"]}
 
 def needs_more(row, tokenizer): return row
 
@@ -97,3 +102,42 @@ def test_what_a_transform_gets_wrong_is_one_line_with_its_row(name, options, sen
     with pytest.raises(ConfigError) as refused:
         rows(name, **options)
     assert str(refused.value).startswith("data.train.") and sentence in str(refused.value)
+
+
+def test_module_functions_are_found_beside_the_run_as_axolotl_writes_them(rows, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rows_as_axolotl.py").write_text(FUNCTIONS)
+    (tmp_path / "inner").mkdir()
+    (tmp_path / "inner" / "deeper.py").write_text(FUNCTIONS)
+    for how in ("rows_as_axolotl.factory", "inner.deeper.factory"):
+        found = load_rows(DatasetConfig(path="rows.jsonl", type=how), {}, "train", 0)
+        assert found[1].keys() == {"prompt", "answer", "note", "id"}
+    for how, why in (
+        ("rows_as_axolotl.factori", "rows_as_axolotl has no 'factori'; did you mean 'factory'"),
+        ("rows_as_axoltl.factory", "cannot import rows_as_axoltl: ModuleNotFoundError"),
+    ):
+        with pytest.raises(ConfigError, match=f"data.train.type: {why}"):
+            load_rows(DatasetConfig(path="rows.jsonl", type=how), {}, "train", 0)
+
+
+@pytest.mark.parametrize(
+    "how, transform",
+    [
+        ("rewards_gdpo.oai_gsm8k_transform", True),
+        ("file.py:function", True),
+        ("chatml.argilla", False),
+        ("chatm.argilla", False),
+        ("chatml.argila", False),
+        ("chat_template", False),
+        ("alpaca", False),
+        ({"field_prompt": "a.b"}, False),
+        (None, False),
+    ],
+)
+def test_transforms_are_told_from_forms_even_if_misspelt(how, transform):
+    assert is_transform(how) is transform
+
+
+def test_columns_of_axolotls_functions_are_removed_if_they_are_there(rows):
+    assert rows("everything")[0].keys() == {"prompt", "id"}
+    assert rows("absent")[0].keys() == {"prompt", "question", "answer", "id"}

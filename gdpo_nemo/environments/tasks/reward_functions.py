@@ -185,6 +185,8 @@ def _prompt(trajectory: Trajectory) -> Any:
 
 
 def _completion(trajectory: Trajectory) -> Any:
+    if trajectory.messages is not None:
+        return [dict(message) for message in trajectory.messages]
     if trajectory.prompt.messages is None:
         return trajectory.text
     return [{"role": "assistant", "content": trajectory.text}]
