@@ -33,8 +33,12 @@ def surroundings(config: AxolotlConfig, account: Account) -> None:
 
 def _model(config: AxolotlConfig, account: Account) -> None:
     name = str(config.get("lora_model_dir") or config.get("base_model"))
-    if not config.get("lora_model_dir") and (refusal := known_model(name).refusal):
-        account.blocks("base_model", refusal)
+    if not config.get("lora_model_dir"):
+        known = known_model(name)
+        if known.refusal:
+            account.blocks("base_model", known.refusal)
+        elif known.question:
+            account.asks("policy.model_name", known.question)
     account.set("policy.model_name", name, "lora_model_dir" if config.get("lora_model_dir") else "base_model")
     half = config.get("bf16", config.get("bfloat16", "auto")) is not False
     half = half and not any(config.get(name) for name in ("fp16", "float16", "float32"))
