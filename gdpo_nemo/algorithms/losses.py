@@ -171,6 +171,8 @@ class Loss:
     """Keys of `loss_fn` that matter to it alone; to change one that no loss in use reads is refused."""
     options: tuple[str, ...] = ()
     """Its own options, the keys of `loss_fn.options`."""
+    has_ratio: bool = True
+    """Whether it weighs tokens by pi / pi_old. Without a ratio `loss_fn.old_logprobs` corrects nothing."""
     by_sequence: bool = False
     """Whether its gradient is right only where the tokens of a sequence have equal weights."""
     by_group: bool = False
@@ -202,7 +204,7 @@ LOSSES: dict[str, Loss] = {
     "kl_cov": Loss(kl_cov, reads=("aggregation", "kl_cov_ratio", "kl_cov_coef"), by_covariance=True),
     # The advantages hold the coefficients of `target_po_coefficients`, which weigh the sequences themselves.
     "target_po": Loss(reinforce, reads=_TARGET, by_group=True, skips_zero_advantage=True),
-    "reinforce": Loss(reinforce, reads=("aggregation",), skips_zero_advantage=True),
+    "reinforce": Loss(reinforce, reads=("aggregation",), has_ratio=False, skips_zero_advantage=True),
 }
 LOSS_KEYS = tuple(dict.fromkeys(key for loss in LOSSES.values() for key in loss.reads))
 """Keys of `loss_fn` that some losses read and others do not."""

@@ -109,9 +109,7 @@ def build_table(
     weighted = np.flatnonzero(weight)
     if rows.any() and missing[weighted][:, rows].all():
         wanted = ", ".join(names[k] for k in weighted)
-        raise ValueError(
-            f"every reward is missing: none of the {int(rows.sum())} valid rows has a value for {wanted}"
-        )
+        raise ValueError(f"every reward is missing: none of the {int(rows.sum())} valid rows has a value for {wanted}")
     groups = Groups(ids)
     if groups.order is not None:
         rows = groups.take(rows)

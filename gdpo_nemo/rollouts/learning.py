@@ -11,6 +11,7 @@ import numpy as np
 from gdpo_nemo.algorithms import LossSettings, apply_shaping, groups_with_signal, token_weights
 from gdpo_nemo.algorithms.covariance import clip_cov, kl_cov
 from gdpo_nemo.algorithms.rewards import creates
+from gdpo_nemo.config.algorithm_choice import old_logprobs_source
 from gdpo_nemo.config.messages import first_line
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.data.packing import TrainSequence
@@ -287,8 +288,3 @@ def longest_completion(config: Config) -> int:
     per_turn = config.policy.generation.max_new_tokens
     turns = config.rollout.turns
     return turns.max_tokens or per_turn * turns.max_turns
-
-
-def old_logprobs_source(config: Config) -> str:
-    """Where the denominator of the ratio comes from: ``sampler`` or ``trainer``."""
-    return config.loss_fn.old_logprobs or ("sampler" if config.rollout.max_staleness else "trainer")
