@@ -110,17 +110,20 @@ def clipped_pg(logprobs: Tensor, fields: TokenFields, settings: LossSettings) ->
 
 
 def _clipped(ratio: Tensor, advantages: Tensor, settings: LossSettings) -> TokenLoss:
-    """The loss, with the metrics `ratio`, and `clipped`, 1 where a clip removes the gradient."""
+    """The loss, with the metrics `ratio`, `clipped`, 1 where a clip removes the gradient, and with a dual clip
+    `clipped_dual`, 1 where it is that one."""
     plain = -advantages * ratio
     bounded = -advantages * ratio.clamp(1.0 - settings.ratio_clip_min, 1.0 + settings.ratio_clip_max)
     loss = plain.maximum(bounded)
     clipped = bounded > plain
+    metrics = {"ratio": ratio.detach()}
     if settings.ratio_clip_c is not None:
         ceiling = -advantages * settings.ratio_clip_c
         over = (advantages < 0) & (loss > ceiling)
         loss = ceiling.where(over, loss)
         clipped = clipped | over
-    return loss, {"ratio": ratio.detach(), "clipped": clipped.to(ratio.dtype)}
+        metrics["clipped_dual"] = over.to(ratio.dtype)
+    return loss, {**metrics, "clipped": clipped.to(ratio.dtype)}
 
 
 def gspo(logprobs: Tensor, fields: TokenFields, settings: LossSettings) -> TokenLoss:

@@ -147,13 +147,17 @@ METRICS = {
     ),
     "policy/clip_high": (
         "share",
-        "Trained tokens that the upper clip took, of policy/clip_fraction",
+        "Trained tokens that the upper clip took, of policy/clip_fraction; the dual clip's are not among them",
         {
             "max": 0.2,
             "advisory": True,
             "why": "good tokens that are rare are held back",
             "remedy": "a larger loss_fn.ratio_clip_max (DAPO: 0.28), fewer updates per step",
         },
+    ),
+    "policy/clip_dual": (
+        "share",
+        "Trained tokens of negative advantage that the dual clip (loss_fn.ratio_clip_c) took, of policy/clip_fraction",
     ),
     "parity/mean_abs": (
         "nats",
@@ -305,11 +309,11 @@ def update_metrics(results: Sequence[UpdateResult], on_policy: bool) -> dict[str
         row["rollout/skipped_zero_adv"] = sum(r.skipped_sequences or 0 for r in results) / sum(
             r.sequences for r in results
         )
-    known = {"entropy": "policy/entropy", "clipped": "policy/clip_fraction", "ratio": "policy/ratio_mean"}
+    known = {"entropy": "policy/entropy", "clipped": "policy/clip_fraction", "clipped_dual": "policy/clip_dual", "ratio": "policy/ratio_mean"}
     if "clipped_low" in sums:
         low = sums.pop("clipped_low")
         row["policy/clip_low"] = low / tokens
-        row["policy/clip_high"] = (sums["clipped"] - low) / tokens
+        row["policy/clip_high"] = (sums["clipped"] - low - sums.get("clipped_dual", 0.0)) / tokens
     for name, value in sums.items():
         if not name.startswith("parity_"):
             row[known.get(name, f"policy/{name}")] = value / tokens
