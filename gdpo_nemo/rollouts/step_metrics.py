@@ -309,7 +309,12 @@ def update_metrics(results: Sequence[UpdateResult], on_policy: bool) -> dict[str
         row["rollout/skipped_zero_adv"] = sum(r.skipped_sequences or 0 for r in results) / sum(
             r.sequences for r in results
         )
-    known = {"entropy": "policy/entropy", "clipped": "policy/clip_fraction", "clipped_dual": "policy/clip_dual", "ratio": "policy/ratio_mean"}
+    known = {
+        "entropy": "policy/entropy",
+        "clipped": "policy/clip_fraction",
+        "clipped_dual": "policy/clip_dual",
+        "ratio": "policy/ratio_mean",
+    }
     if "clipped_low" in sums:
         low = sums.pop("clipped_low")
         row["policy/clip_low"] = low / tokens

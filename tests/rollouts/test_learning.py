@@ -17,14 +17,8 @@ from gdpo_nemo.data.records import Group, Outcome, Prompt, Trajectory
 from gdpo_nemo.data.results import UpdateResult
 from gdpo_nemo.environments.tasks.digit_sort import DigitSort
 from gdpo_nemo.errors import RunError
-from gdpo_nemo.rollouts.learning import (
-    advantages_of,
-    has_signal,
-    log_ratios,
-    part_with_signal,
-    reward_columns,
-    updates_of,
-)
+from gdpo_nemo.rollouts.group_signal import has_signal, part_with_signal
+from gdpo_nemo.rollouts.learning import advantages_of, log_ratios, reward_columns, updates_of
 from gdpo_nemo.rollouts.step_metrics import check_failures, update_metrics
 
 DEMO = Path(__file__).resolve().parents[2] / "configs" / "gdpo_tiny_cpu.yaml"
