@@ -37,6 +37,13 @@ def test_a_number_out_of_all_range_is_refused_by_its_key(config, key):
         setattr(section, name, before)
 
 
+@pytest.mark.parametrize("key, lowest", [("loss_fn.constant_length", 1), ("loss_fn.ratio_clip_min", 0)])
+def test_a_number_is_accepted_at_its_bound_and_refused_below_it(key, lowest):
+    check_ranges(load_config(overrides=[f"{key}={lowest}"]))
+    with pytest.raises(ConfigError, match=f"^{key}: must be "):
+        check_ranges(load_config(overrides=[f"{key}={lowest - 1}"]))
+
+
 def test_the_config_that_comes_with_the_program_is_in_range(config):
     check_ranges(config)
     assert len(number_keys(Config)) > 80
