@@ -16,7 +16,7 @@ import numpy as np
 from gdpo_nemo.algorithms import LossSettings
 from gdpo_nemo.algorithms.adaptive_entropy import AdaptiveEntropy
 from gdpo_nemo.algorithms.own_functions import loss_entry
-from gdpo_nemo.config.algorithm_choice import ALGORITHMS, samples
+from gdpo_nemo.config.algorithm_choice import ALGORITHMS, old_logprobs_source, resolved_loss, samples
 from gdpo_nemo.config.layout import updates_per_step
 from gdpo_nemo.config.messages import first_line
 from gdpo_nemo.config.objective_checks import kl_in_reward
@@ -30,7 +30,6 @@ from gdpo_nemo.rollouts.learning import (
     advantages_of,
     choose_by_covariance,
     log_ratios,
-    old_logprobs_source,
     updates_of,
 )
 from gdpo_nemo.rollouts.step_metrics import check_failures, rollout_metrics, update_metrics, validation_metrics
@@ -76,7 +75,7 @@ class Algorithm(ABC):
         self.policy = policy
         self.tokenizer = tokenizer
         self.log = log
-        self.loss: LossSettings = with_absolute_places(config.loss_fn)
+        self.loss: LossSettings = with_absolute_places(resolved_loss(config))
         """What the ranks compute the loss of an update with."""
 
     @classmethod
@@ -137,7 +136,7 @@ def with_absolute_places(loss: LossSettings) -> LossSettings:
     """The settings, with functions of the user's own named so that the ranks, which work elsewhere, find them."""
     if not loss.places:
         return loss
-    off_policy = replace(loss.off_policy, mode=absolute_place(loss.off_policy.mode))
+    off_policy = replace(loss.off_policy, mode=absolute_place(loss.off_policy.correction))
     return replace(loss, type=absolute_place(loss.type), off_policy=off_policy)
 
 

@@ -260,13 +260,14 @@ def test_a_run_that_is_asked_to_stop_saves_after_the_step_and_ends():
 
 
 @pytest.mark.parametrize("stale", [0, 1])
-def test_a_step_reports_staleness_and_measures_parity_only_on_policy(stale):
+def test_a_step_reports_staleness_and_the_gap_to_the_sampler_and_parity_only_on_policy(stale):
     recorder = Recorder(f"rollout.max_staleness={stale}", "loss_fn.old_logprobs=trainer", stale=stale)
     recorder.trainer.state.step = 3
     recorder.trainer.step()
     row = recorder.rows[0][0]
     assert row["staleness/mean"] == row["staleness/max"] == stale
     assert ("parity/max_abs" in row) == (stale == 0)
+    assert {f"sampler_gap/{key}" for key in ("mean_abs", "max_abs", "kl")} <= set(row)
 
 
 def test_a_steps_row_holds_rewards_times_and_tokens():

@@ -79,7 +79,8 @@ def compute_advantages(
         rewards: [sequences, components] with NaN for "not applicable", or a mapping of name to [sequences] where None
             means the same.
         group_ids: integers [sequences], equal for the samples of one prompt, in any order; groups may differ in size.
-        weights: per component, by name or in order; all 1 by default. Weight 0 keeps a component for the logs only.
+        weights: per component, by name or in order; all 1 by default. Weight 0 keeps a component for the logs only: a
+            row that has only such rewards counts as one without a reward.
         valid: bool [sequences]; rows that failed are False, count in no statistic and get 0.
         lengths: tokens per sequence [sequences]; only for variants that weight by tokens.
         kl: log-ratio of policy to reference, summed over each sequence [sequences]; NaN or None leaves a row out.
@@ -118,8 +119,8 @@ def compute_advantages(
 
 
 def _fill_missing(table: RewardTable, settings: Settings) -> RewardTable:
-    """Missing rewards of valid rows refused, or turned into 0."""
-    component, row = np.nonzero(~table.present & table.valid)
+    """Missing rewards of valid rows refused, or turned into 0; those of weight 0 stay missing."""
+    component, row = np.nonzero(table.gaps)
     if settings.missing == "error" and len(row):
         names = ", ".join(sorted({table.names[k] for k in component}))
         raise ValueError(f"this variant takes no missing rewards; {len(row)} are missing, in {names}")

@@ -32,10 +32,12 @@ OLD_LOGPROBS = ("trainer", "sampler")
 class OffPolicySettings:
     """Correction for the gap between the sampler's and the trainer's log-probs."""
 
-    mode: str = "none"
+    mode: Optional[str] = None
     """none; truncate (TIS) weighs by the importance ratio of `level`, at most ratio_max; mask (MIS) by that ratio
     inside both bounds and by 0 outside; icepop by the token's own ratio, with the ratio of `level` only deciding who
-    stays. Or a function of your own by its place, `file.py:name`: (log_gap, fields, settings) -> weights."""
+    stays. Or a function of your own by its place, `file.py:name`: (log_gap, fields, settings) -> weights. Null:
+    truncate where stale samples (rollout.max_staleness above 0) meet loss_fn.old_logprobs trainer or type reinforce,
+    with type gspo by the level geometric; none elsewhere, with target_po and with a loss of your own."""
     level: str = "token"
     """Level of the importance ratio: token, sequence or geometric (per-token mean over the sequence)."""
     ratio_max: Annotated[float, Range(above=0, most=math.inf)] = 2.0
@@ -49,14 +51,14 @@ class OffPolicySettings:
 
     def check(self, functions: Functions | None = None) -> None:
         """Refuse values that mean nothing. Raises ValueError; the message begins with the key."""
-        if not is_place(self.mode):
-            _among("off_policy.mode", self.mode, CORRECTIONS)
+        if not is_place(self.correction):
+            _among("off_policy.mode", self.correction, CORRECTIONS)
         _among("off_policy.level", self.level, LEVELS)
-        if functions is not None or not is_place(self.mode):
-            with _named("off_policy.mode", self.mode):
-                known = correction_entry(self.mode, functions).options
+        if functions is not None or not is_place(self.correction):
+            with _named("off_policy.mode", self.correction):
+                known = correction_entry(self.correction, functions).options
             with _named("off_policy.options"):
-                check_options(self.options, known, self.mode)
+                check_options(self.options, known, self.correction)
         check_numbers(self, "off_policy.")
         if not self.ratio_min < self.ratio_max:
             raise ValueError(
@@ -64,9 +66,14 @@ class OffPolicySettings:
             )
 
     @property
+    def correction(self) -> str:
+        """The mode; none if it is null. What null means for a run is in `resolved_loss` of the config package."""
+        return self.mode or "none"
+
+    @property
     def by_token(self) -> bool:
         """Whether tokens of one sequence may get unlike weights."""
-        return correction_entry(self.mode).by_token or (self.mode != "none" and self.level == "token")
+        return correction_entry(self.correction).by_token or (self.correction != "none" and self.level == "token")
 
 
 @dataclass
@@ -92,8 +99,8 @@ class LossSettings:
     """Length by which `aggregation: constant` divides; null: all that the policy may write in one trajectory,
     rollout.turns.max_tokens, or without it policy.generation.max_new_tokens times rollout.turns.max_turns."""
     old_logprobs: Optional[str] = None
-    """Denominator of the ratio: trainer or sampler. Null: trainer when on-policy, sampler when rollout.max_staleness >
-    0."""
+    """Denominator of the ratio: trainer or sampler. Null: trainer when on-policy and with type reinforce, which has no
+    ratio; sampler when rollout.max_staleness > 0."""
     reference_policy_kl_penalty: Annotated[float, Range(0)] = 0.0
     """Weight of the KL penalty to the starting model; 0 keeps no reference model."""
     reference_policy_kl_type: str = "k3"
@@ -162,7 +169,12 @@ class LossSettings:
         if not self.clip_cov_lb < self.clip_cov_ub:
             raise ValueError(f"clip_cov_lb: must be below clip_cov_ub, got {self.clip_cov_lb} and {self.clip_cov_ub}")
         self.off_policy.check(functions)
-        if self.old_logprobs == "sampler" and self.off_policy.mode != "none":
+        if self.old_logprobs == "sampler" and not loss_entry(self.type).has_ratio:
+            raise ValueError(
+                f"old_logprobs: sampler has no effect with type {self.type}, which has no ratio to correct the "
+                "sampler's samples by; use trainer, or null"
+            )
+        if self.old_logprobs == "sampler" and self.off_policy.correction != "none":
             raise ValueError(
                 "off_policy.mode: has no effect with old_logprobs: sampler, whose ratio is that very correction"
             )
@@ -193,7 +205,7 @@ class LossSettings:
             return f"loss_fn.{'entropy_bonus' if self.entropy_bonus else 'use_adaptive_entropy'} counts every sequence"
         entries: dict[str, Loss | Correction] = {
             f"type {self.type}": loss_entry(self.type, functions),
-            f"off_policy.mode {self.off_policy.mode}": correction_entry(self.off_policy.mode, functions),
+            f"off_policy.mode {self.off_policy.correction}": correction_entry(self.off_policy.correction, functions),
         }
         for name, entry in entries.items():
             if not entry.skips_zero_advantage:
@@ -207,12 +219,12 @@ class LossSettings:
     @property
     def reads_staleness(self) -> bool:
         """Whether loss or correction ask how old the weights were that sampled each token."""
-        return loss_entry(self.type).reads_staleness or correction_entry(self.off_policy.mode).reads_staleness
+        return loss_entry(self.type).reads_staleness or correction_entry(self.off_policy.correction).reads_staleness
 
     @property
     def places(self) -> tuple[str, ...]:
         """Where the functions of the user's own are that these settings name."""
-        return tuple(name for name in (self.type, self.off_policy.mode) if is_place(name))
+        return tuple(name for name in (self.type, self.off_policy.correction) if is_place(name))
 
     @classmethod
     def from_mapping(cls, section: Mapping[str, Any]) -> LossSettings:

@@ -110,17 +110,20 @@ def clipped_pg(logprobs: Tensor, fields: TokenFields, settings: LossSettings) ->
 
 
 def _clipped(ratio: Tensor, advantages: Tensor, settings: LossSettings) -> TokenLoss:
-    """The loss, with the metrics `ratio`, and `clipped`, 1 where a clip removes the gradient."""
+    """The loss, with the metrics `ratio`, `clipped`, 1 where a clip removes the gradient, and with a dual clip
+    `clipped_dual`, 1 where it is that one."""
     plain = -advantages * ratio
     bounded = -advantages * ratio.clamp(1.0 - settings.ratio_clip_min, 1.0 + settings.ratio_clip_max)
     loss = plain.maximum(bounded)
     clipped = bounded > plain
+    metrics = {"ratio": ratio.detach()}
     if settings.ratio_clip_c is not None:
         ceiling = -advantages * settings.ratio_clip_c
         over = (advantages < 0) & (loss > ceiling)
         loss = ceiling.where(over, loss)
         clipped = clipped | over
-    return loss, {"ratio": ratio.detach(), "clipped": clipped.to(ratio.dtype)}
+        metrics["clipped_dual"] = over.to(ratio.dtype)
+    return loss, {**metrics, "clipped": clipped.to(ratio.dtype)}
 
 
 def gspo(logprobs: Tensor, fields: TokenFields, settings: LossSettings) -> TokenLoss:
@@ -171,6 +174,8 @@ class Loss:
     """Keys of `loss_fn` that matter to it alone; to change one that no loss in use reads is refused."""
     options: tuple[str, ...] = ()
     """Its own options, the keys of `loss_fn.options`."""
+    has_ratio: bool = True
+    """Whether it weighs tokens by pi / pi_old. Without a ratio `loss_fn.old_logprobs` corrects nothing."""
     by_sequence: bool = False
     """Whether its gradient is right only where the tokens of a sequence have equal weights."""
     by_group: bool = False
@@ -202,7 +207,7 @@ LOSSES: dict[str, Loss] = {
     "kl_cov": Loss(kl_cov, reads=("aggregation", "kl_cov_ratio", "kl_cov_coef"), by_covariance=True),
     # The advantages hold the coefficients of `target_po_coefficients`, which weigh the sequences themselves.
     "target_po": Loss(reinforce, reads=_TARGET, by_group=True, skips_zero_advantage=True),
-    "reinforce": Loss(reinforce, reads=("aggregation",), skips_zero_advantage=True),
+    "reinforce": Loss(reinforce, reads=("aggregation",), has_ratio=False, skips_zero_advantage=True),
 }
 LOSS_KEYS = tuple(dict.fromkeys(key for loss in LOSSES.values() for key in loss.reads))
 """Keys of `loss_fn` that some losses read and others do not."""

@@ -123,7 +123,7 @@ def _check_inputs(
     weighted = settings.reference_policy_kl_penalty and settings.reference_policy_kl_gradient == "importance"
     if weighted and fields.sampler_logprobs is None:
         raise ValueError("reference_policy_kl_gradient importance needs sampler_logprobs")
-    corrected = settings.off_policy.mode != "none" or settings.off_policy.sequence_mask_threshold is not None
+    corrected = settings.off_policy.correction != "none" or settings.off_policy.sequence_mask_threshold is not None
     if corrected and fields.sampler_logprobs is None:
         raise ValueError("off_policy corrections need sampler_logprobs")
 
@@ -195,7 +195,7 @@ def _correction(
     factor = torch.ones_like(logprobs)
     metrics: dict[str, Tensor] = {}
     off_policy = settings.off_policy
-    if off_policy.mode != "none":
+    if off_policy.correction != "none":
         factor = importance_weights(fields, settings.off_policy, functions)
         metrics = {"importance_weight": factor, "importance_masked": (factor == 0).to(factor.dtype)}
     if off_policy.sequence_mask_threshold is not None:
@@ -212,10 +212,10 @@ def importance_weights(fields: TokenFields, settings: OffPolicySettings, functio
     """
     old = required(fields.old_logprobs, "old_logprobs")
     gap = (old - required(fields.sampler_logprobs, "sampler_logprobs")).detach().nan_to_num(nan=0.0)
-    entry = correction_entry(settings.mode, functions)
+    entry = correction_entry(settings.correction, functions)
     if entry.function is None:
         return torch.ones_like(gap)
-    if not is_place(settings.mode):
+    if not is_place(settings.correction):
         return entry.function(gap, fields, settings, **settings.options)
     what = f"loss_fn.off_policy.mode: {settings.mode}"
     weights: Tensor = _called(what, entry.function, gap, fields, settings, settings.options)
@@ -227,7 +227,7 @@ def _parity(logprobs: Tensor, fields: TokenFields, settings: LossSettings) -> di
     """How far the sampler is from the trainer: |difference of log-probs|, |difference of probabilities| and k3 of
     KL(sampler || trainer).
 
-    The trainer's are those from before the update, or of this pass where the sampler's serve as the old ones.
+    The trainer's are those from before the update, or of this pass if the sampler's serve as the old ones.
     """
     if fields.sampler_logprobs is None:
         return {}

@@ -92,6 +92,8 @@ PRESETS: dict[str, Settings] = {
 }
 """Published variants of GDPO; each entry of the list below names what is unusual in it.
 
+A component of weight 0 changes nothing in any of them; in TRL its rewards make a row count that has no other.
+
 * paper: arXiv 2601.05242 eq. 4-7, over all sequences of the batch.
 * trl: Hugging Face TRL `normalize_then_sum`. Epsilon 1e-4, constant groups left to it.
 * trl_fork: the authors' TRL. Missing rewards become 0 before the statistics (biased); one component falls back to GRPO.

@@ -1,7 +1,8 @@
 """The reward table: one column per named component, checked once, sorted by group.
 
-Missing entries (NaN or None) are "not applicable", never a reward of 0; rows outside `valid` exist for nobody. Tensors
-are taken as they come, but torch is not imported here: a configuration is checked with this code in an instant.
+Missing entries (NaN or None) are "not applicable", never a reward of 0; rows outside `valid` exist for nobody. A
+component of weight 0 is there for the logs only: what is missing or present in it changes no advantage. Tensors are
+taken as they come, but torch is not imported here: a configuration is checked with this code in an instant.
 """
 
 from __future__ import annotations
@@ -38,12 +39,17 @@ class RewardTable:
 
     @property
     def scored(self) -> np.ndarray:
-        """bool [sequences], rows with at least one reward."""
-        return np.asarray(self.present.any(axis=0))
+        """bool [sequences], rows with at least one reward that has a weight."""
+        return np.asarray(self.present[self.weights != 0].any(axis=0))
+
+    @property
+    def gaps(self) -> np.ndarray:
+        """bool [components, sequences], valid rows without the reward of a component that has a weight."""
+        return np.asarray(~self.present & self.valid & (self.weights != 0)[:, None])
 
     def zero_filled(self) -> RewardTable:
-        """The same table with missing rewards of valid rows turned into rewards of 0 (a defect some trainers have)."""
-        return replace(self, present=np.broadcast_to(self.valid, self.present.shape))
+        """Return the table with every one of `gaps` turned into a reward of 0, a defect that some trainers have."""
+        return replace(self, present=self.present | self.gaps)
 
     def with_kl(self, kl: Any, coefficient: float | None) -> RewardTable:
         """The same table with KL in the reward; rows without a reward or without a KL have no part in it.
@@ -89,8 +95,8 @@ def build_table(
     Args: see `compute_advantages`.
 
     Raises:
-        ValueError: wrong shapes, unknown or unweighted components, all-zero weights, infinite rewards, no reward at
-            all; the message names rows and components.
+        ValueError: wrong shapes, unknown or unweighted components, all-zero weights, infinite rewards, no reward with
+            a weight at all; the message names rows and components.
     """
     names, columns = _columns(rewards, weights)
     count = columns.shape[1]
@@ -100,10 +106,10 @@ def build_table(
     tokens = _lengths(lengths, count)
     missing = np.isnan(columns)
     _refuse_infinite(columns, rows, names)
-    if rows.any() and missing[:, rows].all():
-        raise ValueError(
-            f"every reward is missing: none of the {int(rows.sum())} valid rows has a value for {', '.join(names)}"
-        )
+    weighted = np.flatnonzero(weight)
+    if rows.any() and missing[weighted][:, rows].all():
+        wanted = ", ".join(names[k] for k in weighted)
+        raise ValueError(f"every reward is missing: none of the {int(rows.sum())} valid rows has a value for {wanted}")
     groups = Groups(ids)
     if groups.order is not None:
         rows = groups.take(rows)

@@ -1,10 +1,14 @@
-"""Which algorithm a run trains with, and whether it samples: what has to be known before any of its code may run."""
+"""Which algorithm a run trains with, whether it samples, and how it corrects stale samples: what has to be known before
+any of its code may run."""
 
 from __future__ import annotations
 
 import ast
+from dataclasses import replace
 from functools import cache
 
+from gdpo_nemo.algorithms.loss_settings import LossSettings
+from gdpo_nemo.algorithms.own_functions import is_place, loss_entry
 from gdpo_nemo.config.files import find_definition
 from gdpo_nemo.config.schema import Config
 
@@ -82,3 +86,36 @@ def _declared(place: str) -> bool:
 def engines(config: Config) -> int:
     """vLLM engines of the run."""
     return config.policy.generation.engines if samples(config) else 0
+
+
+def old_logprobs_source(config: Config) -> str:
+    """Where the denominator of the ratio comes from: ``sampler`` or ``trainer``."""
+    loss = config.loss_fn
+    stale = config.rollout.max_staleness > 0 and loss_entry(loss.type).has_ratio
+    return loss.old_logprobs or ("sampler" if stale else "trainer")
+
+
+def trains_stale_samples_as_new(config: Config) -> bool:
+    """Return whether nothing in the loss accounts for the age of the samples, unless ``loss_fn.off_policy`` does.
+
+    A ratio that starts from the sampler's log-probs accounts for it, and so do the coefficients of target_po.
+    """
+    stale = samples(config) and config.rollout.max_staleness > 0 and old_logprobs_source(config) == "trainer"
+    return stale and not loss_entry(config.loss_fn.type).by_group
+
+
+def resolved_loss(config: Config) -> LossSettings:
+    """Return ``loss_fn`` with the values that null stands for if samples may be stale; ``loss_fn`` itself if not.
+
+    A custom loss may correct by itself, so null leaves it without a correction.
+    """
+    loss = config.loss_fn
+    if not samples(config) or config.rollout.max_staleness == 0:
+        return loss
+    off_policy = loss.off_policy
+    if off_policy.mode is None:
+        corrects = trains_stale_samples_as_new(config) and not is_place(loss.type)
+        off_policy = replace(off_policy, mode="truncate" if corrects else "none")
+        if corrects and loss_entry(loss.type).by_sequence and off_policy.level == "token":
+            off_policy = replace(off_policy, level="geometric")
+    return replace(loss, old_logprobs=old_logprobs_source(config), off_policy=off_policy)

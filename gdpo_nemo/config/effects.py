@@ -19,7 +19,15 @@ from gdpo_nemo.algorithms.offpolicy import CORRECTIONS
 from gdpo_nemo.algorithms.own_functions import correction_entry, loss_entry
 from gdpo_nemo.algorithms.ppo_settings import PPOSettings
 from gdpo_nemo.algorithms.preference_settings import PreferenceSettings
-from gdpo_nemo.config.algorithm_choice import ALGORITHMS, DISTILLATION, PPO, PREFERENCES, rows_of, samples
+from gdpo_nemo.config.algorithm_choice import (
+    ALGORITHMS,
+    DISTILLATION,
+    PPO,
+    PREFERENCES,
+    resolved_loss,
+    rows_of,
+    samples,
+)
 from gdpo_nemo.config.example_types import is_transform
 from gdpo_nemo.config.rollout_bounds import steps_ahead
 from gdpo_nemo.config.schema import Config
@@ -268,7 +276,7 @@ EFFECTS = (
         lambda c: c.policy.sync_ref_model,
         "without policy.sync_ref_model",
     ),
-    *_read_by_some(_OFF_POLICY, CORRECTIONS, lambda c: correction_entry(c.loss_fn.off_policy.mode).reads),
+    *_read_by_some(_OFF_POLICY, CORRECTIONS, lambda c: correction_entry(resolved_loss(c).off_policy.correction).reads),
     Effect(
         (f"{_MEGATRON}.scheduler.lr_decay_steps", f"{_MEGATRON}.optimizer.min_lr"),
         lambda c: c.policy.megatron_cfg.scheduler.lr_decay_style != "constant",

@@ -7,10 +7,17 @@ from __future__ import annotations
 
 from typing import Any, Callable, Iterable
 
+from gdpo_nemo.algorithms.loss_settings import LossSettings
 from gdpo_nemo.algorithms.own_functions import Functions, is_place, loss_entry
 from gdpo_nemo.algorithms.rewards import check_shaping, creates, parse_condition, rule_name
 from gdpo_nemo.algorithms.selection import check_selection
-from gdpo_nemo.config.algorithm_choice import has_value_head, samples
+from gdpo_nemo.config.algorithm_choice import (
+    has_value_head,
+    old_logprobs_source,
+    resolved_loss,
+    samples,
+    trains_stale_samples_as_new,
+)
 from gdpo_nemo.config.files import find_function
 from gdpo_nemo.config.layout import updates_per_step
 from gdpo_nemo.config.reward_weights import check_reward_weights
@@ -59,6 +66,47 @@ def kl_in_reward(config: Config) -> bool:
     return config.gdpo.kl_in_reward is not None
 
 
+def objective_notes(config: Config) -> list[str]:
+    """Return notes on what trains, but not as its paper or the age of the samples asks for."""
+    return [*_loss_notes(config), *_stale_notes(config)] if samples(config) else []
+
+
+_PUBLISHED_CLIPS = {
+    "gspo": "gspo's paper (2507.18071) clips at 3e-4 and 4e-4, because a ratio of whole sequences stays near 1; use "
+    "ratio_clip_min: 3e-4, ratio_clip_max: 4e-4",
+    "cispo": "cispo's paper (2506.13585) has no lower bound, and ScaleRL (2510.13786) an upper one of 5; use "
+    "ratio_clip_min: 1.0, ratio_clip_max: 4.0",
+}
+"""By loss: what is published in place of PPO's clips, and how to get it."""
+
+
+def _loss_notes(config: Config) -> list[str]:
+    loss = config.loss_fn
+    default = LossSettings()
+    told = (loss.ratio_clip_min, loss.ratio_clip_max) != (default.ratio_clip_min, default.ratio_clip_max)
+    if told or loss.type not in _PUBLISHED_CLIPS:
+        return []
+    return [
+        f"loss_fn.ratio_clip_min, ratio_clip_max: {default.ratio_clip_min:g} and {default.ratio_clip_max:g} are the "
+        f"defaults of clipped_pg; {_PUBLISHED_CLIPS[loss.type]}"
+    ]
+
+
+def _stale_notes(config: Config) -> list[str]:
+    """What is up to some steps old and trained as if it were new."""
+    if not trains_stale_samples_as_new(config) or resolved_loss(config).off_policy.correction != "none":
+        return []
+    buffer = config.rollout.replay_buffer
+    age = buffer.max_age if buffer.groups else config.rollout.max_staleness
+    loss = config.loss_fn
+    own = is_place(loss.type) and loss.off_policy.mode is None
+    remedy = "use truncate, unless that loss corrects by itself" if own else "use null or truncate"
+    return [
+        f"loss_fn.off_policy.mode: none trains samples that are up to {age} steps old as if they were new; {remedy} "
+        "(sampler_gap/* shows how far they are)"
+    ]
+
+
 def _check_shaping_alone(config: Config) -> None:
     """The rules by themselves, taking for granted that the components they name exist."""
     rules = config.gdpo.shaping
@@ -105,21 +153,20 @@ def check_estimator(config: Config, own: Callable[..., Any] | None = None) -> No
 def _check_loss(config: Config) -> None:
     loss = config.loss_fn
     size = config.policy.train_global_batch_size
-    sampled = loss.old_logprobs == "sampler" or (loss.old_logprobs is None and config.rollout.max_staleness > 0)
-    if sampled and loss.off_policy.mode != "none":
+    if old_logprobs_source(config) == "sampler" and loss.off_policy.correction != "none":
         because = "loss_fn.old_logprobs is sampler" if loss.old_logprobs else "rollout.max_staleness is above 0"
         raise ConfigError(
             "loss_fn.off_policy.mode: has no effect where the ratio starts from the sampler's log-probs, as it does "
             f"when {because}; set loss_fn.old_logprobs: trainer, or mode: none"
         )
     try:
-        loss.check()
+        resolved_loss(config).check()
     except ValueError as error:
         raise ConfigError(f"loss_fn.{error}") from None
     if not loss.places:
         check_skipping(config)
     _check_place("loss_fn.type", loss.type)
-    _check_place("loss_fn.off_policy.mode", loss.off_policy.mode)
+    _check_place("loss_fn.off_policy.mode", loss.off_policy.correction)
     group = config.gdpo.num_generations_per_prompt
     if loss_entry(loss.type).by_group and size and size % group and updates_per_step(config) > 1:
         raise ConfigError(

@@ -83,8 +83,8 @@ class DynamicSamplingConfig:
     """Replace groups that carry no signal before the update (DAPO), decided per component."""
 
     enabled: bool = False
-    """Drop groups in which every weighted component, as shaped, is constant and sample further prompts instead; with
-    rollout.max_staleness above 0, one by one as they come."""
+    """Drop groups in which every weighted component, as shaped, is constant among the samples that are compared (see
+    group_by) and sample further prompts instead; with rollout.max_staleness above 0, one by one as they come."""
     batch_multiplier: Annotated[Optional[float], Range(1)] = None
     """Prompts of every round, as a multiple of num_prompts_per_step; groups beyond those needed are discarded (DAPO,
     NeMo-RL). Null: a first round of num_prompts_per_step, then as many as are missing. Needs rollout.max_staleness

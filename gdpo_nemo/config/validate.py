@@ -17,7 +17,7 @@ from gdpo_nemo.config.env_workers import place_workers
 from gdpo_nemo.config.files import check_files
 from gdpo_nemo.config.health_checks import read_checks
 from gdpo_nemo.config.layout import Layout, resolve_layout, updates_per_step
-from gdpo_nemo.config.objective_checks import check_learning
+from gdpo_nemo.config.objective_checks import check_learning, objective_notes
 from gdpo_nemo.config.placement import Places, joined, place
 from gdpo_nemo.config.ppo_checks import check_ppo
 from gdpo_nemo.config.prompt_sharing import check_prompt_sharing
@@ -311,6 +311,7 @@ def _notes(config: Config, layout: Layout) -> list[str]:
             "loss_fn.reference_policy_kl_type: k1 in the loss has an expected gradient of 0 and does not hold the "
             "policy; k2 and k3 do, and so does gdpo.kl_in_reward"
         )
+    notes += objective_notes(config)
     unset = [name for name, weight in config.gdpo.rewards.items() if weight == 0]
     if unset:
         notes.append(f"gdpo.rewards: weight 0, measured but not trained: {', '.join(unset)}")

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from math import ceil
 
 from gdpo_nemo.algorithms.own_functions import loss_entry
-from gdpo_nemo.config.algorithm_choice import has_value_head
+from gdpo_nemo.config.algorithm_choice import has_value_head, old_logprobs_source
 from gdpo_nemo.config.layout import Layout, resolve_layout, samples_per_step, samples_per_update, updates_per_step
 from gdpo_nemo.config.objective_checks import kl_in_reward
 from gdpo_nemo.config.schema import Config
@@ -120,9 +120,9 @@ def evaluations(config: Config) -> int:
     """Forward passes of the policy's model over a step's tokens besides those of the updates."""
     loss = config.loss_fn
     several = updates_per_step(config) > 1
-    old = loss.old_logprobs or ("sampler" if config.rollout.max_staleness else "trainer")
     return (
-        ((several and old == "trainer") or has_value_head(config))  # values and log-probs are of one pass
+        # values and log-probs are of one pass
+        ((several and old_logprobs_source(config) == "trainer") or has_value_head(config))
         + bool(loss.reference_policy_kl_penalty)
         + loss_entry(loss.type).by_group * config.gdpo.num_iterations
         + loss_entry(loss.type).by_covariance * config.gdpo.num_iterations

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING, Callable, Mapping, Sequence
 
 import numpy as np
 
-from gdpo_nemo.algorithms import LossSettings, apply_shaping, groups_with_signal, token_weights
+from gdpo_nemo.algorithms import LossSettings, apply_shaping, token_weights
 from gdpo_nemo.algorithms.covariance import clip_cov, kl_cov
 from gdpo_nemo.algorithms.rewards import creates
+from gdpo_nemo.config.algorithm_choice import old_logprobs_source
 from gdpo_nemo.config.messages import first_line
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.data.packing import TrainSequence
@@ -134,38 +134,6 @@ def log_ratios(sequences: Sequence[TrainSequence], reference: Sequence[np.ndarra
         s.where_written(s.sampler_logprobs - r).astype(np.float64) for s, r in zip(sequences, reference, strict=True)
     ]
     return np.array([np.nan if np.isnan(gap).all() else np.nansum(gap) for gap in gaps])
-
-
-def has_signal(group: Group, config: Config) -> bool:
-    """Whether some weighted component varies inside the group, as shaped (or ``dynamic_sampling.before_shaping``)."""
-    if config.gdpo.dynamic_sampling.before_shaping:
-        config = replace(config, gdpo=replace(config.gdpo, shaping=[]))
-    members = [t for t in group.trajectories if t.trains]
-    if len(members) < 2:
-        return False
-    ids = np.zeros(len(members), np.int64)
-    columns = _weighted_columns(members, config)
-    if config.gdpo.credit == "turn":
-        rows = turn_rows(members, columns, config.gdpo.discount)
-        ids, columns = rows.ids(ids, config.gdpo.turn_baseline), rows.columns
-    if all(np.isnan(column).all() for column in columns.values()):
-        return False
-    return bool(groups_with_signal(columns, ids).alive.any())
-
-
-def part_with_signal(group: Group, config: Config) -> Group | None:
-    """What dynamic sampling keeps of a group: the whole or nothing, or those samples whose fellows vary
-    (``leave_one_out``)."""
-    if not config.gdpo.dynamic_sampling.leave_one_out:
-        return group if has_signal(group, config) else None
-    members = [t for t in group.trajectories if t.trains]
-    fellows = [Group(group.prompt, members[:place] + members[place + 1 :]) for place in range(len(members))]
-    kept = [member for member, others in zip(members, fellows) if has_signal(others, config)]
-    return Group(group.prompt, kept) if kept else None
-
-
-def _weighted_columns(members: Sequence[Trajectory], config: Config) -> dict[str, np.ndarray]:
-    return {name: column for name, column in reward_columns(members, config).items() if config.gdpo.rewards.get(name)}
 
 
 def _number(value: float | None) -> float:
@@ -296,8 +264,3 @@ def longest_completion(config: Config) -> int:
     per_turn = config.policy.generation.max_new_tokens
     turns = config.rollout.turns
     return turns.max_tokens or per_turn * turns.max_turns
-
-
-def old_logprobs_source(config: Config) -> str:
-    """Where the denominator of the ratio comes from: ``sampler`` or ``trainer``."""
-    return config.loss_fn.old_logprobs or ("sampler" if config.rollout.max_staleness else "trainer")

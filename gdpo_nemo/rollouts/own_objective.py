@@ -85,7 +85,7 @@ def _try_loss(settings: LossSettings, functions: Functions) -> None:
             sentence = str(error)
             named = sentence.startswith("loss_fn.")
             raise ConfigError(sentence if named else f"loss_fn.{sentence}") from None
-        if is_place(settings.off_policy.mode):
+        if is_place(settings.off_policy.correction):
             _check_weights(weights, fields, settings)
     if not total:
         raise ConfigError(

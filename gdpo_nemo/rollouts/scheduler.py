@@ -33,7 +33,7 @@ from gdpo_nemo.rollouts.accounts import LATE, NO_SIGNAL, SURPLUS, Accounts
 from gdpo_nemo.rollouts.depth import AutoDepth
 from gdpo_nemo.rollouts.functions import RolloutKind
 from gdpo_nemo.rollouts.group_maker import GroupJob, GroupMaker, MadeGroup
-from gdpo_nemo.rollouts.learning import part_with_signal
+from gdpo_nemo.rollouts.group_signal import InFlight, part_with_signal, retained_and_rest, siblings_of
 from gdpo_nemo.rollouts.ledger import Stage
 from gdpo_nemo.rollouts.prompt_stream import Span
 from gdpo_nemo.rollouts.recorded_stream import recorded
@@ -105,6 +105,7 @@ class RolloutScheduler:
         self._began = time.monotonic()
         """When the trainer asked for its last batch."""
         self._made: dict[int, MadeGroup] = {}
+        self._drawn = InFlight(config)
         self._training: list[Group] = []
         """New groups of the batch that the trainer has."""
         self._unwanted = 0
@@ -213,6 +214,7 @@ class RolloutScheduler:
             self._launch(self._exact_groups(jobs, self._settled))
         else:
             for job in jobs:
+                self._drawn.add(job.position, job.prompt)
                 self._launch(self._one_group(job))
 
     def _prompts_at(self, places: Sequence[int]) -> list[Prompt]:
@@ -312,10 +314,10 @@ class RolloutScheduler:
         self._changed()
 
     def _reason_to_drop(self, made: MadeGroup) -> str | None:
+        self._drawn.remove(made.group.position)
         if self._late(made):
             return LATE
-        dynamic = self._config.gdpo.dynamic_sampling
-        if dynamic.enabled and part_with_signal(made.group, self._config) is None:
+        if self._config.gdpo.dynamic_sampling.enabled and not self._drawn.may_have_signal(made, self._made.values()):
             self._unwanted += 1
             return NO_SIGNAL if self._unwanted <= replaceable_groups(self._config) else None
         return None
@@ -382,7 +384,7 @@ class RolloutScheduler:
         size = self._config.gdpo.num_generations_per_prompt
         wanted = self._accounts.wanted * size
         dynamic = self._config.gdpo.dynamic_sampling
-        kept, spare = self._split(made)
+        kept, spare = self._split(made, [])
         rounds = dynamic.max_rounds if dynamic.enabled else _LATE_ROUNDS
         while (
             (missing := wanted - num_samples(kept)) > 0 and rollout.rounds < rounds and self._accounts.prompts_left > 0
@@ -392,7 +394,7 @@ class RolloutScheduler:
             self._start(self._accounts.admit(self._fleet.version, len(self._ledger) + count))
             extra = await self._round()
             again = _rollout(extra)
-            kept += self._split(extra)[0]
+            kept += self._split(extra, kept)[0]
             rollout.generation_s += again.generation_s
             rollout.verify_s += again.verify_s
             rollout.spans += again.spans
@@ -422,11 +424,12 @@ class RolloutScheduler:
         self._seen = set()
         self._reasons = {}
 
-    def _split(self, made: Sequence[MadeGroup]) -> tuple[list[Group], list[Group]]:
-        """Split groups into the parts that are kept and the rest: without signal, where dynamic sampling looks for it,
-        or late."""
-        kept = []
-        spare = []
+    def _split(self, made: Sequence[MadeGroup], before: Sequence[Group]) -> tuple[list[Group], list[Group]]:
+        """Split groups into the parts that are kept, beside those ``before``, and the rest: without signal, if dynamic
+        sampling looks for it, or late."""
+        kept: list[Group] = []
+        spare: list[Group] = []
+        batch = [*before, *(one.group for one in made if not self._late(one))]
         for one in made:
             group = one.group
             part: Group | None = group
@@ -434,15 +437,12 @@ class RolloutScheduler:
                 part = None
                 self._reasons[group.position] = LATE
             elif self._config.gdpo.dynamic_sampling.enabled:
-                part = part_with_signal(group, self._config)
+                part = part_with_signal(group, self._config, siblings_of(group, batch, self._config))
                 if part is None:
                     self._reasons[group.position] = NO_SIGNAL
-            chosen = {t.sample_index for t in part.trajectories} if part else set()
-            rest = [t for t in group.trajectories if t.sample_index not in chosen]
-            if part:
-                kept.append(Group(group.prompt, part.trajectories, group.position))
-            if rest:
-                spare.append(Group(group.prompt, rest, group.position))
+            retained, rest = retained_and_rest(group, part)
+            kept += retained
+            spare += rest
         return kept, spare
 
     def _measure(self) -> dict[str, float]:

@@ -147,13 +147,17 @@ METRICS = {
     ),
     "policy/clip_high": (
         "share",
-        "Trained tokens that the upper clip took, of policy/clip_fraction",
+        "Trained tokens that the upper clip took, of policy/clip_fraction; the dual clip's are not among them",
         {
             "max": 0.2,
             "advisory": True,
             "why": "good tokens that are rare are held back",
             "remedy": "a larger loss_fn.ratio_clip_max (DAPO: 0.28), fewer updates per step",
         },
+    ),
+    "policy/clip_dual": (
+        "share",
+        "Trained tokens of negative advantage that the dual clip (loss_fn.ratio_clip_c) took, of policy/clip_fraction",
     ),
     "parity/mean_abs": (
         "nats",
@@ -168,6 +172,12 @@ METRICS = {
     "parity/max_abs": ("nats", "|log-prob of trainer - of sampler| at equal weights, the largest", {"label": "parity"}),
     "parity/max_prob": ("", "|probability of trainer - of sampler|, the largest; unlikely tokens weigh little"),
     "parity/kl": ("nats/token", "KL of the sampler to the trainer at equal weights (estimator k3)"),
+    "sampler_gap/mean_abs": (
+        "nats",
+        "|log-prob of trainer before its updates - of sampler|, mean over the trained tokens, at any staleness",
+    ),
+    "sampler_gap/max_abs": ("nats", "|log-prob of trainer before its updates - of sampler|, the largest"),
+    "sampler_gap/kl": ("nats/token", "KL of the weights that sampled to those that are trained (estimator k3)"),
 }
 
 
@@ -276,9 +286,9 @@ def validation_metrics(groups: Sequence[Group], pass_at: Sequence[int] = ()) -> 
 def update_metrics(results: Sequence[UpdateResult], on_policy: bool) -> dict[str, float]:
     """Metrics of a step's optimizer updates (``UpdateResult``), averaged over their tokens.
 
-    ``parity/...`` compares sampler and trainer at equal weights, so it is measured where the rollout is on-policy only:
-    ``max_abs`` and ``mean_abs`` of log-probs, ``max_prob`` of probabilities, where unlikely tokens, whose log-probs
-    bfloat16 knows to some tenths only, weigh little.
+    ``sampler_gap/...`` compares sampler and trainer at any staleness. ``parity/...`` compares them at equal weights, so
+    it is measured where the rollout is on-policy only: ``max_abs`` and ``mean_abs`` of log-probs, ``max_prob`` of
+    probabilities, where unlikely tokens, whose log-probs bfloat16 knows to some tenths only, weigh little.
     """
     sums: dict[str, float] = {}
     maxima: dict[str, float] = {}
@@ -299,11 +309,16 @@ def update_metrics(results: Sequence[UpdateResult], on_policy: bool) -> dict[str
         row["rollout/skipped_zero_adv"] = sum(r.skipped_sequences or 0 for r in results) / sum(
             r.sequences for r in results
         )
-    known = {"entropy": "policy/entropy", "clipped": "policy/clip_fraction", "ratio": "policy/ratio_mean"}
+    known = {
+        "entropy": "policy/entropy",
+        "clipped": "policy/clip_fraction",
+        "clipped_dual": "policy/clip_dual",
+        "ratio": "policy/ratio_mean",
+    }
     if "clipped_low" in sums:
         low = sums.pop("clipped_low")
         row["policy/clip_low"] = low / tokens
-        row["policy/clip_high"] = (sums["clipped"] - low) / tokens
+        row["policy/clip_high"] = (sums["clipped"] - low - sums.get("clipped_dual", 0.0)) / tokens
     for name, value in sums.items():
         if not name.startswith("parity_"):
             row[known.get(name, f"policy/{name}")] = value / tokens
@@ -311,6 +326,10 @@ def update_metrics(results: Sequence[UpdateResult], on_policy: bool) -> dict[str
         row["policy/ratio_max"] = maxima["ratio"]
     if "ratio_negated" in maxima:
         row["policy/ratio_min"] = -maxima["ratio_negated"]
+    if "parity_abs" in maxima:
+        row["sampler_gap/max_abs"] = maxima["parity_abs"]
+        row["sampler_gap/mean_abs"] = sums["parity_abs"] / tokens
+        row["sampler_gap/kl"] = sums["parity_kl"] / tokens
     if on_policy and "parity_abs" in maxima:
         row["parity/max_abs"] = maxima["parity_abs"]
         row["parity/max_prob"] = maxima["parity_prob"]

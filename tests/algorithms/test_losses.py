@@ -410,6 +410,13 @@ def test_bad_weights_are_refused(arguments, message):
         token_weights(*arguments)
 
 
+@pytest.mark.parametrize("length", [0, -1, None])
+def test_token_weights_refuse_a_constant_length_below_1(length):
+    assert token_weights([3, 0], "constant", constant_length=1).tolist() == [1.0, 0.0]
+    with pytest.raises(ValueError, match="positive constant_length"):
+        token_weights([3, 0], "constant", constant_length=length)
+
+
 SEQUENCE_CORRECTIONS = [(mode, level) for mode in ("truncate", "mask") for level in ("sequence", "geometric")]
 
 

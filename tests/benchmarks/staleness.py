@@ -33,7 +33,7 @@ TRAINER = ["loss_fn.old_logprobs=trainer"]
 TRUNCATED = [*TRAINER, "loss_fn.off_policy={mode: truncate, ratio_max: 2.0}"]
 OBJECTIVES = {
     "corrected": ("clip from the trainer's log-probs, weight cut at 2", TRUNCATED),
-    "uncorrected": ("clip from the trainer's log-probs, no weight", TRAINER),
+    "uncorrected": ("clip from the trainer's log-probs, no weight", [*TRAINER, "loss_fn.off_policy.mode=none"]),
     "sampler": ("clip from the sampler's log-probs", ["loss_fn.old_logprobs=sampler"]),
 }
 

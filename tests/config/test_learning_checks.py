@@ -192,6 +192,18 @@ def test_a_kl_loss_whose_gradient_vanishes_on_average_is_noted(minimal):
     assert any("k1 in the loss" in note for note in validate(load_config(minimal, kl)))
 
 
+@pytest.mark.parametrize("kind, low, high", [("gspo", "3e-4", "4e-4"), ("cispo", "1.0", "4.0")], ids=["gspo", "cispo"])
+def test_a_loss_with_the_clips_of_another_is_noted_with_its_published_ones(minimal, kind, low, high):
+    """The note's own remedy is accepted and ends it."""
+    (note,) = validate(load_config(minimal, [f"loss_fn.type={kind}"]))
+    assert note.startswith("loss_fn.ratio_clip_min, ratio_clip_max: 0.2 and 0.28 are the defaults of clipped_pg; ")
+    assert note.endswith(f"use ratio_clip_min: {low}, ratio_clip_max: {high}")
+    remedy = [f"loss_fn.ratio_clip_min={low}", f"loss_fn.ratio_clip_max={high}"]
+    assert validate(load_config(minimal, [f"loss_fn.type={kind}", *remedy])) == []
+    assert validate(load_config(minimal, [f"loss_fn.type={kind}", remedy[1]])) == []
+    assert validate(load_config(minimal, ["loss_fn.type=clip_cov"])) == []
+
+
 def test_a_dry_run_that_uses_every_check_imports_no_torch(minimal):
     overrides = [
         "gdpo.estimator=sa_mrpo",

@@ -332,6 +332,9 @@ def test_the_run_ends_with_its_epochs_and_dynamic_sampling_takes_whole_batches(t
         ("base", "grpo: {max_val_samples: 16, val_batch_size: 32}", {"gdpo.val_prompts": 16}, {"grpo.val_batch_size"}),
         # draft/hidden_capture.py and loss/utils.py detach what the draft model sees.
         ("megatron", "policy: {draft: {enabled: true, model_name: x, loss_weight: 1.0}}", {}, SAME),
+        # Stale samples without a correction, which a null mode would add here.
+        ("single_controller", "loss_fn: {use_importance_sampling_correction: false}",
+         {"rollout.max_staleness": 2, "loss_fn.old_logprobs": "trainer", "loss_fn.off_policy.mode": "none"}, SAME),
     ],
 )  # fmt: skip
 def test_what_was_silently_another_has_its_meaning_or_is_named(tmp_path, base, change, expected, status):

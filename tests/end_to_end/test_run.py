@@ -180,7 +180,11 @@ def test_data_parallel_ranks_make_the_same_first_update_and_train_one_step_stale
     status, out, err = launch.finish()
     assert status == 0, (out, err)
     _same_first_update(rows(undisturbed[0].run_dir), rows(launch.run_dir))
-    assert [row["staleness/max"] for row in rows(launch.run_dir) if "loss" in row] == [0.0, 1.0, 1.0]
+    trained = [row for row in rows(launch.run_dir) if "loss" in row]
+    assert [row["staleness/max"] for row in trained] == [0.0, 1.0, 1.0]
+    # One update moves this model by far more than the engine's arithmetic differs from the trainer's.
+    new, *old = [row["sampler_gap/mean_abs"] for row in trained]
+    assert new < 1e-5 and min(old) > 1e-3 and all(row["policy/importance_weight"] != 1 for row in trained[1:]), trained
     # The world of the policy's ranks, the group of the weights, Ray: on one node none is for others.
     listening = {name for name, addresses in bound.items() if addresses}
     assert {"gcs_server", "raylet"} < listening and any("PolicyRank" in name for name in listening), bound

@@ -122,7 +122,7 @@ def every_measurement_of_a_loss() -> tuple[dict[str, float], dict[str, float]]:
         correction = OffPolicySettings(mode=mode, level=level, sequence_mask_threshold=0.05)
         if kind == "gspo" and correction.by_token:
             continue
-        settings = LossSettings(type=kind, reference_policy_kl_penalty=0.1, off_policy=correction)
+        settings = LossSettings(type=kind, ratio_clip_c=3.0, reference_policy_kl_penalty=0.1, off_policy=correction)
         _, found = policy_loss(-ones, ones, fields, settings)
         sums |= {name: float(value) for name, value in found.sums.items()}
         maxima |= {name: float(value) for name, value in found.maxima.items()}

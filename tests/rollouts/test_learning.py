@@ -17,14 +17,8 @@ from gdpo_nemo.data.records import Group, Outcome, Prompt, Trajectory
 from gdpo_nemo.data.results import UpdateResult
 from gdpo_nemo.environments.tasks.digit_sort import DigitSort
 from gdpo_nemo.errors import RunError
-from gdpo_nemo.rollouts.learning import (
-    advantages_of,
-    has_signal,
-    log_ratios,
-    part_with_signal,
-    reward_columns,
-    updates_of,
-)
+from gdpo_nemo.rollouts.group_signal import has_signal, part_with_signal
+from gdpo_nemo.rollouts.learning import advantages_of, log_ratios, reward_columns, updates_of
 from gdpo_nemo.rollouts.step_metrics import check_failures, update_metrics
 
 DEMO = Path(__file__).resolve().parents[2] / "configs" / "gdpo_tiny_cpu.yaml"
@@ -303,6 +297,24 @@ def test_the_token_weights_of_every_update_add_up_to_1(aggregation, size):
     assert len(updates) == 8 // (size or 8)
     for update in updates:
         assert sum(s.weight * len(s.completion_ids) for s in update) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(
+    "overrides, length",
+    [
+        (["loss_fn.constant_length=1"], 1),
+        (["loss_fn.constant_length=7"], 7),
+        (["policy.generation.max_new_tokens=9"], 9),
+        (["policy.generation.max_new_tokens=9", "rollout.turns.max_turns=3"], 27),
+        (["policy.generation.max_new_tokens=9", "rollout.turns={max_turns: 3, max_tokens: 20}"], 20),
+    ],
+)
+def test_constant_aggregation_divides_by_the_given_length_or_the_longest_trajectory(overrides, length):
+    """Whatever the samples' own lengths are, and by the trained ones of the eight only."""
+    trajectories = all_of(two_groups())
+    trajectories[3].outcome = Outcome.ENV_FAILED
+    (update,) = updates_of(trajectories, np.ones(8), config("loss_fn.aggregation=constant", *overrides))
+    assert [s.weight for s in update] == [0.0 if i == 3 else pytest.approx(1 / (7 * length)) for i in range(8)]
 
 
 def test_failed_and_masked_trajectories_leave_their_weight_to_the_others():

@@ -163,7 +163,10 @@ def test_metrics_of_a_step_are_means_over_its_tokens_and_maxima_over_its_updates
     assert row["parity/max_abs"] == pytest.approx(0.9) and row["parity/mean_abs"] == pytest.approx(0.25)
     assert row["parity/max_prob"] == pytest.approx(0.3)
     assert row["parity/kl"] == pytest.approx(0.125)
-    assert not any(key.startswith(("parity/", "policy/parity")) for key in update_metrics(results, on_policy=False))
+    stale = update_metrics(results, on_policy=False)
+    assert not any(key.startswith(("parity/", "policy/parity")) for key in stale)
+    assert stale["sampler_gap/mean_abs"] == pytest.approx(0.25) and stale["sampler_gap/kl"] == pytest.approx(0.125)
+    assert stale["sampler_gap/max_abs"] == pytest.approx(0.9)
 
 
 def test_the_share_of_sequences_left_out_is_that_of_all_updates_of_the_step():

@@ -27,7 +27,8 @@ from gdpo_nemo.observe.metric_registry import unknown_metrics
 from gdpo_nemo.observe.rollouts import read_columns, read_rollouts, write_rollouts
 from gdpo_nemo.rollouts.advantage_tables import read_step
 from gdpo_nemo.rollouts.context import Transcript
-from gdpo_nemo.rollouts.learning import advantages_of, has_signal, updates_of
+from gdpo_nemo.rollouts.group_signal import has_signal
+from gdpo_nemo.rollouts.learning import advantages_of, updates_of
 from gdpo_nemo.rollouts.recorded_stream import recorded_groups
 from gdpo_nemo.rollouts.rollout_batch import Rollout
 from gdpo_nemo.rollouts.turn_credit import turn_rows

@@ -218,6 +218,8 @@ def _loss(recipe: Recipe, account: Account) -> None:
 def _off_policy(recipe: Recipe, account: Account) -> None:
     """exp(trainer - sampler) as a weight of the policy term: as it is, cut, or 0 outside the bounds."""
     if not recipe.get("loss_fn.use_importance_sampling_correction"):
+        if recipe.stale:
+            account.set("loss_fn.off_policy.mode", "none", "use_importance_sampling_correction is false")
         return
     prefix = "loss_fn.truncated_importance_sampling"
     sequences = recipe.get("loss_fn.sequence_level_importance_ratios")

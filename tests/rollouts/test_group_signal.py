@@ -1,0 +1,147 @@
+"""Dynamic sampling drops a group exactly if no comparison that the estimator makes gives one of its samples an
+advantage: against a count of different values, written with sets, and against the advantages of the whole batch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings, strategies as st
+from scheduler_world import places
+
+from gdpo_nemo.config.load import load_config
+from gdpo_nemo.config.schema import Config
+from gdpo_nemo.data.records import Group, Outcome, Prompt, Trajectory, Verdict
+from gdpo_nemo.rollouts.group_maker import MadeGroup
+from gdpo_nemo.rollouts.group_signal import InFlight, has_signal, part_with_signal, siblings_of
+from gdpo_nemo.rollouts.learning import advantages_of
+
+DEMO = Path(__file__).resolve().parents[2] / "configs" / "gdpo_tiny_cpu.yaml"
+PROMPT = "gdpo.group_by=prompt"
+VERL = "gdpo.preset=verl"
+RAW = "gdpo.options={singleton: raw}"
+AGAINST_THE_BATCH = "gdpo.options={minus_baseline: false}"
+WEIGHTS = {"correctness": 1.0, "format": 0.5, "logged": 0.0}
+
+Rows = list[dict[str, float | None]]
+
+
+def config(*overrides: str) -> Config:
+    """Two weighted components and one that is only logged; without a batch norm, whose mean would move all rows."""
+    return load_config(DEMO, [f"gdpo.rewards={WEIGHTS}".replace("'", ""), *overrides])
+
+
+SETTINGS = {
+    "row": config("gdpo.estimator=mo_grpo"),
+    "prompt": config("gdpo.estimator=mo_grpo", PROMPT),
+    "raw": config("gdpo.estimator=mo_grpo", RAW),
+    "raw by prompt": config("gdpo.estimator=mo_grpo", RAW, PROMPT),
+    "batch": config("gdpo.estimator=reinforce_plus_plus", AGAINST_THE_BATCH),
+    "batch by prompt": config("gdpo.estimator=reinforce_plus_plus", AGAINST_THE_BATCH, PROMPT),
+}
+
+
+def group(position: int, prompt: int, rows: Rows) -> Group:
+    """A group of the prompt of that number; a row without rewards failed in its environment."""
+    of = Prompt(f"{prompt}@{position}", np.array([prompt], np.int32), "", "digit_sort")
+    tokens = np.arange(2, dtype=np.int32)
+    members = [
+        Trajectory(of, j, tokens, tokens.astype(np.float32), 0, "", "stop", rewards=row,
+                   outcome=Outcome.OK if row else Outcome.ENV_FAILED)
+        for j, row in enumerate(rows)
+    ]  # fmt: skip
+    return Group(of, members, position)
+
+
+def expected(batch: list[Group], one: Group, how: str) -> bool:
+    """Whether some sample of a group has a reward that differs from another one it is compared with."""
+    compared = [g for g in batch if g is one or ("prompt" in how and g.prompt.token_ids[0] == one.prompt.token_ids[0])]
+    for name in ("correctness", "format"):
+        own = [t.rewards[name] for t in one.trajectories if t.trains and t.rewards.get(name) is not None]
+        pool = [t.rewards[name] for g in compared for t in g.trajectories if t.trains]
+        values = [value for value in pool if value is not None]
+        alone = "raw" in how and len(values) == 1
+        if own and (len(set(values)) > 1 or alone or "batch" in how):
+            return True
+    return False
+
+
+graded = st.sampled_from([0.0, 0.5, 1.0])
+row = st.one_of(
+    st.fixed_dictionaries({name: st.one_of(graded, graded, st.none()) for name in WEIGHTS}),
+    st.just({"correctness": 1.0, "format": 1.0, "logged": 0.5}),
+    st.just({}),
+)
+batches = st.lists(st.tuples(st.integers(0, 1), st.lists(row, min_size=1, max_size=4)), min_size=1, max_size=4)
+R = {"correctness": 1.0, "format": 1.0, "logged": 0.0}
+W = {"correctness": 0.0, "format": 1.0, "logged": 0.0}
+N = {"correctness": None, "format": None, "logged": 1.0}
+
+
+@pytest.mark.parametrize("how", SETTINGS)
+@settings(max_examples=60)
+@given(batches)
+@example([(0, [R, R]), (0, [W, W])])  # alike within each row, and unlike within the prompt
+@example([(0, [R])])  # one sample
+@example([(0, [R, W]), (0, [N, N])])  # the second has only a logged reward
+def test_a_group_has_signal_if_and_only_if_a_comparison_gives_it_an_advantage(how, drawn):
+    batch = [group(position, prompt, rows) for position, (prompt, rows) in enumerate(drawn)]
+    chosen = SETTINGS[how]
+    found = [has_signal(one, chosen, siblings_of(one, batch, chosen)) for one in batch]
+    assert found == [expected(batch, one, how) for one in batch]
+    if any(expected([one], one, "batch") for one in batch):  # else there is no reward, which is refused
+        rows = np.split(
+            advantages_of(batch, chosen).has_signal.numpy(), np.cumsum([len(g.trajectories) for g in batch])
+        )
+        assert found == [bool(of_one.any()) for of_one in rows[:-1]]
+
+
+@pytest.mark.parametrize(
+    "overrides, kept", [([], False), ([VERL], True), ([RAW], True), (["gdpo.estimator=reinforce_plus_plus"], False)]
+)
+def test_a_group_of_one_member_has_signal_only_where_its_raw_reward_is_one(overrides, kept):
+    one = group(0, 0, [R])
+    assert has_signal(one, config(*overrides)) is kept
+    plain = config("gdpo.estimator=reinforce_plus_plus", AGAINST_THE_BATCH)
+    assert has_signal(one, plain) and not has_signal(group(0, 0, [N]), plain)
+    assert not has_signal(group(0, 0, [{}]), plain) and not has_signal(group(0, 0, [{}]), config(VERL))
+
+
+def test_leave_one_out_compares_a_sample_with_the_siblings_of_its_group():
+    """The only wrong answer of its row is one of two of its prompt."""
+    chosen = config(PROMPT, "gdpo.dynamic_sampling={enabled: true, leave_one_out: true}")
+    one, other = group(0, 0, [R, R, W]), group(1, 0, [W, R])
+    alone = part_with_signal(one, chosen)
+    beside = part_with_signal(one, chosen, siblings_of(one, [one, other], chosen))
+    assert [t.sample_index for t in alone.trajectories] == [0, 1]
+    assert [t.sample_index for t in beside.trajectories] == [0, 1, 2]
+
+
+def test_a_group_that_a_group_in_flight_may_yet_differ_from_is_not_dropped():
+    chosen = config(PROMPT, "gdpo.dynamic_sampling.enabled=true")
+    one, other = group(0, 7, [R, R]), group(1, 7, [W, W])
+    made = [MadeGroup(g, None, 0.0, 1.0, 2.0) for g in (one, other)]
+    drawn = InFlight(chosen)
+    for g in (one, other):
+        drawn.add(g.position, g.prompt)
+    drawn.remove(0)
+    assert drawn.may_have_signal(made[0], [])
+    drawn.remove(1)
+    assert drawn.may_have_signal(made[1], made[:1]) and not drawn.may_have_signal(made[1], [])
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+@pytest.mark.parametrize("by", ["row", "prompt"])
+def test_rows_that_are_alike_and_differ_within_their_prompt_are_trained_if_groups_are_by_prompt(world, staleness, by):
+    """Three rows a prompt, the first of which is right in both samples and the others wrong."""
+    w = world(f"gdpo.group_by={by}", f"rollout.max_staleness={staleness}", "gdpo.dynamic_sampling.enabled=true",
+              "gdpo.max_num_steps=1", limit=12)  # fmt: skip
+    w.prompt = lambda place: Prompt(str(place), np.array([place // 3], np.int32), "", "digit_sort", {"digits": "1"})
+    w.verdict = lambda t: Verdict({"correctness": float(int(t.prompt.id) % 3 == 0)})
+    rollout = w.train()
+    assert len(places(rollout)) == 3 and (rollout.dropped_groups == 0) == (by == "prompt")
+    if by == "prompt":
+        assert (
+            places(rollout) == [0, 1, 2] and np.unique(np.abs(advantages_of(rollout.groups, w.config).values)).min() > 0
+        )
