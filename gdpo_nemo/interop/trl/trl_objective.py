@@ -10,7 +10,9 @@ from typing import Any
 
 from gdpo_nemo.interop.account import Account
 from gdpo_nemo.interop.trl.trl_async import asynchronous
+from gdpo_nemo.interop.trl.trl_rows import answers
 from gdpo_nemo.interop.trl.trl_run import TrlRun
+from gdpo_nemo.interop.trl.trl_sampled import actor_critic, episodes, from_teacher, leave_one_out
 
 _AGGREGATION = {
     "grpo": "sequence_mean",
@@ -35,15 +37,32 @@ ENDLESS = 1_000_000
 
 def learning(run: TrlRun, account: Account) -> None:
     """Fill the account with everything that the update is made of."""
-    _rewards(run, account)
-    _estimator(run, account)
-    _loss(run, account)
-    _off_policy(run, account)
-    _batches(run, account)
+    if not run.samples:
+        answers(run, account)
+    else:
+        _of_samples(run, account)
+        _batches(run, account)
     _length(run, account)
     _schedule(run, account)
     if run.asynchronous:
         asynchronous(run, account)
+
+
+def _of_samples(run: TrlRun, account: Account) -> None:
+    """The rewards, the advantages and the loss of a trainer that samples."""
+    if run.algorithm == "distillation":
+        from_teacher(run, account)
+        return
+    if run.algorithm == "ppo":
+        actor_critic(run, account)
+        return
+    _rewards(run, account)
+    if run.trainer == "RLOOTrainer":
+        leave_one_out(run, account)
+        return
+    _estimator(run, account)
+    _loss(run, account)
+    _off_policy(run, account)
 
 
 def _rewards(run: TrlRun, account: Account) -> None:
@@ -57,9 +76,12 @@ def _rewards(run: TrlRun, account: Account) -> None:
     for reward in run.rewards:
         if reward.place is None:
             account.blocks(f"reward_funcs.{reward.name}", reward.problem)
-    functions = {reward.name: reward.place for reward in run.rewards if reward.place is not None}
+    functions = {reward.name: reward.entry for reward in run.rewards if reward.place is not None}
     if functions:
-        account.set("env", {"functions": {"functions": functions}}, "reward_funcs, by their places")
+        options: dict[str, Any] = {"functions": functions}
+        if any(reward.arguments for reward in run.rewards):
+            options["num_workers"] = 1  # each worker holds a copy of the reward model
+        account.set("env", {"functions": options}, "reward_funcs, by their import paths")
     names = [reward.name for reward in run.rewards]
     account.set("gdpo.rewards", dict(zip(names, map(float, weights))), "reward_funcs and reward_weights")
 
@@ -186,7 +208,7 @@ def _off_policy(run: TrlRun, account: Account) -> None:
 
 
 def _batches(run: TrlRun, account: Account) -> None:
-    group = run.get("num_generations")
+    group = run.get("num_generations", 1)
     step = run.samples_per_step
     if step % group or run.samples_per_generation % group:
         many = f"{run.samples_per_generation} samples of {run.processes} process{'es' * (run.processes > 1)}"
@@ -200,6 +222,9 @@ def _batches(run: TrlRun, account: Account) -> None:
 
 
 def _length(run: TrlRun, account: Account) -> None:
+    if (steps := episodes(run)) is not None:
+        account.set("gdpo.max_num_steps", steps, f"total_episodes in steps of {run.samples_per_update}")
+        return
     total = run.total_updates
     if total is not None:
         why = "max_steps" if run.get("max_steps") > 0 else f"num_train_epochs of {len(run.train.rows or [])} rows"
