@@ -38,6 +38,7 @@ _ELSEWHERE = {
     "eval_dataset": ("data.validation.path",),
     "peft_config": ("policy.lora",),
     "rollout_func": ("rollout.function",),
+    "tools": ("env", "rollout.turns"),
     "teacher_model": ("teacher.model_name",),
     "reward_model": ("env", "gdpo.rewards"),
     "ref_model": ("policy.model_name",),
@@ -127,6 +128,7 @@ def _said(run: TrlRun, account: Account) -> dict[str, tuple[Any, RuleResult | No
     given = {"model": run.model, "reward_funcs": ", ".join(reward.name for reward in run.rewards) or None}
     given |= {"train_dataset": run.train.path, "peft_config": run.lora, "processing_class": run.tokenizer}
     given |= {"rollout_func": run.rollout.name if run.rollout else None, "teacher_model": run.teacher}
+    given |= {"tools": ", ".join(tool.name for tool in run.tools) or None}
     given |= {"ref_model": run.reference, "reward_model": run.reward_model}
     given |= {"eval_dataset": run.evaluation.path if run.evaluation else None, **run.others}
     for key, value in given.items():

@@ -31,6 +31,8 @@ _MODES = {
     "sequence_truncate": ("truncate", "sequence"),
     "sequence_mask": ("mask", "sequence"),
 }
+_TURNS = 32
+"""Turns of a conversation with tools if TRL does not limit them."""
 ENDLESS = 1_000_000
 """Steps that no run reaches: its passes over the data end it."""
 
@@ -81,9 +83,29 @@ def _rewards(run: TrlRun, account: Account) -> None:
         options: dict[str, Any] = {"functions": functions}
         if any(reward.arguments for reward in run.rewards):
             options["num_workers"] = 1  # each worker holds a copy of the reward model
-        account.set("env", {"functions": options}, "reward_funcs, by their import paths")
+        if run.tools:
+            _tools(run, account, options)
+        else:
+            account.set("env", {"functions": options}, "reward_funcs, by their import paths")
     names = [reward.name for reward in run.rewards]
     account.set("gdpo.rewards", dict(zip(names, map(float, weights))), "reward_funcs and reward_weights")
+
+
+def _tools(run: TrlRun, account: Account, options: dict[str, Any]) -> None:
+    """The environment ``tools`` in place of ``functions``, and how far its conversations may go."""
+    for tool in run.tools:
+        if tool.place is None:
+            account.blocks(f"tools.{tool.name}", tool.problem)
+    options["tools"] = [tool.place for tool in run.tools if tool.place is not None]
+    rounds = run.get("max_tool_calling_iterations")
+    if rounds is not None:
+        options["max_tool_calling_iterations"] = rounds
+    account.set("env", {"tools": options}, "tools and reward_funcs, by their import paths")
+    turns = _TURNS if rounds is None else rounds + 1
+    account.set("rollout.turns.max_turns", turns, "max_tool_calling_iterations, and the answer after the last result")
+    account.set("rollout.turns.max_tokens", run.completion_length, "max_completion_length")
+    what = f"bounds what the policy writes, in at most {turns} turns; there the results of tools count too"
+    account.differs("max_completion_length", what)
 
 
 def _estimator(run: TrlRun, account: Account) -> None:

@@ -69,6 +69,8 @@ class TrlRun:
     """``ref_model``; None: the model that training starts from."""
     reward_model: Any = None
     """``reward_model`` of PPO."""
+    tools: list[Reward] = field(default_factory=list)
+    """``tools``; import paths like a reward's."""
     train: Rows = field(default_factory=Rows)
     evaluation: Rows | None = None
     lora: dict[str, Any] | None = None

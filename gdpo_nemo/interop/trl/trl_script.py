@@ -97,6 +97,7 @@ class _Reader:
         rollout = given.pop("rollout_func", None)
         if rollout is not None and not _is_none(rollout):
             run.rollout = self._reward(rollout, 0)
+        run.tools = self._rewards(given.pop("tools", None))
         run.lora = self._lora(given.pop("peft_config", None))
         run.train = self._rows("train", given.pop("train_dataset", None))
         evaluation = given.pop("eval_dataset", None)
@@ -190,7 +191,7 @@ class _Reader:
 
     def _rewards(self, node: ast.expr | None) -> list[Reward]:
         listed = self._followed(node)
-        if node is None or listed is None:
+        if node is None or listed is None or _is_none(listed):
             return []
         elements = listed.elts if isinstance(listed, (ast.List, ast.Tuple)) else [node or listed]
         if isinstance(listed, ast.Name) and self._names.definition(listed.id) is None:
