@@ -298,9 +298,9 @@ made = parser.parse_args()
 
 
 def test_weights_that_do_not_fit_and_what_has_no_place_here_are_said(folder):
-    trainer = 'model="Qwen/Qwen2.5-0.5B-Instruct", reward_funcs=[short], environment_factory=short, callbacks=[short]'
+    trainer = 'model="Qwen/Qwen2.5-0.5B-Instruct", reward_funcs=[short], rollout_worker=short, callbacks=[short]'
     translation = translate_trl([write_script(folder, "reward_weights=[1, 2]", trainer)], "ours.yaml")
-    assert {"reward_weights", "environment_factory"} <= set(translation.blockers)
+    assert {"reward_weights", "rollout_worker"} <= set(translation.blockers)
     assert translation.differences["callbacks"] == "[short] is not run"
 
 
@@ -318,30 +318,6 @@ def test_a_rollout_function_at_the_top_of_a_script_is_the_runs_and_a_nested_one_
     assert "inside a function; move it to the script's top level" in nested.blockers["rollout_func"]
     off = translate_trl([write_script(folder, "", trainer.replace("=play", "=None"), before)], "ours.yaml")
     assert "function" not in off.content.get("rollout", {}) and "rollout_func" not in off.blockers
-
-
-def test_tools_of_a_script_become_the_environment_tools(folder):
-    before = '''
-def add(a: int, b: int) -> int:
-    """
-    Adds two numbers.
-
-    Args:
-        a: The first number.
-        b: The second number.
-    """
-    return a + b
-'''
-    trainer = 'model="Qwen/Qwen3-0.6B", reward_funcs=[short], tools=[add]'
-    for config, turns in (("max_tool_calling_iterations=3", 4), ("", 32)):
-        translation = translate_trl([write_script(folder, config, trainer, before)], "ours.yaml")
-        assert set(translation.differences) == {"max_completion_length"}, translation.summary()
-        assert translation.content["rollout"]["turns"] == {"max_turns": turns, "max_tokens": 512}
-        [options] = translation.content["env"].values()
-        assert options["tools"] == ["ours_rewards.py:add"] and list(options["functions"]) == ["short"]
-        assert options.get("max_tool_calling_iterations") == (3 if config else None)
-        environment = load_environment("tools", options)
-        assert environment.read_row({})["tools"][0]["function"]["name"] == "add"
 
 
 def test_arguments_alone_are_what_trl_grpo_would_do(folder):

@@ -83,7 +83,7 @@ class CodeModule:
         local = _backwards(plain, used(expression), expression.lineno)
         self._check(local)
         outer = used(expression).union(*(used(statement) for statement in local))
-        return local, outer - {name for statement in local for name in _bound(statement)}
+        return local, outer - {name for statement in local for name in _bound(statement) if not _completes(statement)}
 
     def _slice(self, wanted: set[str]) -> list[ast.stmt]:
         """Statements of the module that bind the names and what these need."""
@@ -124,6 +124,12 @@ def _backwards(body: Sequence[ast.stmt], wanted: set[str], before: int | None = 
             return [body[place] for place in sorted(kept)]
         kept |= set(new)
         needed = needed.union(*(used(body[place]) for place in new))
+
+
+def _completes(statement: ast.stmt) -> bool:
+    """Return whether a statement changes a part of what a name stands for, which is bound elsewhere."""
+    targets = statement.targets if isinstance(statement, ast.Assign) else []
+    return bool(targets) and isinstance(targets[0], (ast.Attribute, ast.Subscript))
 
 
 def _bound(statement: ast.stmt) -> set[str]:

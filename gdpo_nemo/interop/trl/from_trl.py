@@ -39,13 +39,14 @@ _ELSEWHERE = {
     "peft_config": ("policy.lora",),
     "rollout_func": ("rollout.function",),
     "tools": ("env", "rollout.turns"),
+    "environment_factory": ("env", "rollout.turns"),
     "teacher_model": ("teacher.model_name",),
     "reward_model": ("env", "gdpo.rewards"),
     "ref_model": ("policy.model_name",),
     "processing_class": ("policy.tokenizer_name", "policy.model_name"),
 }
 """Arguments of the trainer -> the keys here that they make."""
-_NAMES = {"run.dir", "run.name", "logger.wandb.project"}
+_NAMES = {"run.dir", "run.name", "logger", "logger.wandb.project"}
 """Keys that change no result."""
 COMMANDS = {
     "grpo": "GRPOTrainer",
@@ -129,6 +130,7 @@ def _said(run: TrlRun, account: Account) -> dict[str, tuple[Any, RuleResult | No
     given |= {"train_dataset": run.train.path, "peft_config": run.lora, "processing_class": run.tokenizer}
     given |= {"rollout_func": run.rollout.name if run.rollout else None, "teacher_model": run.teacher}
     given |= {"tools": ", ".join(tool.name for tool in run.tools) or None}
+    given |= {"environment_factory": run.factory.name if run.factory else None}
     given |= {"ref_model": run.reference, "reward_model": run.reward_model}
     given |= {"eval_dataset": run.evaluation.path if run.evaluation else None, **run.others}
     for key, value in given.items():

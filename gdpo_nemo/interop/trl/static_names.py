@@ -299,6 +299,9 @@ class _Constants(ast.NodeTransformer):
         value = self._resolver.field(owner, node.attr) if isinstance(owner, Parsed) else owner
         if isinstance(owner, Parsed) and isinstance(value, (str, int, float, bool, type(None))):
             return ast.copy_location(ast.Constant(value), node)
+        if isinstance(owner, Parsed) and isinstance(value, list) and all(isinstance(part, str) for part in value):
+            parts: list[ast.expr] = [ast.Constant(part) for part in value]
+            return ast.fix_missing_locations(ast.copy_location(ast.List(parts, ast.Load()), node))
         return self.generic_visit(node)
 
 

@@ -58,7 +58,6 @@ def _rollout(run: TrlRun, account: Account) -> None:
 
 
 _MISSING = {
-    "environment_factory": "write its class as an environment of several turns (`gdpo-nemo env new`, docs/turns.md)",
     "quantization_config": "models are not quantised for training",
     "optimizers": "AdamW trains; policy.megatron_cfg.optimizer",
     "formatting_func": "write the rows that it makes as data.train.type: file.py:function",

@@ -83,7 +83,7 @@ def _rewards(run: TrlRun, account: Account) -> None:
         options: dict[str, Any] = {"functions": functions}
         if any(reward.arguments for reward in run.rewards):
             options["num_workers"] = 1  # each worker holds a copy of the reward model
-        if run.tools:
+        if run.tools or run.factory:
             _tools(run, account, options)
         else:
             account.set("env", {"functions": options}, "reward_funcs, by their import paths")
@@ -92,15 +92,22 @@ def _rewards(run: TrlRun, account: Account) -> None:
 
 
 def _tools(run: TrlRun, account: Account, options: dict[str, Any]) -> None:
-    """The environment ``tools`` in place of ``functions``, and how far its conversations may go."""
-    for tool in run.tools:
+    """The environment ``tools`` or ``tool_class`` in place of ``functions``, and how far its conversations may go."""
+    for tool in (*run.tools, *([run.factory] if run.factory else [])):
         if tool.place is None:
             account.blocks(f"tools.{tool.name}", tool.problem)
-    options["tools"] = [tool.place for tool in run.tools if tool.place is not None]
+    if run.tools and run.factory:
+        account.blocks("tools", "tools beside environment_factory; make them methods of its class")
     rounds = run.get("max_tool_calling_iterations")
     if rounds is not None:
         options["max_tool_calling_iterations"] = rounds
-    account.set("env", {"tools": options}, "tools and reward_funcs, by their import paths")
+    if run.factory:
+        options.pop("num_workers", None)
+        env = {"tool_class": {"make": run.factory.place, **options}}
+        account.set("env", env, "environment_factory and reward_funcs, by their import paths")
+    else:
+        options["tools"] = [tool.place for tool in run.tools if tool.place is not None]
+        account.set("env", {"tools": options}, "tools and reward_funcs, by their import paths")
     turns = _TURNS if rounds is None else rounds + 1
     account.set("rollout.turns.max_turns", turns, "max_tool_calling_iterations, and the answer after the last result")
     account.set("rollout.turns.max_tokens", run.completion_length, "max_completion_length")

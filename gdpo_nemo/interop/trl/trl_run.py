@@ -71,6 +71,8 @@ class TrlRun:
     """``reward_model`` of PPO."""
     tools: list[Reward] = field(default_factory=list)
     """``tools``; import paths like a reward's."""
+    factory: Reward | None = None
+    """``environment_factory``; an import path like a reward's."""
     train: Rows = field(default_factory=Rows)
     evaluation: Rows | None = None
     lora: dict[str, Any] | None = None

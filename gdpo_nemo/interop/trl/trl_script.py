@@ -97,6 +97,7 @@ class _Reader:
         rollout = given.pop("rollout_func", None)
         if rollout is not None and not _is_none(rollout):
             run.rollout = self._reward(rollout, 0)
+        run.factory = self._factory(given.pop("environment_factory", None))
         run.tools = self._rewards(given.pop("tools", None))
         run.lora = self._lora(given.pop("peft_config", None))
         run.train = self._rows("train", given.pop("train_dataset", None))
@@ -194,7 +195,8 @@ class _Reader:
         if node is None or listed is None or _is_none(listed):
             return []
         elements = listed.elts if isinstance(listed, (ast.List, ast.Tuple)) else [node or listed]
-        if isinstance(listed, ast.Name) and self._names.definition(listed.id) is None:
+        unknown = isinstance(listed, ast.Name) and self._names.definition(listed.id) is None
+        if unknown or isinstance(listed, ast.Attribute):
             return [
                 Reward(
                     "reward", problem=f"the list {ast.unparse(node or listed)} is put together while the script runs"
@@ -237,6 +239,23 @@ class _Reader:
             return Reward(name, f"{self._path}:{name}")
         try:
             self._module.add_name(name)
+        except ConfigError as error:
+            return Reward(name, problem=f"cannot be taken out of the script: {error}")
+        return Reward(name, f"{self._code}:{name}")
+
+    def _factory(self, node: ast.expr | None) -> Reward | None:
+        """The class of ``environment_factory``; out of the script if a function of it defines or completes it."""
+        if node is None or _is_none(node):
+            return None
+        inside = self._names.function
+        name = node.id if isinstance(node, ast.Name) else ""
+        completed = inside is not None and (
+            name in inside.definitions or any(owner == name for owner, _ in inside.attributes)
+        )
+        if not completed:
+            return self._reward(node, 0)
+        try:
+            self._module.add_value(name, node)
         except ConfigError as error:
             return Reward(name, problem=f"cannot be taken out of the script: {error}")
         return Reward(name, f"{self._code}:{name}")
