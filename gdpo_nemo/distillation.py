@@ -8,7 +8,6 @@ environments' rewards are measured and train nothing.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Mapping, Sequence
 
 import numpy as np
@@ -18,7 +17,7 @@ from gdpo_nemo.config.schema import Config
 from gdpo_nemo.data.packing import TrainSequence
 from gdpo_nemo.data.records import Group, Trajectory
 from gdpo_nemo.data.results import UpdateResult
-from gdpo_nemo.errors import present
+from gdpo_nemo.formats.converted import teacher_folder
 
 if TYPE_CHECKING:
     from gdpo_nemo.algorithms import Advantages
@@ -41,7 +40,7 @@ class OnPolicyDistillation(GDPO):
 
     def __init__(self, config: Config, policy: PolicyGroup, tokenizer: Any, log: RunLog):
         super().__init__(config, policy, tokenizer, log)
-        policy.load_teacher(Path(present(config.teacher.model_name, "teacher.model_name")).absolute())
+        policy.load_teacher(teacher_folder(config))
 
     def _credit(
         self, batch: Rollout

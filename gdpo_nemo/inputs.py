@@ -29,7 +29,7 @@ from gdpo_nemo.data.splits import room_for_prompts
 from gdpo_nemo.data.tokenizer import check_same_tokens, load_tokenizer
 from gdpo_nemo.environments.registry import check_rewards, load_environments
 from gdpo_nemo.errors import ConfigError, GdpoError, RunError
-from gdpo_nemo.formats.converted import huggingface_folder
+from gdpo_nemo.formats.converted import from_hub, huggingface_folder, teacher_folder
 from gdpo_nemo.observe.display import active
 from gdpo_nemo.phases import phase
 from gdpo_nemo.rollouts.functions import rollout_methods
@@ -101,7 +101,7 @@ def read_inputs(config: Config, splits: Sequence[str]) -> Inputs:
     with phase("tokenizer"):
         tokenizer = load_tokenizer(config, folder)
         if config.teacher.model_name:
-            check_same_tokens(tokenizer, config.teacher.model_name, "teacher.model_name")
+            check_same_tokens(tokenizer, teacher_folder(config), "teacher.model_name")
     check_own_functions(config)
     algorithm = load_algorithm(config)
     if algorithm.samples:
@@ -155,7 +155,7 @@ def model_folder(config: Config) -> Path:
         _make_model(config)
     if leads_nowhere(Path(name)):
         raise ConfigError(f"policy.model_name: {name} is a link that leads nowhere")
-    folder = Path(name) if Path(name).is_dir() else _from_hub(name)
+    folder = Path(name) if Path(name).is_dir() else from_hub(name)
     check_model_content(read_model_config(folder / "config.json"))
     return folder
 
@@ -165,7 +165,7 @@ def _from_source(config: Config, source: Source) -> Path:
         return huggingface_folder(config, source, companion(config, source))
     key = "policy.model_name"
     adapter = read_peft_adapter(source.path, key)
-    base = described_by(source, key) or _from_hub(adapter.base)
+    base = described_by(source, key) or from_hub(adapter.base)
     if not config.policy.lora.rank:
         return huggingface_folder(config, source, str(base))
     check_continued(adapter, config.policy.lora, base, key)
@@ -180,21 +180,6 @@ def starting_adapter(config: Config) -> Path | None:
     if source is None or source.format is not Format.PEFT or not config.policy.lora.rank:
         return None
     return source.path.absolute()
-
-
-def _from_hub(name: str) -> Path:
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(
-            snapshot_download(
-                name, allow_patterns=["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "README.md"]
-            )
-        )
-    except Exception as error:  # noqa: BLE001 - the hub client raises many kinds; all mean the model is not there
-        raise ConfigError(
-            f"policy.model_name: {name} is neither a folder nor reachable on the hub ({type(error).__name__})"
-        ) from None
 
 
 def _make_model(config: Config) -> None:

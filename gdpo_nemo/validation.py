@@ -37,13 +37,13 @@ def _check_tools(config: Config) -> None:
     turns = config.rollout.turns.max_turns
     limit = config.rollout.env_timeout_s
     for name, options in config.env.items():
-        if plugin_of(name, options) != "tools" or config.rollout.function is not None:
+        if plugin_of(name, options) not in ("tools", "tool_class") or config.rollout.function is not None:
             continue
         if turns < 2:
             raise ConfigError(
                 f"rollout.turns.max_turns: must be at least 2 so that the policy reads results of env.{name} ({turns})"
             )
-        own = options.get("time_limit_s")
+        own = options.get("time_limit_s") if plugin_of(name, options) == "tools" else None
         if isinstance(own, (int, float)) and own >= limit:
             raise ConfigError(f"env.{name}.time_limit_s: must be below rollout.env_timeout_s, {limit:g} ({own:g})")
 

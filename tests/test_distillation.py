@@ -116,7 +116,7 @@ def test_advantage_is_finite_if_the_sampler_gave_no_log_prob(teacher):
 
 REFUSED = [
     ("teacher.model_name=null", "teacher.model_name: must be set with algorithm distillation"),
-    ("teacher.model_name=organisation/model", "teacher.model_name: organisation/model is no folder"),
+    ("teacher.model_name=no/such/folder", "teacher.model_name: no/such/folder is no folder"),
     ("algorithm.type=gdpo", "teacher.model_name: has no effect unless algorithm.type is distillation"),
     ("gdpo.estimator=grpo", "gdpo.estimator: has no effect with algorithm distillation"),
     ("gdpo.batch_norm=false", "gdpo.batch_norm: has no effect with algorithm distillation"),
@@ -135,6 +135,12 @@ def test_what_cannot_be_distilled_is_refused_in_one_line(override, sentence, tea
     assert cli.main(["train", "--config", str(CONFIG), teacher(), override, "--dry-run"]) == 2
     err = capsys.readouterr().err
     assert err.startswith("error: ") and sentence in err and err.count("\n") == 1
+
+
+def test_a_teacher_may_be_a_name_on_the_hub(teacher):
+    teacher()
+    override = "teacher.model_name=organisation/model"
+    assert cli.main(["train", "--config", str(CONFIG), override, "--dry-run"]) == 0
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 from typing import TYPE_CHECKING
 
@@ -12,10 +13,24 @@ if TYPE_CHECKING:
     from gdpo_nemo.interop.translation import Translation
 
 
+class _ConfigParser(Parser):
+    """Keeps what follows ``--`` for a translator that takes the options of a script."""
+
+    takes_options = False
+
+    def parse_known_args(self, args=None, namespace=None):
+        """As ``Parser``; what follows ``--`` becomes ``options``."""
+        words = list(args or ())
+        place = words.index("--") if self.takes_options and "--" in words else len(words)
+        found, unknown = super().parse_known_args(words[:place], namespace)
+        found.options = words[place + 1 :]
+        return found, unknown
+
+
 def add(commands) -> None:
     """Register the command."""
     configs = commands.add_parser("config", help="translate configs").add_subparsers(
-        required=True, metavar="WHAT", parser_class=Parser
+        required=True, metavar="WHAT", parser_class=_ConfigParser
     )
     command = configs.add_parser(
         "from-nemo-rl",
@@ -28,13 +43,19 @@ def add(commands) -> None:
     command.set_defaults(command=run)
     command = configs.add_parser(
         "from-trl",
-        help="a script or arguments of TRL's GRPOTrainer as a config of ours, key by key",
-        epilog="Scripts are read and never run. Exit status: 0 same, or runs but differs (3 with --strict); 1 cannot "
-        "run; 2 nothing that can be read.",
+        help="a script or arguments of TRL as a config of ours, key by key",
+        usage="gdpo-nemo config from-trl FILE [FILE ...] [--num-processes N] [--out FILE] [--strict] [-- OPTION ...]",
+        epilog="Scripts are read and never run. Options of the script's own command line follow --. Exit status: 0 "
+        "same, or runs but differs (3 with --strict); 1 cannot run; 2 nothing that can be read.",
     )
     command.add_argument(
-        "sources", metavar="FILE", nargs="+", help="script.py, args.json or args.yaml; a script may come with arguments"
+        "sources",
+        metavar="FILE",
+        nargs="+",
+        help="script.py, args.json or args.yaml; a script may come with arguments; arguments of another trainer than "
+        "GRPOTrainer come after its command of trl, such as dpo",
     )
+    command.takes_options = True
     _add_processes(command, "TRL")
     _add_outcome(command)
     command.set_defaults(command=run_from_trl)
@@ -79,8 +100,9 @@ def run_from_trl(arguments: argparse.Namespace) -> int:
     """Translate a script or arguments of TRL; the exit status is as for NeMo-RL's recipes."""
     from gdpo_nemo.interop.trl.from_trl import translate_trl
 
-    found = translate_trl(arguments.sources, arguments.out, arguments.num_processes)
-    return _deliver(found, " and ".join(arguments.sources), arguments)
+    found = translate_trl(arguments.sources, arguments.out, arguments.num_processes, arguments.options)
+    given = f" with {shlex.join(arguments.options)}" if arguments.options else ""
+    return _deliver(found, " and ".join(arguments.sources) + given, arguments)
 
 
 def run_from_axolotl(arguments: argparse.Namespace) -> int:

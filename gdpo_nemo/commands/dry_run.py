@@ -52,7 +52,7 @@ def _check_local(config: Config, splits: Mapping[str, DatasetConfig]) -> list[tu
     environments = load_environments(config.env)
     check_rewards(config, environments)
     tokenizer = _local_tokenizer(config)
-    if tokenizer is not None and config.teacher.model_name:
+    if tokenizer is not None and config.teacher.model_name and Path(config.teacher.model_name).is_dir():
         check_same_tokens(tokenizer, config.teacher.model_name, "teacher.model_name")
     found = []
     first: dict[str, tuple[Any, Any]] = {}

@@ -74,8 +74,8 @@ class TeacherConfig:
     """The model that distillation learns from."""
 
     model_name: Optional[str] = None
-    """Hugging Face folder of a model of any size with the policy's tokenizer. It lies frozen beside the policy, on the
-    same ranks and in the same layout, which has to divide it, too."""
+    """Hugging Face folder, or name on the hub, of a model of any size with the policy's tokenizer. It lies frozen
+    beside the policy, on the same ranks and in the same layout, which has to divide it, too."""
 
 
 @dataclass

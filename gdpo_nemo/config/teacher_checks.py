@@ -7,7 +7,7 @@ from pathlib import Path
 
 from gdpo_nemo.algorithms.losses import LOSSES
 from gdpo_nemo.config.algorithm_choice import DISTILLATION
-from gdpo_nemo.config.files import check_model, known_model_config
+from gdpo_nemo.config.files import check_model, known_model_config, may_be_on_the_hub
 from gdpo_nemo.config.layout import Layout
 from gdpo_nemo.config.policy_section import LoraConfig
 from gdpo_nemo.config.schema import Config
@@ -23,8 +23,9 @@ def check_teacher(config: Config, layout: Layout) -> None:
     _check_sampling(config)
     name = config.teacher.model_name
     if not name:
-        raise ConfigError(f"{_KEY}: must be set with algorithm {DISTILLATION}: a Hugging Face folder")
-    if not (Path(name) / "config.json").is_file():
+        raise ConfigError(f"{_KEY}: must be set with algorithm {DISTILLATION}: a Hugging Face folder or a hub name")
+    on_the_hub = not Path(name).exists() and may_be_on_the_hub(name)
+    if not on_the_hub and not (Path(name) / "config.json").is_file():
         raise ConfigError(f"{_KEY}: {name} is no folder of a Hugging Face model")
     policy = replace(config.policy, model_name=name, model_factory=None, tokenizer_name=None, lora=LoraConfig())
     teacher = replace(config, policy=policy)
@@ -34,7 +35,7 @@ def check_teacher(config: Config, layout: Layout) -> None:
     except ConfigError as error:
         raise ConfigError(f"{_KEY}: {str(error).removeprefix('policy.model_name: ')}") from None
     own = (known_model_config(config) or {}).get("vocab_size", 0)
-    if fields.get("vocab_size", 0) < own:
+    if fields and fields.get("vocab_size", 0) < own:  # the hub's model may not be known yet
         raise ConfigError(
             f"{_KEY}: {name} knows {fields.get('vocab_size')} tokens, the policy's model may write {own}; take a "
             "teacher of the same vocabulary"

@@ -42,7 +42,9 @@ def announced_components(name: str, options: Mapping[str, Any] | None) -> tuple[
         return None if environment.open_rewards else tuple(environment.reward_names)
     if plugin == "tools":
         _check_tools(name, options)
-    if plugin in ("functions", "tools") and isinstance(options.get("functions"), Mapping):
+    if plugin == "tool_class" and isinstance(options.get("make"), str):
+        _check_place(f"env.{name}.make", options["make"], "class", ())
+    if plugin in ("functions", "tools", "tool_class") and isinstance(options.get("functions"), Mapping):
         for component, entry in options["functions"].items():
             place = entry.get("function") if isinstance(entry, Mapping) else entry
             if isinstance(place, str) and place not in FUNCTIONS and not is_url(place):

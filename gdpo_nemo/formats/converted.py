@@ -1,4 +1,4 @@
-"""The Hugging Face folder of a model in another format: made once, kept beside the runs, found again by content."""
+"""The Hugging Face folder of a model in another format or on the hub: made once, kept, found again by content."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from gdpo_nemo.config.model_formats import Source
 from gdpo_nemo.config.model_sources import described_by
 from gdpo_nemo.config.schema import Config
-from gdpo_nemo.errors import ConfigError, RunError
+from gdpo_nemo.errors import ConfigError, RunError, present
 
 _KEY = "policy.model_name"
 _PIECE = 1 << 16
@@ -74,3 +74,22 @@ def huggingface_folder(config: Config, source: Source, companion: str | None = N
         reason = said[-1].removeprefix("error: ").removeprefix("SOURCE: ") if said else done.stderr.strip()[-400:]
         raise (ConfigError if done.returncode == 2 else RunError)(f"{_KEY}: {source.root}: {reason}")
     return folder
+
+
+def teacher_folder(config: Config) -> Path:
+    """Return the folder of distillation's teacher, fetched from the hub when it is absent. Raises ConfigError."""
+    name = present(config.teacher.model_name, "teacher.model_name")
+    return (Path(name) if Path(name).is_dir() else from_hub(name, "teacher.model_name")).absolute()
+
+
+def from_hub(name: str, key: str = "policy.model_name") -> Path:
+    """Fetch a model from the hub, and return its folder. Raises ConfigError: the hub does not have or give it."""
+    from huggingface_hub import snapshot_download
+
+    patterns = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "README.md"]
+    try:
+        return Path(snapshot_download(name, allow_patterns=patterns))
+    except Exception as error:  # noqa: BLE001 - the hub client raises many kinds; all mean the model is not there
+        raise ConfigError(
+            f"{key}: {name} is neither a folder nor reachable on the hub ({type(error).__name__})"
+        ) from None

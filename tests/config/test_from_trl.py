@@ -18,8 +18,9 @@ from gdpo_nemo.errors import ConfigError
 from gdpo_nemo.interop.translation import ADDED, CANNOT_RUN, DIFFERENT, DIFFERS, NO_EFFECT, SAME, TRANSLATED, UNKNOWN
 from gdpo_nemo.interop.trl.from_trl import translate_trl
 from gdpo_nemo.interop.trl.trl_defaults import GRPO_CONFIG, LORA_CONFIG, MODEL_CONFIG, SCRIPT_ARGUMENTS
-from gdpo_nemo.interop.trl.trl_keys import OLDER, said_of
+from gdpo_nemo.interop.trl.trl_keys import said_of
 from gdpo_nemo.interop.trl.trl_run import TrlRun
+from gdpo_nemo.interop.trl.trl_trainers import OLDER
 from gdpo_nemo.rollouts.trl_rollouts import load_rollout_function
 
 STRANGER = Path(__file__).with_name("trl") / "stranger.py"
@@ -256,7 +257,7 @@ REWARDS = [
     ("[short, lambda completions, **kwargs: [0.0 for _ in completions]]",
      {"short": "ours_rewards.py:short", "reward_2": "ours_rewards.py:reward_2"}, SAME),
     ("chosen", {"short": "ours_rewards.py:short", "Length": "ours_rewards.py:reward_2"}, SAME),
-    ('"org/reward-model"', {}, CANNOT_RUN),
+    ('"org/reward-model"', {"reward-model": {"function": "reward_model", "model": "org/reward-model"}}, SAME),
     ("[tied]", {}, CANNOT_RUN),
 ]  # fmt: skip
 
@@ -297,9 +298,9 @@ made = parser.parse_args()
 
 
 def test_weights_that_do_not_fit_and_what_has_no_place_here_are_said(folder):
-    trainer = 'model="Qwen/Qwen2.5-0.5B-Instruct", reward_funcs=[short], environment_factory=short, callbacks=[short]'
+    trainer = 'model="Qwen/Qwen2.5-0.5B-Instruct", reward_funcs=[short], rollout_worker=short, callbacks=[short]'
     translation = translate_trl([write_script(folder, "reward_weights=[1, 2]", trainer)], "ours.yaml")
-    assert {"reward_weights", "environment_factory"} <= set(translation.blockers)
+    assert {"reward_weights", "rollout_worker"} <= set(translation.blockers)
     assert translation.differences["callbacks"] == "[short] is not run"
 
 
@@ -399,12 +400,12 @@ def test_files_that_belong_to_the_config_are_written_with_out_only(folder, capsy
 @pytest.mark.parametrize(
     "name, text, message",
     [
-        ("a.py", "x = 1\n", "has 0 calls of GRPOTrainer"),
+        ("a.py", "x = 1\n", "has 0 calls of a trainer of TRL"),
         ("a.py", "def f(:\n", "is not valid Python"),
         (
             "a.py",
-            "SFTTrainer(model='a')\n",
-            "trains with SFTTrainer; GRPOTrainer and AsyncGRPOTrainer can be translated",
+            "BCOTrainer(model='a')\n",
+            "trains with BCOTrainer; known: GRPOTrainer, AsyncGRPOTrainer, RLOOTrainer, SFTTrainer",
         ),
         ("a.py", "GRPOTrainer(**x)\n", "GRPOTrainer(**...) hides its arguments"),
         ("a.py", "GRPOTrainer(args=make())\n", "args is no GRPOConfig(...) that can be read"),
@@ -422,7 +423,7 @@ def test_files_that_belong_to_the_config_are_written_with_out_only(folder, capsy
             "max_stalenes: AsyncGRPOConfig has no such field; did you mean 'max_staleness'",
         ),
         ("a.py", "GRPOTrainer(args=GRPOConfig(max_staleness=1))\n", "max_staleness: GRPOConfig has no such field"),
-        ("a.py", "GRPOTrainer()\nGRPOTrainer()\n", "has 2 calls of GRPOTrainer (lines 1, 2)"),
+        ("a.py", "GRPOTrainer()\nGRPOTrainer()\n", "has 2 calls of a trainer of TRL (lines 1, 2)"),
         ("a.yaml", "learning_rat: 1\n", "learning_rat: neither GRPOConfig nor `trl grpo` has it; did you mean"),
         ("a.yaml", "- 1\n", "expected fields of GRPOConfig"),
         ("a.json", "{", "is neither JSON nor YAML"),

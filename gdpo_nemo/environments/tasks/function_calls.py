@@ -18,7 +18,7 @@ from gdpo_nemo.environments.verdicts import reward_value
 from gdpo_nemo.errors import ConfigError, RunError
 
 REFUSED = {
-    "environments": "TRL's instances of environment_factory; write an environment of several turns instead",
+    "environments": "TRL's instances of environment_factory; the environment tool_class gives them (docs/turns.md)",
 }
 """Arguments of TRL's that no run here can give, and what to do instead."""
 

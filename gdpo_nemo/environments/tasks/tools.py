@@ -17,7 +17,8 @@ from gdpo_nemo.environments.tasks.tool_functions import Tool, call_tools, error_
 from gdpo_nemo.errors import ConfigError
 
 Message = Mapping[str, Any]
-_MALFORMED = error_text("A tool call must be a JSON object with name and arguments between <tool_call> tags.")
+MALFORMED = error_text("A tool call must be a JSON object with name and arguments between <tool_call> tags.")
+"""What the policy is told of a block that holds no call."""
 
 
 class Tools(Environment):
@@ -117,7 +118,7 @@ class ToolEpisode:
         said, calls = split_calls(message["content"])
         answers = call_tools(_loaded(self._references), calls, self._limit_s)
         if has_call_block(said):
-            answers.append({"role": "tool", "name": "unknown", "content": _MALFORMED})
+            answers.append({"role": "tool", "name": "unknown", "content": MALFORMED})
         if self._left is not None:
             self._left -= 1
         return answers or None, None, not answers
@@ -131,12 +132,13 @@ def _loaded(references: tuple[str, ...]) -> dict[str, Tool]:
 def conversation(trajectory: Trajectory) -> list[dict[str, Any]]:
     """Return the messages behind the prompt, calls of the assistant as ``tool_calls``."""
     return [
-        _with_calls(message["content"]) if message["role"] == "assistant" else dict(message)
+        with_calls(message["content"]) if message["role"] == "assistant" else dict(message)
         for message in trajectory.messages or ({"role": "assistant", "content": trajectory.text},)
     ]
 
 
-def _with_calls(text: str) -> dict[str, Any]:
+def with_calls(text: str) -> dict[str, Any]:
+    """Return what the policy wrote as a message of the assistant, with its calls as ``tool_calls``."""
     said, calls = split_calls(text)
     message: dict[str, Any] = {"role": "assistant", "content": said}
     if calls:

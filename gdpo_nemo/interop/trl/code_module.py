@@ -12,8 +12,9 @@ from typing import Sequence
 
 from gdpo_nemo.errors import ConfigError
 from gdpo_nemo.interop.trl.static_names import Resolver, stored, used
+from gdpo_nemo.interop.trl.trl_trainers import TRAINERS
 
-TRAINING = ("GRPOTrainer", "AsyncGRPOTrainer", "parse_args_and_config", "parse_args_into_dataclasses", "parse_args")
+TRAINING = (*TRAINERS, "parse_args_and_config", "parse_args_into_dataclasses", "parse_args")
 """Calls that no part may make: they train, or read the command line."""
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom)
 
@@ -74,12 +75,15 @@ class CodeModule:
 
         In the module itself all but definitions and imports count as such: they are worked out where they are needed.
         """
-        names = self.resolver.function or self.resolver.module
-        plain = [self.resolver.constants(s) for s in names.body if not isinstance(s, _DEFINITIONS)]
+        inside = self.resolver.function
+        body = (
+            [s for s in self.resolver.module.body if not isinstance(s, _DEFINITIONS)] if inside is None else inside.body
+        )
+        plain = [self.resolver.constants(s) for s in body]
         local = _backwards(plain, used(expression), expression.lineno)
         self._check(local)
         outer = used(expression).union(*(used(statement) for statement in local))
-        return local, outer - {name for statement in local for name in _bound(statement)}
+        return local, outer - {name for statement in local for name in _bound(statement) if not _completes(statement)}
 
     def _slice(self, wanted: set[str]) -> list[ast.stmt]:
         """Statements of the module that bind the names and what these need."""
@@ -100,7 +104,7 @@ class CodeModule:
 
 
 def _says(called: set[str]) -> str:
-    return "builds the trainer" if called & {"GRPOTrainer", "AsyncGRPOTrainer"} else "reads the command line"
+    return "builds the trainer" if called & set(TRAINERS) else "reads the command line"
 
 
 def _backwards(body: Sequence[ast.stmt], wanted: set[str], before: int | None = None) -> list[ast.stmt]:
@@ -120,6 +124,12 @@ def _backwards(body: Sequence[ast.stmt], wanted: set[str], before: int | None = 
             return [body[place] for place in sorted(kept)]
         kept |= set(new)
         needed = needed.union(*(used(body[place]) for place in new))
+
+
+def _completes(statement: ast.stmt) -> bool:
+    """Return whether a statement changes a part of what a name stands for, which is bound elsewhere."""
+    targets = statement.targets if isinstance(statement, ast.Assign) else []
+    return bool(targets) and isinstance(targets[0], (ast.Attribute, ast.Subscript))
 
 
 def _bound(statement: ast.stmt) -> set[str]:

@@ -23,6 +23,7 @@ def rows_of(node: ast.expr | None, names: Resolver, module: CodeModule, place: s
     """
     if node is None:
         return Rows(problem="the trainer gets no data set")
+    node = _before_tokenizing(node, names)
     if (found := _read(node, names)) is not None:
         return found
     try:
@@ -30,6 +31,31 @@ def rows_of(node: ast.expr | None, names: Resolver, module: CodeModule, place: s
     except ConfigError as error:
         return Rows(problem=f"{ast.unparse(node)} cannot be taken out of the script: {error}")
     return Rows(path=place)
+
+
+def _before_tokenizing(node: ast.expr, names: Resolver) -> ast.expr:
+    """The rows that a function of the script tokenizes, in place of what it returns; any other expression as it is."""
+    found = node
+    for _ in range(20):
+        if isinstance(node, ast.Name):
+            binding = names.binding(node.id, node.lineno)
+            if binding is None or binding.value is None or binding.part is not None:
+                return found
+            node = binding.value
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.args:
+            function = names.definition(node.func.id)
+            if not (isinstance(function, ast.FunctionDef) and "input_ids" in _texts(function)):
+                return found
+            node = found = node.args[0]
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "filter":
+            node = node.func.value  # by the number of tokens, if what it filters was tokenized
+        else:
+            return found
+    return found
+
+
+def _texts(node: ast.AST) -> set[Any]:
+    return {part.value for part in ast.walk(node) if isinstance(part, ast.Constant)}
 
 
 def _read(node: ast.expr, names: Resolver) -> Rows | None:

@@ -8,8 +8,16 @@ import operator
 from dataclasses import dataclass, field
 from typing import Any, Iterator, Mapping, Sequence, TypeVar, cast
 
+from gdpo_nemo.errors import ConfigError
+from gdpo_nemo.interop.trl.script_arguments import parsed_kinds
+from gdpo_nemo.interop.trl.static_values import LARGEST, bounded, evaluated, operands
+
 Node = TypeVar("Node", bound=ast.AST)
 
+_SWITCHES = {"get_quantization_config": ("load_in_4bit", "load_in_8bit"), "get_peft_config": ("use_peft",)}
+"""Functions of TRL that return None unless one of these fields of ``ModelConfig`` is on."""
+_MOST_STEPS = 1_000_000
+"""Expressions that are looked at in one script."""
 _OPERATIONS = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -31,7 +39,7 @@ class Unresolved:
 
 @dataclass(frozen=True)
 class Parsed:
-    """An object that ``TrlParser`` fills from the command line."""
+    """An object that ``TrlParser``, ``HfArgumentParser`` or ``argparse`` fills from the command line."""
 
     kind: str
     """Name of its class."""
@@ -101,7 +109,7 @@ class Resolver:
         module: the module's names.
         function: the function's names; None: the expressions stand in the module.
         parameters: the function's parameters by what its only call gives for them.
-        arguments: what the command line gives to the classes that ``TrlParser`` fills, and their defaults, by class.
+        arguments: what the command line gives to the classes that a parser fills, and their defaults, by class.
     """
 
     def __init__(
@@ -115,6 +123,7 @@ class Resolver:
         self.function = function
         self._parameters = parameters
         self._arguments = arguments
+        self._steps = 0
 
     def binding(self, name: str, line: int | None = None) -> Binding | None:
         """The last assignment of ``name`` before ``line`` of the function, or in the module; None where there is
@@ -136,7 +145,10 @@ class Resolver:
         return local or self.module.definitions.get(name)
 
     def value(self, node: ast.expr) -> Any:
-        """What the expression stands for, or ``Unresolved``."""
+        """What the expression stands for, or ``Unresolved``. Raises ConfigError: it takes too many steps to tell."""
+        self._steps += 1
+        if self._steps > _MOST_STEPS:
+            raise ConfigError("the script's values refer to each other too often to be worked out")
         try:
             return ast.literal_eval(node)
         except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
@@ -155,7 +167,7 @@ class Resolver:
                 return self.field(owner, node.attr)
         elif isinstance(node, ast.BinOp) and type(node.op) in _OPERATIONS:
             sides = [self.value(node.left), self.value(node.right)]
-            if not any(isinstance(side, (Unresolved, Parsed)) for side in sides):
+            if not any(isinstance(side, (Unresolved, Parsed)) for side in sides) and bounded(node.op, *sides):
                 return _OPERATIONS[type(node.op)](*sides)
         elif isinstance(node, ast.BoolOp):
             return self._either(node)
@@ -169,7 +181,39 @@ class Resolver:
             return {self.value(key): self.value(value) for key, value in zip(node.keys, node.values) if key}
         elif isinstance(node, ast.Call) and ast.unparse(node.func) == "dict" and not node.args:
             return {keyword.arg: self.value(keyword.value) for keyword in node.keywords}
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in _SWITCHES and node.args:
+            owner = self.value(node.args[0])
+            switches = _SWITCHES[ast.unparse(node.func).rpartition(".")[2]]
+            if isinstance(owner, Parsed) and not any(self.field(owner, switch) for switch in switches):
+                return None
+        elif isinstance(node, (ast.Compare, ast.IfExp, ast.UnaryOp, ast.Call, ast.Subscript, ast.ListComp)):
+            return self._worked_out(node)
         return Unresolved(ast.unparse(node))
+
+    def _worked_out(self, node: ast.expr) -> Any:
+        """The value of an expression whose parts are known; ``Unresolved`` if one of them is not."""
+        if isinstance(node, ast.IfExp):
+            test = self.value(node.test)
+            known = not isinstance(test, (Unresolved, Parsed))
+            return self.value(node.body if test else node.orelse) if known else Unresolved(ast.unparse(node))
+        if isinstance(node, ast.ListComp):
+            return self._repeated(node)
+        parts = [self.value(part) for part in operands(node)]
+        if not parts or any(isinstance(part, (Unresolved, Parsed)) for part in parts):
+            return Unresolved(ast.unparse(node))
+        found = evaluated(node, parts)
+        return Unresolved(ast.unparse(node)) if found is None else found[0]
+
+    def _repeated(self, node: ast.ListComp) -> Any:
+        """``[value for _ in range(n)]``."""
+        loop = node.generators[0]
+        name = ast.unparse(loop.target)
+        length = _length(loop.iter)
+        count = None if length is None else self.value(length)
+        whole = len(node.generators) == 1 and not loop.ifs and name not in used(node.elt)
+        if not (whole and isinstance(count, int) and 0 <= count <= LARGEST):
+            return Unresolved(ast.unparse(node))
+        return [self.value(node.elt)] * count
 
     def _either(self, node: ast.BoolOp) -> Any:
         """The side that ``or`` or ``and`` comes to, as far as it is known."""
@@ -190,25 +234,26 @@ class Resolver:
         binding = self.binding(node.id, getattr(node, "lineno", None))
         if binding is None or binding.value is None:
             return Unresolved(node.id)
-        if binding.part is None:
-            return self.value(binding.value)
         kinds = self._parsed_kinds(binding.value)
-        return Parsed(kinds[binding.part], node.id) if binding.part < len(kinds) else Unresolved(node.id)
+        if binding.part is None:
+            return Parsed(kinds[0], node.id) if kinds else self.value(binding.value)
+        if binding.part < len(kinds):
+            return Parsed(kinds[binding.part], node.id)
+        whole = self.value(binding.value)
+        known = isinstance(whole, list) and binding.part < len(whole)
+        return whole[binding.part] if known else Unresolved(node.id)
 
     def _parsed_kinds(self, call: ast.expr) -> list[str]:
-        """Classes of ``parser.parse_args_and_config()``, in their order; empty for any other expression."""
-        if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute)):
-            return []
-        if not call.func.attr.startswith("parse_args"):
-            return []
-        maker: ast.expr | None = call.func.value
-        if isinstance(maker, ast.Name):
-            binding = self.binding(maker.id)
-            maker = binding.value if binding else None
-        if not (isinstance(maker, ast.Call) and maker.args):
-            return []
-        listed = maker.args[0].elts if isinstance(maker.args[0], (ast.Tuple, ast.List)) else [maker.args[0]]
-        return [ast.unparse(kind).rpartition(".")[2] for kind in listed]
+        """Classes that the expression has filled from the command line, in their order; empty for any other."""
+        if isinstance(call, ast.Subscript) and isinstance(call.slice, ast.Constant):
+            kinds = parsed_kinds(call.value, self._followed)
+            place = call.slice.value
+            return [kinds[place]] if isinstance(place, int) and place < len(kinds) else []
+        return parsed_kinds(call, self._followed)
+
+    def _followed(self, name: str) -> ast.expr | ast.stmt | None:
+        binding = self.binding(name)
+        return binding.value if binding is not None and binding.value is not None else self.definition(name)
 
     def field(self, owner: Parsed, name: str) -> Any:
         """The value of ``owner.name``: set in the script, given on the command line, or the default."""
@@ -218,17 +263,30 @@ class Resolver:
         known = self._arguments.get(owner.kind, {})
         if name in known:
             return known[name]
-        own = self.module.definitions.get(owner.kind)
-        for statement in own.body if isinstance(own, ast.ClassDef) else ():
+        return self._declared(owner.kind, name, Unresolved(f"{owner.name}.{name}"))
+
+    def _declared(self, kind: str, name: str, otherwise: Any) -> Any:
+        """The default of a field of a dataclass of the script, or of one that it is derived from."""
+        own = self.module.definitions.get(kind)
+        if not isinstance(own, ast.ClassDef):
+            return self._arguments.get(kind, {}).get(name, otherwise)
+        for statement in own.body:
             if isinstance(statement, ast.AnnAssign) and ast.unparse(statement.target) == name and statement.value:
                 return self._default(statement.value)
-        return Unresolved(f"{owner.name}.{name}")
+        for base in own.bases:
+            otherwise = self._declared(ast.unparse(base).rpartition(".")[2], name, otherwise)
+        return otherwise
 
     def _default(self, value: ast.expr) -> Any:
         """A field's default, be it in ``field(default=...)``."""
         if isinstance(value, ast.Call) and ast.unparse(value.func).rpartition(".")[2] == "field":
-            inner = [keyword.value for keyword in value.keywords if keyword.arg == "default"]
-            return self.value(inner[0]) if inner else Unresolved(ast.unparse(value))
+            inner = {keyword.arg: keyword.value for keyword in value.keywords}
+            made = inner.get("default_factory")
+            if isinstance(made, ast.Lambda):
+                return self.value(made.body)
+            if made is not None and ast.unparse(made) in ("list", "dict"):
+                return [] if ast.unparse(made) == "list" else {}
+            return self.value(inner["default"]) if "default" in inner else Unresolved(ast.unparse(value))
         return self.value(value)
 
 
@@ -241,7 +299,34 @@ class _Constants(ast.NodeTransformer):
         value = self._resolver.field(owner, node.attr) if isinstance(owner, Parsed) else owner
         if isinstance(owner, Parsed) and isinstance(value, (str, int, float, bool, type(None))):
             return ast.copy_location(ast.Constant(value), node)
+        if isinstance(owner, Parsed) and isinstance(value, list) and all(isinstance(part, str) for part in value):
+            parts: list[ast.expr] = [ast.Constant(part) for part in value]
+            return ast.fix_missing_locations(ast.copy_location(ast.List(parts, ast.Load()), node))
         return self.generic_visit(node)
+
+
+def _length(node: ast.expr) -> ast.expr | None:
+    """n of ``range(n)``."""
+    if isinstance(node, ast.Call) and ast.unparse(node.func) == "range" and len(node.args) == 1:
+        return node.args[0]
+    return None
+
+
+def settled(body: Sequence[ast.stmt], resolver: Resolver) -> list[ast.stmt]:
+    """The statements, with the branch that is taken in place of an ``if`` whose test is known, and what stands in a
+    ``with`` in place of it."""
+    found: list[ast.stmt] = []
+    for statement in flat(body):
+        if isinstance(statement, ast.If):
+            test = resolver.value(statement.test)
+            if not isinstance(test, (Unresolved, Parsed)):
+                found += settled(statement.body if test else statement.orelse, resolver)
+                continue
+        if isinstance(statement, ast.With) and not any(item.optional_vars for item in statement.items):
+            found += settled(statement.body, resolver)
+            continue
+        found.append(statement)
+    return found
 
 
 def flat(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:

@@ -1,4 +1,4 @@
-"""What TRL 1.16 (with transformers 5.19) takes where a script says nothing.
+"""What TRL 1.16 (with transformers 5.19) takes where a script of GRPO says nothing; ``trl_trainers.py`` has the others.
 
 A table and not the installed classes: a translation must not need TRL. ``tests/config/test_from_trl.py`` holds it
 against them, field by field.
@@ -8,9 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gdpo_nemo.interop.trl.trl_async import ASYNC_GRPO_CONFIG
-
-GRPO_CONFIG: dict[str, Any] = {
+TRAINING: dict[str, Any] = {
     "output_dir": None,
     "per_device_train_batch_size": 8,
     "num_train_epochs": 3.0,
@@ -123,6 +121,10 @@ GRPO_CONFIG: dict[str, Any] = {
     "do_predict": False,
     "resume_from_checkpoint": None,
     "local_rank": -1,
+}
+"""Fields of transformers' ``TrainingArguments``, with the defaults that GRPO's trainer has for them."""
+
+GRPO_OWN: dict[str, Any] = {
     "model_init_kwargs": None,
     "trust_remote_code": False,
     "router_aux_loss_coef": None,
@@ -201,6 +203,9 @@ GRPO_CONFIG: dict[str, Any] = {
     "use_transformers_paged": False,
     "vllm_importance_sampling_cap": None,
 }
+"""Fields that ``trl.GRPOConfig`` adds."""
+
+GRPO_CONFIG: dict[str, Any] = TRAINING | GRPO_OWN
 """Every field of ``trl.GRPOConfig``."""
 
 SCRIPT_ARGUMENTS: dict[str, Any] = {
@@ -237,15 +242,6 @@ MODEL_CONFIG: dict[str, Any] = {
     "bnb_4bit_quant_storage": None,
 }
 """``trl.ModelConfig``."""
-
-PARSED = {
-    "GRPOConfig": GRPO_CONFIG,
-    "AsyncGRPOConfig": GRPO_CONFIG | ASYNC_GRPO_CONFIG,
-    "ScriptArguments": SCRIPT_ARGUMENTS,
-    "GRPOScriptArguments": SCRIPT_ARGUMENTS,
-    "ModelConfig": MODEL_CONFIG,
-}
-"""Classes that ``TrlParser`` fills from a command line or a YAML file."""
 
 LORA_CONFIG: dict[str, Any] = {
     "r": 8,

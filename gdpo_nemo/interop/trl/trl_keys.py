@@ -1,5 +1,5 @@
-"""What each field of TRL's GRPOConfig is here: one rule a field, or a pattern for a family. The first that fits
-counts."""
+"""What each field of a TRL trainer's config is here: one rule a field, or a pattern for a family. The first that fits
+counts. Fields that other trainers than GRPO's have, or mean otherwise, are in ``trl_rows`` and ``trl_sampled``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from gdpo_nemo.interop.rules import Act, RuleResult, combined, fixed, idle, missing, to, where
-from gdpo_nemo.interop.trl import trl_async
+from gdpo_nemo.interop.trl import trl_async, trl_rows, trl_sampled
 from gdpo_nemo.interop.trl.trl_run import TrlRun
 
 _OPTIMIZER = "policy.megatron_cfg.optimizer"
@@ -54,7 +54,9 @@ def _model_init(value: Any, run: TrlRun) -> RuleResult:
         "use_kernels",
         "trust_remote_code",
     }
-    given = {key: item for key, item in (value or {}).items() if key != "revision" or item not in (None, "main")}
+    given = {
+        key: item for key, item in (value or {}).items() if item is not None and (key, item) != ("revision", "main")
+    }
     others = sorted(set(given) - known)
     why = f"{', '.join(others)} cannot be given to the model" if others else "dtype goes into policy.precision"
     return RuleResult(text=why, same=not others, matters=bool(others))
@@ -140,7 +142,8 @@ RULES: list[tuple[str, Act]] = [
     ("disable_dropout", idle("models have no dropout here")),
     ("neftune_noise_alpha", missing("no noise on embeddings")),
     ("label_smoothing_factor", idle("GRPO has no labels")),
-    ("max_tool_calling_iterations", idle("of tools; rollout.turns.max_turns for environments of several turns")),
+    ("max_tool_calling_iterations",
+     where(lambda run: run.tools or run.factory, combined("env", "rollout.turns.max_turns"), idle("of tools"))),
     ("bf16", combined("policy.precision")),
     ("fp16", missing("bfloat16 or float32; policy.precision")),
     ("tf32", idle("how matrices are multiplied")),
@@ -189,17 +192,11 @@ _IDLE = (
 )  # fmt: skip
 """Fields of logs, files, uploads and loaders."""
 
-OLDER = (
-    "max_prompt_length", "warmup_ratio", "evaluation_strategy", "overwrite_output_dir", "no_cuda", "use_liger_loss",
-    "vllm_guided_decoding_regex", "wandb_log_unique_prompts", "group_by_length", "use_ipex", "use_mps_device",
-    "jit_mode_eval", "push_to_hub_model_id", "push_to_hub_organization", "push_to_hub_token", "logging_dir",
-)  # fmt: skip
-"""Fields that earlier versions of TRL and transformers had, and that saved arguments still hold."""
-
 
 def said_of(key: str, value: Any, run: TrlRun) -> RuleResult | None:
     """The answer of the first rule that fits; None where none does."""
-    act = next((act for pattern, act in (*RULES, *trl_async.RULES) if fnmatchcase(key, pattern)), None)
+    own = trl_sampled.RULES.get(run.trainer, []) if run.samples else trl_rows.RULES
+    act = next((act for pattern, act in (*own, *RULES, *trl_async.RULES) if fnmatchcase(key, pattern)), None)
     if act is None and any(fnmatchcase(key, pattern) for pattern in _IDLE):
         act = _FILES
     return None if act is None else act(value, run)

@@ -13,11 +13,18 @@ from gdpo_nemo.interop.account import Account
 from gdpo_nemo.interop.nemo_rl.known_models import known_model
 from gdpo_nemo.interop.trl.static_names import Unresolved
 from gdpo_nemo.interop.trl.trl_defaults import LORA_CONFIG
+from gdpo_nemo.interop.trl.trl_rows import row_length
 from gdpo_nemo.interop.trl.trl_run import Rows, TrlRun
 
 _ROOM = 1024
 """Tokens left for the prompt where nothing limits it."""
-_IGNORED = {"callbacks", "reward_processing_classes"}
+_IGNORED = {
+    "callbacks": "is not run",
+    "reward_processing_classes": "is not run",
+    "data_collator": "is not run; rows are put together here",
+    "compute_metrics": "is not run",
+    "preprocess_logits_for_metrics": "is not run",
+}
 _TRACKERS = ("wandb", "mlflow", "tensorboard")
 _PEFT_TARGETS = ["q_proj", "v_proj"]
 """What PEFT adapts in models of these families where target_modules is not set."""
@@ -35,8 +42,8 @@ def surroundings(run: TrlRun, account: Account) -> None:
     _rollout(run, account)
     for name, text in run.others.items():
         if name in _IGNORED:
-            account.differs(name, f"{text} is not run")
-        else:
+            account.differs(name, f"{text} {_IGNORED[name]}")
+        elif name != "value_model":  # PPO's, of which ``actor_critic`` speaks
             account.blocks(name, _MISSING.get(name, f"{text} cannot be given to a run"))
 
 
@@ -51,10 +58,10 @@ def _rollout(run: TrlRun, account: Account) -> None:
 
 
 _MISSING = {
-    "environment_factory": "write its class as an environment of several turns (`gdpo-nemo env new`, docs/turns.md)",
-    "tools": "write them as an environment of several turns (`gdpo-nemo env new`, docs/turns.md)",
     "quantization_config": "models are not quantised for training",
     "optimizers": "AdamW trains; policy.megatron_cfg.optimizer",
+    "formatting_func": "write the rows that it makes as data.train.type: file.py:function",
+    "compute_loss_func": "write it as an algorithm of your own (docs/advantages.md)",
 }
 
 
@@ -66,10 +73,16 @@ def _model(run: TrlRun, account: Account) -> None:
     if not isinstance(name, str):
         account.blocks("model", f"{name} does not tell the model's name" if name else _NO_MODEL)
         name = "organisation/name"
-    elif refusal := known_model(name).refusal:
-        account.blocks("model", refusal)
-    elif question := known_model(name).question:
-        account.asks("policy.model_name", question)
+    if isinstance(run.model, str):
+        known = known_model(name)
+        if known.refusal:
+            account.blocks("model", known.refusal)
+        elif known.question:
+            account.asks("policy.model_name", known.question)
+    if quantised := run.notes.get("quantization_config"):
+        account.blocks("quantization_config", f"{quantised}: {_MISSING['quantization_config']}")
+    if run.images:
+        account.blocks("images", f"the script reads images ({run.images}); models here read text")
     account.set("policy.model_name", name, "model")
     if isinstance(run.tokenizer, str) and run.tokenizer != name:
         account.set("policy.tokenizer_name", run.tokenizer, "processing_class")
@@ -86,7 +99,12 @@ def _model(run: TrlRun, account: Account) -> None:
 
 
 def _lengths(run: TrlRun, account: Account) -> None:
-    completion = run.get("max_completion_length")
+    if not run.samples:
+        each = run.get("per_device_train_batch_size") * (2 if run.pairs else 1)
+        each *= row_length(run, account, _positions(run.model))
+        account.set("policy.micro_batch_tokens", each, "per_device_train_batch_size of the longest rows")
+        return
+    completion = run.completion_length
     longest = run.get("vllm_max_model_length") if run.get("use_vllm") else None
     if run.get("max_prompt_length"):
         longest = run.get("max_prompt_length") + completion
@@ -96,7 +114,9 @@ def _lengths(run: TrlRun, account: Account) -> None:
         account.set("policy.max_total_sequence_length", longest, "vllm_max_model_length")
     else:
         longest = min(completion + _ROOM, _positions(run.model) or math.inf)
-        why = f"max_completion_length and room for prompts of {longest - completion} tokens; TRL takes any prompt"
+        why = (
+            f"{completion} for completions and room for prompts of {longest - completion} tokens; TRL takes any prompt"
+        )
         account.set("policy.max_total_sequence_length", longest, why)
     each = run.get("per_device_train_batch_size") * longest
     account.set("policy.micro_batch_tokens", each, "per_device_train_batch_size of the longest sequences")
@@ -154,6 +174,9 @@ def _cluster(run: TrlRun, account: Account) -> None:
     if run.get("use_cpu") or run.get("no_cuda"):
         account.set("cluster.gpus_per_node", 0, "use_cpu")
         return
+    if not run.samples:
+        account.set("cluster.gpus_per_node", run.processes, "a GPU for each process")
+        return
     tensor = run.get("vllm_tensor_parallel_size") if run.get("use_vllm") else 1
     if run.get("use_vllm") and run.get("vllm_mode") == "server":
         account.set("cluster.gpus_per_node", run.processes + tensor, "the processes that train, and vLLM's GPUs")
@@ -170,10 +193,10 @@ def _cluster(run: TrlRun, account: Account) -> None:
 def _data(run: TrlRun, account: Account) -> None:
     if run.train.problem:
         account.blocks("train_dataset", run.train.problem)
-    _split(run.train, "train", account)
+    _split(run, run.train, "train", account)
 
 
-def _split(rows: Rows, split: str, account: Account) -> None:
+def _split(run: TrlRun, rows: Rows, split: str, account: Account) -> None:
     section = f"data.{split}"
     why = "train_dataset" if split == "train" else "eval_dataset"
     if rows.path is None:
@@ -185,7 +208,8 @@ def _split(rows: Rows, split: str, account: Account) -> None:
         account.set(f"{section}.size", rows.size, f"{why}.select")
     if rows.columns:
         account.set(f"{section}.columns", dict(rows.columns), f"{why}.rename_column")
-    account.set(f"{section}.prompt_key", "prompt", "TRL's column")
+    if run.samples:
+        account.set(f"{section}.prompt_key", "prompt", "TRL's column")
     account.set(f"{section}.chat", False, "TRL renders messages, and gives text to the model as it is")
 
 
@@ -196,13 +220,15 @@ def _validation(run: TrlRun, account: Account) -> None:
     if run.evaluation.problem:
         account.differs("eval_dataset", f"nothing is validated: {run.evaluation.problem}")
         return
-    _split(run.evaluation, "validation", account)
+    _split(run, run.evaluation, "validation", account)
     if strategy == "epoch":
         account.differs("eval_strategy", "validated every 10 steps, there after each pass over the rows")
         account.set("gdpo.val_period", 10, "in place of eval_strategy epoch")
     else:
         period = run.steps_of("eval_steps" if run.get("eval_steps") else "logging_steps")
         account.set("gdpo.val_period", period or 10, "eval_steps, or logging_steps where that is not set")
+    if not run.samples:
+        return
     samples = run.get("num_generations_eval", run.get("num_generations"))
     account.set("gdpo.val_generations_per_prompt", samples, "num_generations_eval, or num_generations")
     account.set("gdpo.val_temperature", float(run.get("temperature")), "temperature")

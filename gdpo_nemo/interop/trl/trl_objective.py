@@ -10,7 +10,9 @@ from typing import Any
 
 from gdpo_nemo.interop.account import Account
 from gdpo_nemo.interop.trl.trl_async import asynchronous
+from gdpo_nemo.interop.trl.trl_rows import answers
 from gdpo_nemo.interop.trl.trl_run import TrlRun
+from gdpo_nemo.interop.trl.trl_sampled import actor_critic, episodes, from_teacher, leave_one_out
 
 _AGGREGATION = {
     "grpo": "sequence_mean",
@@ -29,21 +31,40 @@ _MODES = {
     "sequence_truncate": ("truncate", "sequence"),
     "sequence_mask": ("mask", "sequence"),
 }
+_TURNS = 32
+"""Turns of a conversation with tools if TRL does not limit them."""
 ENDLESS = 1_000_000
 """Steps that no run reaches: its passes over the data end it."""
 
 
 def learning(run: TrlRun, account: Account) -> None:
     """Fill the account with everything that the update is made of."""
-    _rewards(run, account)
-    _estimator(run, account)
-    _loss(run, account)
-    _off_policy(run, account)
-    _batches(run, account)
+    if not run.samples:
+        answers(run, account)
+    else:
+        _of_samples(run, account)
+        _batches(run, account)
     _length(run, account)
     _schedule(run, account)
     if run.asynchronous:
         asynchronous(run, account)
+
+
+def _of_samples(run: TrlRun, account: Account) -> None:
+    """The rewards, the advantages and the loss of a trainer that samples."""
+    if run.algorithm == "distillation":
+        from_teacher(run, account)
+        return
+    if run.algorithm == "ppo":
+        actor_critic(run, account)
+        return
+    _rewards(run, account)
+    if run.trainer == "RLOOTrainer":
+        leave_one_out(run, account)
+        return
+    _estimator(run, account)
+    _loss(run, account)
+    _off_policy(run, account)
 
 
 def _rewards(run: TrlRun, account: Account) -> None:
@@ -57,11 +78,41 @@ def _rewards(run: TrlRun, account: Account) -> None:
     for reward in run.rewards:
         if reward.place is None:
             account.blocks(f"reward_funcs.{reward.name}", reward.problem)
-    functions = {reward.name: reward.place for reward in run.rewards if reward.place is not None}
+    functions = {reward.name: reward.entry for reward in run.rewards if reward.place is not None}
     if functions:
-        account.set("env", {"functions": {"functions": functions}}, "reward_funcs, by their places")
+        options: dict[str, Any] = {"functions": functions}
+        if any(reward.arguments for reward in run.rewards):
+            options["num_workers"] = 1  # each worker holds a copy of the reward model
+        if run.tools or run.factory:
+            _tools(run, account, options)
+        else:
+            account.set("env", {"functions": options}, "reward_funcs, by their import paths")
     names = [reward.name for reward in run.rewards]
     account.set("gdpo.rewards", dict(zip(names, map(float, weights))), "reward_funcs and reward_weights")
+
+
+def _tools(run: TrlRun, account: Account, options: dict[str, Any]) -> None:
+    """The environment ``tools`` or ``tool_class`` in place of ``functions``, and how far its conversations may go."""
+    for tool in (*run.tools, *([run.factory] if run.factory else [])):
+        if tool.place is None:
+            account.blocks(f"tools.{tool.name}", tool.problem)
+    if run.tools and run.factory:
+        account.blocks("tools", "tools beside environment_factory; make them methods of its class")
+    rounds = run.get("max_tool_calling_iterations")
+    if rounds is not None:
+        options["max_tool_calling_iterations"] = rounds
+    if run.factory:
+        options.pop("num_workers", None)
+        env = {"tool_class": {"make": run.factory.place, **options}}
+        account.set("env", env, "environment_factory and reward_funcs, by their import paths")
+    else:
+        options["tools"] = [tool.place for tool in run.tools if tool.place is not None]
+        account.set("env", {"tools": options}, "tools and reward_funcs, by their import paths")
+    turns = _TURNS if rounds is None else rounds + 1
+    account.set("rollout.turns.max_turns", turns, "max_tool_calling_iterations, and the answer after the last result")
+    account.set("rollout.turns.max_tokens", run.completion_length, "max_completion_length")
+    what = f"bounds what the policy writes, in at most {turns} turns; there the results of tools count too"
+    account.differs("max_completion_length", what)
 
 
 def _estimator(run: TrlRun, account: Account) -> None:
@@ -162,7 +213,10 @@ def _reference(run: TrlRun, account: Account) -> None:
 
 def _off_policy(run: TrlRun, account: Account) -> None:
     """exp(trainer - vLLM), which TRL corrects for where vLLM samples."""
-    if not run.get("use_vllm") or not run.get("vllm_importance_sampling_correction"):
+    if not run.get("use_vllm"):
+        return
+    if not run.get("vllm_importance_sampling_correction"):
+        account.set("loss_fn.off_policy.mode", "none", "vllm_importance_sampling_correction is false")
         return
     name = run.get("vllm_importance_sampling_mode")
     if name not in _MODES:
@@ -186,7 +240,7 @@ def _off_policy(run: TrlRun, account: Account) -> None:
 
 
 def _batches(run: TrlRun, account: Account) -> None:
-    group = run.get("num_generations")
+    group = run.get("num_generations", 1)
     step = run.samples_per_step
     if step % group or run.samples_per_generation % group:
         many = f"{run.samples_per_generation} samples of {run.processes} process{'es' * (run.processes > 1)}"
@@ -200,6 +254,9 @@ def _batches(run: TrlRun, account: Account) -> None:
 
 
 def _length(run: TrlRun, account: Account) -> None:
+    if (steps := episodes(run)) is not None:
+        account.set("gdpo.max_num_steps", steps, f"total_episodes in steps of {run.samples_per_update}")
+        return
     total = run.total_updates
     if total is not None:
         why = "max_steps" if run.get("max_steps") > 0 else f"num_train_epochs of {len(run.train.rows or [])} rows"

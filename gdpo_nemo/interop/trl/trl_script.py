@@ -1,5 +1,4 @@
-"""Reading a TRL script: the one ``GRPOTrainer(...)``, or ``AsyncGRPOTrainer(...)``, in it, its arguments, functions and
-data. It is never run."""
+"""Reading a TRL script: the one call of a trainer in it, its arguments, functions and data. It is never run."""
 
 from __future__ import annotations
 
@@ -10,16 +9,15 @@ from typing import Any, Mapping
 
 from gdpo_nemo.config.reading import read_text
 from gdpo_nemo.errors import ConfigError
-from gdpo_nemo.interop.trl import trl_async
 from gdpo_nemo.interop.trl.code_module import CodeModule
+from gdpo_nemo.interop.trl.script_arguments import ARGPARSE, declared, did_you_mean, options_of
 from gdpo_nemo.interop.trl.script_data import rows_of
-from gdpo_nemo.interop.trl.static_names import Names, Parsed, Resolver, Unresolved, is_main_guard
-from gdpo_nemo.interop.trl.trl_defaults import MODEL_CONFIG, PARSED
+from gdpo_nemo.interop.trl.script_models import images_of, lora_of_arguments, quantisation, reward_model
+from gdpo_nemo.interop.trl.static_names import Names, Parsed, Resolver, Unresolved, is_main_guard, settled
+from gdpo_nemo.interop.trl.trl_defaults import MODEL_CONFIG, SCRIPT_ARGUMENTS
 from gdpo_nemo.interop.trl.trl_run import Reward, Rows, TrlRun
+from gdpo_nemo.interop.trl.trl_trainers import OLDER, PARSED, TRAINERS
 
-_POSITIONAL = ("model", "reward_funcs", "args", "train_dataset", "eval_dataset", "processing_class")
-_CONFIGS = {"GRPOTrainer": "GRPOConfig", trl_async.TRAINER: trl_async.CONFIG}
-"""Trainers that can be translated, and what their ``args`` are."""
 _LOADERS = ("from_pretrained",)
 
 
@@ -31,7 +29,7 @@ def read_script(path: str | Path, arguments: Mapping[str, Any], stem: str) -> Tr
         stem: path of the config without its suffix; files that go with it begin like that.
 
     Raises:
-        ConfigError: no Python, or not exactly one ``GRPOTrainer(...)`` in it.
+        ConfigError: the file is not Python, or does not call exactly one of ``TRAINERS``.
     """
     try:
         source = read_text(path)
@@ -52,15 +50,7 @@ class _Reader:
         self._trains_on_import = not functions and not any(
             isinstance(node, ast.If) and is_main_guard(node) for node in around
         )
-        parsed = {kind: {**known, **arguments} for kind, known in PARSED.items()}
-        own = {node.name: dict(arguments) for node in tree.body if isinstance(node, ast.ClassDef)}
-        function = functions[-1] if functions else None
-        self._names = Resolver(
-            Names.of(tree.body),
-            Names.of(function.body) if function else None,
-            _parameters(tree, function) if function else {},
-            {**own, **parsed},
-        )
+        self._names = _resolver(tree, functions[-1] if functions else None, arguments)
         # Two modules: the workers that import the rewards have no use for the rows.
         self._module = CodeModule(source, Path(path).name, self._names)
         self._row_module = CodeModule(source, Path(path).name, self._names)
@@ -68,13 +58,30 @@ class _Reader:
         self._code = f"{stem}_rewards.py"
         self._row_code = f"{stem}_rows.py"
         self._kind = _class_name(self._call)
-        self._run = TrlRun({}, asynchronous=self._kind == trl_async.TRAINER)
+        self._check_arguments(tree)
+        self._run = TrlRun({}, trainer=self._kind, stem=stem, images=images_of(tree))
+
+    def _check_arguments(self, tree: ast.Module) -> None:
+        """Refuse an argument that no class of the script's parser has."""
+        own = [
+            ast.unparse(part.target)
+            for node in ast.walk(tree)
+            if isinstance(node, ast.ClassDef)
+            for part in node.body
+            if isinstance(part, ast.AnnAssign)
+        ]
+        known = [*TRAINERS[self._kind].defaults, *OLDER, *SCRIPT_ARGUMENTS, *MODEL_CONFIG, "datasets", *own]
+        known += options_of(tree)
+        for key in self._arguments:
+            if key not in known:
+                config = TRAINERS[self._kind].config
+                raise ConfigError(
+                    f"{key}: neither {config} nor {self._path} has this argument{did_you_mean(key, known)}"
+                )
 
     def run(self) -> TrlRun:
         """All that the call says."""
-        # The asynchronous trainer has no eval_dataset.
-        names = [name for name in _POSITIONAL if not (self._run.asynchronous and name == "eval_dataset")]
-        given = dict(zip(names, self._call.args))
+        given = dict(zip(TRAINERS[self._kind].positional, self._call.args))
         for keyword in self._call.keywords:
             if keyword.arg is None:
                 raise ConfigError(f"{self._path}:{self._call.lineno}: {self._kind}(**...) hides its arguments")
@@ -84,9 +91,14 @@ class _Reader:
         run.model = self._pretrained(given.pop("model", None))
         run.tokenizer = self._pretrained(given.pop("processing_class", None))
         run.rewards = self._rewards(given.pop("reward_funcs", None))
+        run.teacher = self._pretrained(given.pop("teacher_model", None))
+        run.reference = self._pretrained(given.pop("ref_model", None))
+        run.reward_model = self._pretrained(given.pop("reward_model", None))
         rollout = given.pop("rollout_func", None)
         if rollout is not None and not _is_none(rollout):
             run.rollout = self._reward(rollout, 0)
+        run.factory = self._factory(given.pop("environment_factory", None))
+        run.tools = self._rewards(given.pop("tools", None))
         run.lora = self._lora(given.pop("peft_config", None))
         run.train = self._rows("train", given.pop("train_dataset", None))
         evaluation = given.pop("eval_dataset", None)
@@ -100,9 +112,7 @@ class _Reader:
 
     def _is_off(self, node: ast.expr) -> bool:
         """Whether an argument is None, or what TRL makes None of these arguments."""
-        made = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
-        quantised = self._arguments.get("load_in_4bit") or self._arguments.get("load_in_8bit")
-        return _is_none(node) or (made == "get_quantization_config" and not quantised)
+        return self._names.value(node) is None
 
     # -- arguments ----------------------------------------------------------------------------------------------
 
@@ -120,9 +130,10 @@ class _Reader:
         }
         found = self._names.value(node)
         if isinstance(found, Parsed):
-            return {key: value for key, value in self._arguments.items() if key in self._run.defaults} | set_later
+            known = (*self._run.fields, *OLDER)
+            return {key: value for key, value in self._arguments.items() if key in known} | set_later
         call = self._followed(node)
-        kind = _CONFIGS[self._kind]
+        kind = TRAINERS[self._kind].config
         if not (isinstance(call, ast.Call) and _class_name(call) == kind):
             raise ConfigError(f"{self._path}:{node.lineno}: args is no {kind}(...) that can be read: {found}")
         return self._keywords(call) | set_later
@@ -158,6 +169,8 @@ class _Reader:
             return None
         call = self._followed(node)
         if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr in _LOADERS:
+            if quantised := quantisation(call, self._names):
+                self._run.notes["quantization_config"] = quantised
             return self._names.value(call.args[0]) if call.args else Unresolved(ast.unparse(call))
         return self._names.value(node)
 
@@ -166,6 +179,8 @@ class _Reader:
             return None
         call = self._followed(node)
         name = ast.unparse(call.func).rpartition(".")[2] if isinstance(call, ast.Call) else ""
+        if call is None or _is_none(call):
+            return None
         if name == "get_peft_config":
             return lora_of_arguments(self._arguments)
         if name != "LoraConfig" or not isinstance(call, ast.Call):
@@ -177,10 +192,11 @@ class _Reader:
 
     def _rewards(self, node: ast.expr | None) -> list[Reward]:
         listed = self._followed(node)
-        if node is None or listed is None:
+        if node is None or listed is None or _is_none(listed):
             return []
         elements = listed.elts if isinstance(listed, (ast.List, ast.Tuple)) else [node or listed]
-        if isinstance(listed, ast.Name) and self._names.definition(listed.id) is None:
+        unknown = isinstance(listed, ast.Name) and self._names.definition(listed.id) is None
+        if unknown or isinstance(listed, ast.Attribute):
             return [
                 Reward(
                     "reward", problem=f"the list {ast.unparse(node or listed)} is put together while the script runs"
@@ -200,8 +216,7 @@ class _Reader:
             return self._defined(node.id, definition)
         value = self._names.value(node)
         if isinstance(value, str):
-            why = "is a reward model: serve it and name its address, functions: {NAME: http://host:port/score}"
-            return Reward(value.rpartition("/")[2], problem=why)
+            return reward_model(value)
         name = _callable_name(self._followed(node), f"reward_{number + 1}")
         try:
             label = node.id if isinstance(node, ast.Name) else f"reward_{number + 1}"
@@ -228,6 +243,23 @@ class _Reader:
             return Reward(name, problem=f"cannot be taken out of the script: {error}")
         return Reward(name, f"{self._code}:{name}")
 
+    def _factory(self, node: ast.expr | None) -> Reward | None:
+        """The class of ``environment_factory``; out of the script if a function of it defines or completes it."""
+        if node is None or _is_none(node):
+            return None
+        inside = self._names.function
+        name = node.id if isinstance(node, ast.Name) else ""
+        completed = inside is not None and (
+            name in inside.definitions or any(owner == name for owner, _ in inside.attributes)
+        )
+        if not completed:
+            return self._reward(node, 0)
+        try:
+            self._module.add_value(name, node)
+        except ConfigError as error:
+            return Reward(name, problem=f"cannot be taken out of the script: {error}")
+        return Reward(name, f"{self._code}:{name}")
+
     def _rows(self, split: str, node: ast.expr | None) -> Rows:
         found = rows_of(node, self._names, self._row_module, f"{self._row_code}:{split}_rows")
         if found.rows is not None:
@@ -236,16 +268,6 @@ class _Reader:
             self._run.files[file] = "".join(line + "\n" for line in lines)
             found.path = file
         return found
-
-
-def lora_of_arguments(arguments: Mapping[str, Any]) -> dict[str, Any] | None:
-    """What ``get_peft_config`` makes of TRL's ``ModelConfig``."""
-    model = {**MODEL_CONFIG, **arguments}
-    if not model["use_peft"]:
-        return None
-    names = {"r": "lora_r", "lora_alpha": "lora_alpha", "lora_dropout": "lora_dropout", "use_rslora": "use_rslora"}
-    names |= {"use_dora": "use_dora", "modules_to_save": "lora_modules_to_save"}
-    return {name: model[key] for name, key in names.items()} | {"target_modules": model["lora_target_modules"]}
 
 
 def _class_name(call: ast.Call) -> str:
@@ -258,7 +280,7 @@ def _trainer(path: str, tree: ast.Module) -> tuple[ast.Call, list[ast.AST]]:
     found: list[tuple[ast.Call, list[ast.AST]]] = []
 
     def visit(node: ast.AST, around: list[ast.AST]) -> None:
-        if isinstance(node, ast.Call) and _class_name(node) in _CONFIGS:
+        if isinstance(node, ast.Call) and _class_name(node) in TRAINERS:
             found.append((node, around))
         for child in ast.iter_child_nodes(node):
             visit(child, [*around, node])
@@ -268,13 +290,25 @@ def _trainer(path: str, tree: ast.Module) -> tuple[ast.Call, list[ast.AST]]:
         name for n in ast.walk(tree) if isinstance(n, ast.Call) and (name := ast.unparse(n.func)).endswith("Trainer")
     }
     if not found and others:
-        raise ConfigError(
-            f"{path}: trains with {', '.join(sorted(others))}; {' and '.join(_CONFIGS)} can be translated"
-        )
+        raise ConfigError(f"{path}: trains with {', '.join(sorted(others))}; known: {', '.join(TRAINERS)}")
     if len(found) != 1:
         lines = f" (lines {', '.join(str(call.lineno) for call, _ in found)})" if found else ""
-        raise ConfigError(f"{path}: has {len(found)} calls of GRPOTrainer{lines}; one can be translated")
+        raise ConfigError(f"{path}: has {len(found)} calls of a trainer of TRL{lines}; one can be translated")
     return found[0]
+
+
+def _resolver(tree: ast.Module, function: ast.FunctionDef | None, arguments: Mapping[str, Any]) -> Resolver:
+    """The names of the script, its known branches taken."""
+    parsed: dict[str, Mapping[str, Any]] = {kind: {**known, **arguments} for kind, known in PARSED.items()}
+    parsed |= {node.name: dict(arguments) for node in tree.body if isinstance(node, ast.ClassDef)}
+    parameters = _parameters(tree, function) if function else {}
+    inside = Names.of(function.body) if function else None
+    names = Resolver(Names.of(tree.body), inside, parameters, parsed)
+    parsed[ARGPARSE] = declared(tree, names.value, arguments)
+    names = Resolver(Names.of(settled(tree.body, names)), inside, parameters, parsed)
+    if function is None:
+        return names
+    return Resolver(names.module, Names.of(settled(function.body, names)), parameters, parsed)
 
 
 def _parameters(tree: ast.Module, function: ast.FunctionDef) -> dict[str, ast.expr]:

@@ -1,0 +1,152 @@
+"""The environment ``tool_class``: an object for each trajectory, its methods the tools, rewards from the objects."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from gdpo_nemo.data.records import Outcome, Prompt
+from gdpo_nemo.environments.episodes import EpisodeStep
+from gdpo_nemo.environments.registry import load_environment
+from gdpo_nemo.errors import ConfigError, RunError
+from tests.environments import counter_for_tests
+
+FILE = Path(counter_for_tests.__file__)
+FUNCTIONS = {"value": f"{FILE}:value", "turns": f"{FILE}:turns"}
+
+
+def call(name: str, arguments: str) -> dict[str, str]:
+    text = f'<tool_call>{{"name": "{name}", "arguments": {arguments}}}</tool_call>'
+    return {"role": "assistant", "content": text}
+
+
+def prompt(messages=({"role": "user", "content": "Count."},), **fields) -> Prompt:
+    text = "Count." if messages is None else "<user>Count.<assistant>"
+    return Prompt("p", np.zeros(1, np.int32), text, "counter", fields, messages)
+
+
+@pytest.fixture
+def environment():
+    made = []
+
+    def make(**options):
+        made.append(load_environment("tool_class", {"make": f"{FILE}:Counter", "functions": FUNCTIONS, **options}))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def begin(environment, **fields):
+    asked = prompt(**fields)
+    return asked, environment.start_step(EpisodeStep(asked, 0, 0)).result()
+
+
+def test_every_trajectory_has_an_object_of_its_own_whose_state_is_rewarded(environment):
+    counter = environment()
+    players = [begin(counter, start=start) for start in (1, 2)]
+    assert players[0][1].observation == [{"role": "user", "content": "Count. It is 1."}]
+    for turn in (1, 2):
+        for asked, reply in players:
+            step = EpisodeStep(asked, 0, turn, reply.state, call("add", '{"amount": 3}'))
+            answer = counter.start_step(step).result()
+            assert not answer.done and answer.rewards == {"value": None, "turns": None}
+            assert answer.observation[0]["role"] == "tool" and answer.observation[0]["name"] == "add"
+    ended = [
+        counter.start_step(EpisodeStep(asked, 0, 3, reply.state, {"role": "assistant", "content": "Done."})).result()
+        for asked, reply in players
+    ]
+    assert [reply.rewards for reply in ended] == [{"value": 7.0, "turns": 5.0}, {"value": 8.0, "turns": 5.0}]
+    assert all(reply.done for reply in ended)
+
+
+def test_an_object_is_reset_and_used_again(environment):
+    counter = environment()
+    before = len(load_module(counter).MADE)
+    for start in (1, 2, 3):
+        asked, reply = begin(counter, start=start)
+        cut = counter.start_step(EpisodeStep(asked, 0, 1, reply.state)).result()
+        assert cut.done and cut.rewards["value"] == start
+    assert len(load_module(counter).MADE) == before + 1
+
+
+def load_module(environment):
+    """The module that the environment took its class from."""
+    import sys
+
+    return sys.modules[environment._make.__module__]
+
+
+def test_schemas_are_those_of_the_public_methods(environment):
+    row = environment().read_row({"prompt": "Count."})
+    assert sorted(tool["function"]["name"] for tool in row["tools"]) == ["add", "wait"]
+    with pytest.raises(ConfigError, match="has a column tools"):
+        environment().read_row(row)
+
+
+@pytest.mark.parametrize(
+    "name, arguments, text",
+    [
+        ("add", '{"amount": 10}', "{'error': 'too much'}"),
+        ("subtract", "{}", "{'error': 'Tool subtract not found.'}"),
+        ("add", "{}", "{'error': "),
+        ("_hidden", "{}", "{'error': 'Tool _hidden not found.'}"),
+        ("reset", "{}", "{'error': 'Tool reset not found.'}"),
+    ],
+)
+def test_a_call_that_fails_is_text_for_the_model(environment, name, arguments, text):
+    counter = environment()
+    asked, reply = begin(counter, start=1)
+    answer = counter.start_step(EpisodeStep(asked, 0, 1, reply.state, call(name, arguments))).result()
+    assert answer.outcome is Outcome.OK and answer.observation[0]["content"].startswith(text)
+
+
+def test_a_reset_that_raises_and_a_call_that_hangs_mask_the_trajectory(environment):
+    counter = environment(time_limit_s=0.2)
+    _, reply = begin(counter, start=-1)
+    assert reply.outcome is Outcome.ENV_FAILED and "starts below zero" in reply.detail
+    asked, reply = begin(counter, start=2)
+    answer = counter.start_step(EpisodeStep(asked, 0, 1, reply.state, call("wait", "{}"))).result()
+    load_module(counter).RELEASE.set()
+    assert answer.outcome is Outcome.ENV_FAILED and "within 0.2 s" in answer.detail
+
+
+def test_calls_after_the_last_allowed_turn_end_the_episode(environment):
+    counter = environment(max_tool_calling_iterations=1)
+    asked, reply = begin(counter, start=1)
+    for turn in (1, 2):
+        answer = counter.start_step(EpisodeStep(asked, 0, turn, reply.state, call("add", '{"amount": 1}'))).result()
+    assert answer.done and answer.rewards["value"] == 2.0
+
+
+def test_a_reward_of_none_does_not_apply_and_a_function_that_raises_stops_the_run(environment):
+    counter = environment()
+    asked, reply = begin(counter, start=5)
+    assert counter.start_step(EpisodeStep(asked, 0, 1, reply.state)).result().rewards["turns"] is None
+    counter = environment(functions={"broken": f"{FILE}:broken"})
+    asked, reply = begin(counter, start=5)
+    with pytest.raises(RunError, match="reward function 'broken' raised"):
+        counter.start_step(EpisodeStep(asked, 0, 1, reply.state)).result()
+
+
+def test_the_first_row_is_tried_before_the_run(environment):
+    environment().preflight([prompt(start=1)])
+    with pytest.raises(RunError, match="reset raised"):
+        environment().preflight([prompt(start=-1)])
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"make": None}, "make: expected a class"),
+        ({"functions": {}}, "functions: expected reward functions"),
+        ({"functions": {"a": "b"}}, "functions.a: expected a function"),
+        ({"time_limit_s": 0}, "time_limit_s: must be greater than 0"),
+    ],
+)
+def test_options_that_cannot_be_used_are_refused(environment, options, message):
+    with pytest.raises(ConfigError, match=message):
+        environment(**options)
