@@ -22,6 +22,7 @@ from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
 
 from gdpo_nemo.config.algorithm_choice import declares_sampling
 from gdpo_nemo.config.choices import CHOICES, OWN_FUNCTIONS
+from gdpo_nemo.config.disk_sync import sync_file, sync_folder
 from gdpo_nemo.config.files import DEMO, REPOSITORY, find_file
 from gdpo_nemo.config.messages import message_line
 from gdpo_nemo.config.reading import check_yaml, read_text
@@ -180,12 +181,14 @@ def _note_environment(before: Any, after: Any) -> None:
 
 
 def save_config(config: Config, path: str | Path) -> None:
-    """Write the resolved config as YAML. The file appears whole or not at all."""
+    """Write the resolved config as YAML. The file appears whole or not at all, and outlives a loss of power."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + ".partial")
     partial.write_text(to_yaml(config), encoding="utf-8")
+    sync_file(partial)
     os.replace(partial, path)
+    sync_folder(path.parent)
 
 
 def to_yaml(config: Config) -> str:

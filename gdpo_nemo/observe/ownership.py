@@ -25,6 +25,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Iterator
 
+from gdpo_nemo.config.disk_sync import sync_folder
 from gdpo_nemo.config.reading import open_file, parse_json, read_text
 from gdpo_nemo.errors import ConfigError, RunError, printable
 from gdpo_nemo.phases import phase
@@ -136,6 +137,8 @@ def owned(run_dir: Path, beat_s: float = BEAT_S, stale_s: float = STALE_S) -> It
     made = [path for path in (run_dir, *run_dir.parents) if not path.exists()]
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
+        for path in made:
+            sync_folder(path.parent)
         owner = _take(run_dir, beat_s, stale_s)
     except OSError as error:
         raise RunError(f"{run_dir} cannot be written: {error.strerror or error}") from None

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from power_loss import SyncedDisk
 
 from gdpo_nemo import train
 from gdpo_nemo.config.load import load_config
@@ -319,6 +320,15 @@ def test_a_folder_in_which_nothing_came_to_be_is_removed(tmp_path):
     with owned(tmp_path / "a" / "b"):
         pass
     assert list(tmp_path.iterdir()) == []
+
+
+def test_folder_that_was_made_is_left_when_power_is_lost(tmp_path, monkeypatch):
+    disk = SyncedDisk(tmp_path / "runs")
+    disk.root.mkdir()
+    disk.watch(monkeypatch, lambda: None)
+    with owned(tmp_path / "runs" / "a" / "b"):
+        assert (disk.survivor(tmp_path / "left", eager=False) / "a" / "b").is_dir()
+    disk.close()
 
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path):
