@@ -2,7 +2,9 @@
 metric.
 
 ``checkpoints/step_N/`` holds the policy's files, ``state.json`` (what the driver knows) and ``files.json`` (size and
-CRC-32 of every file). A folder without a whole ``files.json`` is not a checkpoint.
+CRC-32 of every file). A folder without a whole ``files.json`` is a damaged checkpoint. All files and names of a
+checkpoint are on the disk before it gets its name, and the name is before an older one is removed, so that a loss of
+power leaves one of them.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Callable, Iterator
 
+from gdpo_nemo.config.disk_sync import sync_folder, sync_tree
 from gdpo_nemo.config.reading import parse_json, read_text
 from gdpo_nemo.errors import RunError
 
@@ -71,9 +74,13 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """Steps of the finished checkpoints, oldest first."""
+        return [step for step in self._named() if (self.path(step) / _FILES).is_file()]
+
+    def _named(self) -> list[int]:
+        """Steps of all folders that are named as a checkpoint, oldest first."""
         if not self.folder.is_dir():
             return []
-        found = (_NAME.fullmatch(path.name) for path in self.folder.iterdir() if (path / _FILES).is_file())
+        found = (_NAME.fullmatch(path.name) for path in self.folder.iterdir() if path.is_dir())
         return sorted(int(match[1]) for match in found if match)
 
     def path(self, step: int) -> Path:
@@ -116,9 +123,12 @@ class Checkpoints:
         with self._all_or_nothing(final, temporary):
             wait()
             _write_listing(temporary)
+            sync_tree(temporary)
             if final.exists():
                 shutil.rmtree(final)
             os.replace(temporary, final)
+            sync_folder(self.folder)
+            sync_folder(self.folder.parent)
         self._prune()
         return final
 
@@ -134,7 +144,7 @@ class Checkpoints:
 
     def newest(self, complain: Callable[[str], None]) -> tuple[Path, RunState] | None:
         """The newest checkpoint whose files are as they were written; ``complain`` hears of each that is not."""
-        for step in reversed(self.steps()):
+        for step in reversed(self._named()):
             folder = self.path(step)
             damage = _damage(folder)
             if damage is None:
@@ -206,10 +216,7 @@ def check_whole(folder: Path) -> None:
 
 def _write_listing(folder: Path) -> None:
     listing = {name: [(folder / name).stat().st_size, _crc32(folder / name)] for name in _files_in(folder)}
-    with open(folder / _FILES, "w") as out:
-        json.dump(listing, out, indent=1)
-        out.flush()
-        os.fsync(out.fileno())
+    (folder / _FILES).write_text(json.dumps(listing, indent=1))
 
 
 def _files_in(folder: Path) -> list[str]:

@@ -46,13 +46,20 @@ def find_start(config: Config, run_dir: Path, inputs: Inputs) -> Start:
     """The start of the run in ``run_dir``; writes nothing.
 
     Raises:
-        ConfigError: the folder holds a run on other data, of another model, or with a setting that cannot change.
+        ConfigError: the folder holds a run on other data, of another model, or with a setting that cannot change, or
+            every checkpoint in it is damaged.
     """
     checkpoints = _checkpoints(config, run_dir)
     damaged: list[str] = []
     data = inputs.prompts.fingerprint
     model = model_fingerprint(inputs.folder)
     found = checkpoints.newest(damaged.append) if config.checkpointing.enabled else None
+    if found is None and damaged:
+        # Step 0 would be a new run, and its first checkpoints would replace what may be restored.
+        raise ConfigError(
+            f"run.dir: every checkpoint in {checkpoints.folder} is damaged; restore one, or remove that folder to "
+            f"start at step 0 ({'; '.join(damaged)})"
+        )
     if found is None:
         return Start(checkpoints, RunState(data=data, model=model), None, damaged, [], [])
     path, state = found

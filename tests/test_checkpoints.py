@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+from power_loss import SyncedDisk
 
 from gdpo_nemo.checkpoints import Checkpoints, RunState, read_state
 from gdpo_nemo.errors import RunError
@@ -119,3 +120,49 @@ def test_the_newest_and_the_best_are_kept(checkpoints):
     for step, value in enumerate([0.1, 0.9, 0.3, 0.9, 0.2, 0.5, 0.4], 1):
         checkpoints.save(RunState(step=step, metrics={"validation/correctness": value}), shards)
     assert checkpoints.steps() == [4, 6, 7]
+
+
+def test_save_leaves_a_whole_checkpoint_when_power_is_lost_at_any_moment(tmp_path, monkeypatch):
+    run = tmp_path / "run"
+    checkpoints = Checkpoints(run / "checkpoints", keep_last=1, keep_best=0, metric=None)
+    run.mkdir()
+    disk = SyncedDisk(run)
+    saved = [0]
+    moments = []
+
+    def moment():
+        for eager in (False, True):
+            left = disk.survivor(tmp_path / "left", eager)
+            found = Checkpoints(left / "checkpoints", 1, 0, None).newest(lambda _: None)
+            step = found[1].step if found else 0
+            assert step >= saved[-1], f"step {saved[-1]} was saved, and {step} is left (eager: {eager})"
+            moments.append(step)
+
+    with monkeypatch.context() as watched:
+        disk.watch(watched, moment)
+        for step in (2, 4):
+            checkpoints.save(RunState(step=step), nested)
+            saved.append(step)
+            disk.examine(moment)
+    disk.close()
+    assert {0, 2, 4} == set(moments)
+
+
+def nested(folder):
+    """What a policy writes with a model beside: folders within folders."""
+    shards(folder)
+    (folder / "hf" / "tokenizer").mkdir(parents=True)
+    (folder / "hf" / "tokenizer" / "vocabulary.json").write_text("{}")
+    (folder / ".metadata").write_bytes(b"index")
+
+
+def test_checkpoint_whose_list_of_files_was_lost_is_damaged(checkpoints):
+    """As after a loss of power: the folder's new name is there, the names in it are not."""
+    checkpoints.save(RunState(step=2), shards)
+    checkpoints.save(RunState(step=4), shards)
+    (checkpoints.path(4) / "files.json").unlink()
+    heard = []
+    assert checkpoints.newest(heard.append)[1].step == 2
+    assert heard == [f"checkpoint {checkpoints.path(4)} is damaged (files.json is not readable) and is passed over"]
+    checkpoints.set_aside()
+    assert checkpoints.path(4).with_name("damaged_step_4").is_dir()

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import yaml
+from power_loss import SyncedDisk
 
 from gdpo_nemo.checkpoints import Checkpoints, RunState, model_fingerprint
-from gdpo_nemo.config.load import load_config, save_config
+from gdpo_nemo.config.load import load_config, save_config, to_yaml
 from gdpo_nemo.errors import ConfigError
 from gdpo_nemo.resume import find_start, planned_changes, record_config, total_updates
 
@@ -220,3 +222,43 @@ def test_the_horizon_ends_with_the_epochs_where_they_end_first(config_file):
     assert total_updates(config, RunState(step=4, updates=4, position=(4 + 3) * 16), prompts=100) == 9
     assert total_updates(config, RunState(step=12, updates=12, position=192), prompts=100) == 12
     assert total_updates(config, RunState(), prompts=10_000) == 60
+
+
+def test_run_whose_checkpoints_are_all_damaged_is_refused_before_anything_is_written(run, config_file, inputs):
+    folder = run()
+    (folder / "checkpoints" / "step_12" / "state.json").write_text("")
+    before = sorted(folder.rglob("*"))
+    config = load_config(config_file, [])
+    with pytest.raises(
+        ConfigError, match=r"run.dir: every checkpoint in .*run/checkpoints is damaged; .*step 0 \(chec"
+    ):
+        find_start(config, folder, inputs)
+    assert sorted(folder.rglob("*")) == before
+    shutil.rmtree(folder / "checkpoints")
+    assert find_start(config, folder, inputs).state.step == 0
+
+
+def test_config_of_a_run_is_whole_when_power_is_lost_at_any_moment(tmp_path, config_file, monkeypatch):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    disk = SyncedDisk(folder)
+    texts = []
+    seen = set()
+
+    def moment():
+        for eager in (False, True):
+            file = disk.survivor(tmp_path / "left", eager) / "config.yaml"
+            seen.add(file.read_text() if file.exists() else None)
+            assert seen <= {None, *texts}
+            assert None not in seen or len(texts) == 1
+
+    with monkeypatch.context() as watched:
+        disk.watch(watched, moment)
+        for lr in ("0.1", "0.2"):
+            config = load_config(config_file, [f"policy.megatron_cfg.optimizer.lr={lr}"])
+            texts.append(to_yaml(config))
+            record_config(config, folder, 0)
+            seen.clear()
+            disk.examine(moment)
+            assert seen == {texts[-1]}
+    disk.close()

@@ -127,18 +127,31 @@ def session(config: ClusterConfig, lost: Callable[[str], None] | None = None) ->
 def _scratch() -> Iterator[str]:
     """Make a folder for temporary files of the run's processes; some stay (vLLM's sockets) even after a clean exit.
 
-    The reaper removes it. Ray's own files stay where Ray keeps them.
+    The reaper removes it. Ray's own files stay where Ray keeps them. The folder is also the home directory if the user
+    has none: Ray does not start without one, and libraries keep caches there.
     """
-    before = {name: os.environ.get(name) for name in ("TMPDIR", "RAY_TMPDIR")}
+    before = {name: os.environ.get(name) for name in ("TMPDIR", "RAY_TMPDIR", "HOME", "HF_HOME")}
     # Short, because it holds Unix sockets, whose paths are limited to 107 characters.
     folder = tempfile.mkdtemp(prefix="gdpo-")
     os.environ["RAY_TMPDIR"] = before["RAY_TMPDIR"] or tempfile.gettempdir()
     os.environ["TMPDIR"] = folder
+    _set_home(folder)
     try:
         yield folder
     finally:
         for name, value in before.items():
-            os.environ.pop(name) if value is None else os.environ.__setitem__(name, value)
+            os.environ.pop(name, None) if value is None else os.environ.__setitem__(name, value)
+
+
+def _set_home(folder: str) -> None:
+    """Have ``folder`` for a home directory if the user's is missing or cannot be written. Models are still found."""
+    home = os.path.expanduser("~")
+    if os.path.isabs(home) and os.access(home, os.W_OK):
+        return
+    os.environ["HOME"] = folder
+    models = os.path.join(home, ".cache", "huggingface")
+    if os.path.isabs(home) and os.path.isdir(models):
+        os.environ.setdefault("HF_HOME", models)
 
 
 def _connect(where: dict[str, Any]) -> None:

@@ -200,7 +200,7 @@ def _promised_config(reference: str) -> dict[str, Any] | None:
 
 def _cached_configs(name: str) -> list[Path]:
     """config.json of every snapshot of the model that was downloaded before."""
-    home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
+    home = Path(os.environ.get("HF_HOME") or os.path.expanduser("~/.cache/huggingface"))  # a user may have no home
     hub = Path(os.environ.get("HF_HUB_CACHE") or home / "hub")
     return sorted((hub / f"models--{name.replace('/', '--')}").glob("snapshots/*/config.json"))
 

@@ -27,6 +27,7 @@ from gdpo_nemo.config.messages import message_line
 from gdpo_nemo.config.reading import check_yaml, read_text
 from gdpo_nemo.config.reward_weights import weights_beside_rewards
 from gdpo_nemo.config.schema import Config
+from gdpo_nemo.config.writing import write_whole
 from gdpo_nemo.errors import ConfigError
 
 _SCALARS = {int: "an integer", float: "a number", bool: "true or false", str: "a text"}
@@ -201,12 +202,9 @@ def _note_environment(before: Any, after: Any) -> None:
 
 
 def save_config(config: Config, path: str | Path) -> None:
-    """Write the resolved config as YAML. The file appears whole or not at all."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(to_yaml(config), encoding="utf-8")
-    os.replace(partial, path)
+    """Write the resolved config as YAML. The file appears whole or not at all, and outlives a loss of power."""
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, to_yaml(config), sync=True)
 
 
 def to_yaml(config: Config) -> str:

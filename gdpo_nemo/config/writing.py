@@ -9,6 +9,8 @@ import stat
 from pathlib import Path
 from typing import BinaryIO, Iterator
 
+from gdpo_nemo.config.disk_sync import sync_folder
+
 _PARTIAL = ".partial-{process}-"
 """Start of the name of an unfinished file. It does not contain the target's name, which may be as long as names get."""
 
@@ -50,7 +52,7 @@ def whole_file(path: str | Path, *, sync: bool = False) -> Iterator[BinaryIO]:
     with _partial(target, before, sync) as file:
         yield file
     if sync:
-        _sync_folder(target.parent)
+        sync_folder(target.parent)
 
 
 def remove_partial_files(folder: str | Path, process: int) -> None:
@@ -100,11 +102,3 @@ def _partial(target: Path, before: os.stat_result | None, sync: bool) -> Iterato
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
-
-
-def _sync_folder(folder: Path) -> None:
-    opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(opened)
-    finally:
-        os.close(opened)

@@ -22,7 +22,7 @@ import aiohttp
 import tenacity
 
 from gdpo_nemo.data.failures import Failure, FailureKind, printable
-from gdpo_nemo.data.replies import parse_json, retry_after_s, validation_errors
+from gdpo_nemo.data.replies import parse_json, parse_reply, retry_after_s, validation_errors
 from gdpo_nemo.errors import ConfigError
 
 Reply = TypeVar("Reply")
@@ -127,9 +127,9 @@ class HttpClient:
                         raise await self._refusal(response)
                     body = await self._body(response)
                     cookies.update(response.headers.getall("Set-Cookie", []))
+                return await parse_reply(body, self._max_depth)
         except (OSError, aiohttp.ClientError, ValueError) as error:
             raise self._failure(error, timeout_s) from None
-        return parse_json(body, self._max_depth)
 
     def _open(self, method: str, url: str, data: bytes | None, cookies: Cookies):
         if self._session is None:

@@ -110,6 +110,8 @@ class Journal:
             with open(partial, "w", encoding="utf-8") as file:
                 for entry in kept:
                     file.write(json.dumps(asdict(entry), ensure_ascii=False, separators=(",", ":")) + "\n")
+                file.flush()
+                os.fsync(file.fileno())
             os.replace(partial, self.path)
         except OSError as error:
             raise _cannot_write(self.path, error) from None

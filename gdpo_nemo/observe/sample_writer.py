@@ -14,8 +14,9 @@ from typing import Any, Callable, Mapping, Sequence
 
 import numpy as np
 
+from gdpo_nemo.config.disk_sync import sync_folder
 from gdpo_nemo.data.records import Group
-from gdpo_nemo.observe.rollouts import write_rollouts
+from gdpo_nemo.observe.rollouts import FOLDER, VALIDATION, write_rollouts
 from gdpo_nemo.waits import waiting
 
 _IN_HAND = 2
@@ -80,12 +81,16 @@ class SampleWriter:
         self._raise()
 
     def flush(self, step: int | None = None) -> None:
-        """Wait until the samples of all steps, or of those up to ``step``, are on the disk. Raises as ``write``."""
+        """Wait until the samples of all steps, or of those up to ``step``, are on the disk, with the names of
+        their files. Raises as ``write``."""
         with self._changed:
             self._wait(
                 lambda: not self._steps or (step is not None and self._steps[0][0] > step), "samples to reach the disk"
             )
         self._raise()
+        for name in (FOLDER, VALIDATION):
+            if (folder := Path(self._run_dir) / name).is_dir():
+                sync_folder(folder)
 
     def close(self) -> None:
         """Write what is left and end the thread. Raises as ``write``."""

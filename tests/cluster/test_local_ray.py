@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import pwd
 import subprocess
 import sys
 from pathlib import Path
 
 import psutil
+import pytest
 
 from gdpo_nemo.cluster import idle_agent
+from gdpo_nemo.cluster.session import _scratch
 
 SLOW_AGENTS = """
 import sys, time
@@ -59,6 +62,9 @@ for call in calls:
         print('refused', ray.is_initialized())
 """
 
+NO_HOME = "/proc/home"
+"""Not there, and nobody can make it."""
+
 OWN_PROCESSES = """
         import psutil
         wanted = ("gcs_server", "raylet/raylet", "RuntimeEnvAgent", "idle_agent", "reaper.py", "ray::Actor")
@@ -103,8 +109,39 @@ def test_a_call_after_the_session_starts_no_cluster(tmp_path):
     assert _session(tmp_path, after=LATE_CALLS)[1:] == ["refused False"] * 3
 
 
-def test_a_session_has_no_dashboard_autoscaler_or_copier_of_logs(tmp_path):
-    assert _session(tmp_path, after=OWN_PROCESSES)[1:] == ["[]"]
+def test_session_of_a_user_without_a_home_has_no_dashboard_autoscaler_or_copier_of_logs(tmp_path):
+    assert _session(tmp_path, after=OWN_PROCESSES, HOME=NO_HOME) == ["set 1 None", "[]"]
+
+
+@pytest.mark.parametrize("home", [None, NO_HOME])
+def test_session_gives_a_home_that_is_missing_to_its_processes_for_as_long_as_it_lasts(monkeypatch, home):
+    """Libraries keep caches there: vLLM, Triton, Hugging Face."""
+    monkeypatch.setenv("HOME", NO_HOME)
+    if home is None:
+        monkeypatch.delenv("HOME")
+        monkeypatch.setattr(pwd, "getpwuid", unknown)
+    with _scratch() as folder:
+        assert os.environ["HOME"] == folder and Path.home().is_dir()
+    assert os.environ.get("HOME") == home
+
+
+@pytest.mark.parametrize("writable", [True, False])
+def test_session_replaces_a_home_only_if_it_cannot_be_written_and_leaves_its_models(monkeypatch, tmp_path, writable):
+    """As of ``docker run --user``, whose home is ``/``."""
+    models = tmp_path / ".cache" / "huggingface"
+    models.mkdir(parents=True)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("HF_HOME", raising=False)
+    access = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: access(path, mode) and (writable or path != str(tmp_path)))
+    with _scratch() as folder:
+        assert os.environ["HOME"] == (str(tmp_path) if writable else folder)
+        assert os.environ.get("HF_HOME") == (None if writable else str(models))
+    assert os.environ["HOME"] == str(tmp_path) and "HF_HOME" not in os.environ
+
+
+def unknown(uid):
+    raise KeyError(uid)
 
 
 def test_a_session_of_this_machine_listens_on_loopback_alone(tmp_path):

@@ -6,6 +6,7 @@ import json
 
 import numpy as np
 import pytest
+from power_loss import SyncedDisk
 
 from gdpo_nemo.data.records import Group, Outcome, Prompt, Trajectory
 from gdpo_nemo.errors import RunError
@@ -75,6 +76,26 @@ def test_steps_after_the_checkpoint_are_cut_and_those_before_it_keep_their_bytes
     assert journal.path.read_bytes() == before
     journal.truncate_after(0)
     assert read_journal(tmp_path) == []
+
+
+def test_truncation_leaves_the_lines_of_a_checkpoint_when_power_is_lost_at_any_moment(tmp_path, monkeypatch):
+    run = tmp_path / "run"
+    run.mkdir()
+    disk = SyncedDisk(run)
+
+    def moment():
+        left = disk.survivor(tmp_path / "left", eager=True)
+        assert [entry.step for entry in read_journal(left)][:2] == [1, 2]
+
+    with monkeypatch.context() as watched:
+        disk.watch(watched, lambda: None)
+        journal = write(run, [group(0)], [group(1)], [group(2)])
+        journal.sync()
+    with monkeypatch.context() as watched:
+        disk.watch(watched, moment)
+        journal.truncate_after(2)
+    disk.examine(moment)
+    disk.close()
 
 
 def test_a_damaged_line_before_the_last_is_named(tmp_path):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,7 +14,9 @@ import time
 from dataclasses import asdict, replace
 from pathlib import Path
 
+import psutil
 import pytest
+from power_loss import SyncedDisk
 
 from gdpo_nemo import train
 from gdpo_nemo.config.load import load_config
@@ -92,9 +96,153 @@ def test_the_folder_of_a_killed_run_is_taken_over_at_once_and_said_so(other, tmp
 def test_a_process_id_that_was_used_again_is_not_the_owner(tmp_path):
     with owned(tmp_path):
         claim = Claim(**json.loads((tmp_path / FILE).read_text()))
-    (tmp_path / FILE).write_text(json.dumps(asdict(replace(claim, started=claim.started - 3600))))
+    (tmp_path / FILE).write_text(json.dumps(asdict(replace(claim, ticks=claim.ticks - 3600))))
     with owned(tmp_path) as owner:
         assert owner.predecessor
+
+
+@pytest.fixture
+def stepped_clock(tmp_path, monkeypatch):
+    """The clock was set by an hour since the other process started: the kernel tells another time of its boot."""
+    proc = tmp_path / "proc"
+    proc.mkdir()
+    for entry in Path("/proc").iterdir():
+        (proc / entry.name).symlink_to(entry)
+    (proc / "stat").unlink()
+    boot = int(re.search(r"^btime (\d+)$", Path("/proc/stat").read_text(), re.MULTILINE)[1])
+    (proc / "stat").write_text(f"btime {boot + 3600}\n")
+    monkeypatch.setattr(psutil, "PROCFS_PATH", str(proc))
+
+
+@pytest.mark.parametrize("locks", [True, False])
+def test_live_owner_keeps_its_folder_after_the_clock_is_set(other, tmp_path, monkeypatch, stepped_clock, locks):
+    if not locks:
+        monkeypatch.setattr("fcntl.flock", no_locks)
+    before = contents(tmp_path / "run")
+    with pytest.raises(ConfigError, match=f"process {other.pid} on "), owned(tmp_path / "run"):
+        pass
+    with pytest.raises(ConfigError, match=f"process {other.pid} on "):
+        ownership.check_free(tmp_path / "run")
+    assert contents(tmp_path / "run") == before
+
+
+def no_locks(*_):
+    raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP))
+
+
+def test_live_owner_in_another_container_keeps_its_folder_though_its_claim_looks_old(other, tmp_path):
+    """Its processes are not visible from there, and the clock was set: only the lock tells that it lives."""
+    file = tmp_path / "run" / FILE
+    claim = replace(Claim(**json.loads(file.read_text())), machine="this boot, other processes")
+    file.write_text(json.dumps(asdict(claim)))
+    os.utime(file, (0, 0))
+    with pytest.raises(ConfigError, match=f"process {other.pid} on "), owned(tmp_path / "run", stale_s=0.3):
+        pass
+    with pytest.raises(ConfigError, match=f"process {other.pid} on "):
+        ownership.check_free(tmp_path / "run")
+
+
+def test_owner_that_is_a_zombie_is_dead(other, tmp_path):
+    other.kill()
+    os.waitid(os.P_PID, other.pid, os.WEXITED | os.WNOWAIT)
+    with owned(tmp_path / "run") as owner:
+        assert f"its owner, process {other.pid} on " in owner.predecessor
+
+
+@pytest.mark.parametrize("ahead_s", [3600, -3600])
+def test_owner_elsewhere_is_judged_by_its_renewals_after_the_clock_of_the_file_system_is_set(
+    tmp_path, monkeypatch, ahead_s
+):
+    monkeypatch.setattr(ownership, "_LOOK_S", 0.05)
+    claim = far(tmp_path)
+    stop = threading.Event()
+    os.utime(tmp_path / FILE, (time.time() + ahead_s,) * 2)
+
+    def renew() -> None:
+        while not stop.wait(0.01):
+            ownership._write(tmp_path / FILE, claim)
+            os.utime(tmp_path / FILE, (time.time() + ahead_s,) * 2)
+
+    thread = threading.Thread(target=renew)
+    thread.start()
+    try:
+        with pytest.raises(ConfigError, match="process 77 on elsewhere"), owned(tmp_path, stale_s=DEADLINE_S):
+            pass
+    finally:
+        stop.set()
+        thread.join()
+    os.utime(tmp_path / FILE, (time.time() + ahead_s,) * 2)
+    with owned(tmp_path, stale_s=0.3) as owner:  # it renews no more, and is not waited for an hour
+        assert owner.predecessor
+
+
+@pytest.mark.parametrize("age_s, waited_s", [(1000, 30), (0, 120)])
+def test_owner_elsewhere_that_is_long_gone_is_watched_for_a_quarter_of_the_time(tmp_path, monkeypatch, age_s, waited_s):
+    far(tmp_path)
+    os.utime(tmp_path / FILE, (time.time() - age_s,) * 2)
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(time, "sleep", lambda seconds: now.append(now.pop() + seconds))
+    with owned(tmp_path, stale_s=120.0):
+        assert waited_s <= now[0] <= waited_s + ownership._LOOK_S
+
+
+NOT_FILES = {
+    "pipe": os.mkfifo,
+    "folder": os.mkdir,
+    "broken link": lambda file: file.symlink_to("nowhere"),
+    "link to itself": lambda file: file.symlink_to(FILE),
+}
+
+
+@pytest.mark.parametrize("kind", NOT_FILES)
+def test_owner_that_is_not_a_regular_file_is_refused_at_once(tmp_path, kind):
+    run = tmp_path / "run"
+    run.mkdir()
+    NOT_FILES[kind](run / FILE)
+    said = f"run.dir: {run / FILE} is not a regular file; remove it"
+    for wanted in (f"with owned(Path({str(run)!r})): pass", f"check_free(Path({str(run)!r}))"):
+        script = f"from pathlib import Path; from gdpo_nemo.observe.ownership import check_free, owned\n{wanted}"
+        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=DEADLINE_S)
+        assert f"ConfigError: {said}" in done.stderr
+    assert [path.name for path in run.iterdir()] == [FILE]
+
+
+VALUES = {
+    "process": (-1, 0, 2**40, 2**80, 1.5, True, None, "7"),
+    "since": (float("nan"), float("inf"), -1e300, 1e300, 10**400, None, "now"),
+    "ticks": (-1, 2**80, 0.5, None),
+    "host": (None, 3, "x" * 10_000),
+    "machine": (None, ["a"]),
+}
+
+
+@pytest.mark.parametrize("key, value", [(key, value) for key, values in VALUES.items() for value in values])
+def test_claim_with_an_impossible_value_is_unreadable(tmp_path, key, value):
+    (tmp_path / FILE).write_text(json.dumps({**asdict(Claim.own()), key: value}))
+    ownership.check_free(tmp_path)
+    with owned(tmp_path, stale_s=0.01) as owner:
+        assert owner.predecessor == f"{tmp_path} is taken over: its {FILE} cannot be read, and nobody renews it"
+
+
+def test_claim_at_the_largest_values_is_printed_in_one_line(tmp_path):
+    claim = replace(Claim.own(), host="a\x1b[31m\nb", since=float(ownership._LATEST - 1))
+    (tmp_path / FILE).write_text(json.dumps(asdict(claim)))
+    with pytest.raises(ConfigError) as refused:
+        ownership.check_free(tmp_path)
+    assert str(refused.value).isprintable() and "36812" in str(claim) and str(claim).isprintable()
+
+
+def test_claim_of_an_older_version_is_that_of_its_process(other, tmp_path):
+    file = tmp_path / "run" / FILE
+    old = {key: value for key, value in json.loads(file.read_text()).items() if key != "ticks"}
+    file.write_text(json.dumps({**old, "started": 1.5e9}))
+    with pytest.raises(ConfigError, match=f"process {other.pid} on "):
+        ownership.check_free(tmp_path / "run")
+    other.kill()
+    other.wait()
+    with owned(tmp_path / "run") as owner:
+        assert f"process {other.pid} on " in owner.predecessor
 
 
 @pytest.mark.parametrize("content", [None, "", "{", "[1]", '{"host": 3}', "[" * 100_000])
@@ -172,6 +320,15 @@ def test_a_folder_in_which_nothing_came_to_be_is_removed(tmp_path):
     with owned(tmp_path / "a" / "b"):
         pass
     assert list(tmp_path.iterdir()) == []
+
+
+def test_folder_that_was_made_is_left_when_power_is_lost(tmp_path, monkeypatch):
+    disk = SyncedDisk(tmp_path / "runs")
+    disk.root.mkdir()
+    disk.watch(monkeypatch, lambda: None)
+    with owned(tmp_path / "runs" / "a" / "b"):
+        assert (disk.survivor(tmp_path / "left", eager=False) / "a" / "b").is_dir()
+    disk.close()
 
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path):

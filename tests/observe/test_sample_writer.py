@@ -8,11 +8,14 @@ import time
 import numpy as np
 import pytest
 from demo_run import demo_groups, demo_row
+from power_loss import SyncedDisk
 
 from gdpo_nemo import waits
+from gdpo_nemo.config.disk_sync import sync_folder
 from gdpo_nemo.observe import sample_writer
 from gdpo_nemo.observe.alerts import read_alerts
 from gdpo_nemo.observe.log import RunLog
+from gdpo_nemo.observe.metrics import read_metrics
 from gdpo_nemo.observe.rollouts import read_rollouts, rollout_files, validation_files
 from gdpo_nemo.observe.sample_writer import SampleWriter
 
@@ -134,6 +137,23 @@ def test_a_log_writes_the_samples_and_closes_with_all_of_them(config, run_dir):
     assert list(records) == [1, 2, 3, 4, 5] and records[2][1]["terms"] == {"format": 1.0}
     assert [record["advantage"] for record in records[5]] == [0, 1, 2, 3, 4, 5]
     assert not any("failed" in alert["text"] for alert in read_alerts(run_dir))
+
+
+def test_samples_that_a_checkpoint_counts_are_left_when_power_is_lost(config, run_dir, tmp_path, monkeypatch):
+    run_dir.mkdir(exist_ok=True)
+    disk = SyncedDisk(run_dir)
+    disk.watch(monkeypatch, lambda: None)
+    log = RunLog(config, run_dir)
+    for step in (1, 2):
+        log.step(demo_row(step), demo_groups(step))
+    log.flush(2)
+    sync_folder(run_dir)  # as a checkpoint does
+    for eager in (False, True):
+        left = disk.survivor(tmp_path / "left", eager)
+        assert [len(read_rollouts(path)) for _, path in rollout_files(left)] == [6, 6]
+        assert [row["step"] for row in read_metrics(left)] == [1, 2]
+    log.close("complete")
+    disk.close()
 
 
 def test_as_many_groups_of_a_step_are_written_as_asked_for_with_what_belongs_to_them(config, run_dir):

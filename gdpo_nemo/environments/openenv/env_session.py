@@ -14,7 +14,7 @@ from typing import Any, Mapping
 import aiohttp
 
 from gdpo_nemo.data.failures import Failure, FailureKind, printable
-from gdpo_nemo.data.replies import parse_json
+from gdpo_nemo.data.replies import parse_reply
 from gdpo_nemo.environments.http_client import CONNECT_S
 from gdpo_nemo.environments.openenv.message_mapping import MAX_JSON_DEPTH
 
@@ -106,11 +106,11 @@ class EnvSession:
             async with asyncio.timeout(timeout_s):
                 await self._send(json.dumps({"type": kind, "data": data}))
                 text = await self._answer
+                reply = await parse_reply(text.encode("utf-8", "replace"), MAX_JSON_DEPTH)
         except TimeoutError:
             raise Failure(FailureKind.TIMEOUT, f"no answer to {kind} within {timeout_s:.3g} s") from None
         finally:
             self._answer = None
-        reply = parse_json(text.encode("utf-8", "replace"), MAX_JSON_DEPTH)
         if not isinstance(reply, dict):
             raise Failure(FailureKind.BAD_REPLY, f"the answer is a {type(reply).__name__}, not an object")
         return reply
