@@ -24,10 +24,10 @@ from gdpo_nemo.config.algorithm_choice import declares_sampling
 from gdpo_nemo.config.choices import CHOICES, OWN_FUNCTIONS
 from gdpo_nemo.config.files import DEMO, REPOSITORY, find_file
 from gdpo_nemo.config.messages import message_line
-from gdpo_nemo.config.reading import check_yaml, read_text
+from gdpo_nemo.config.reading import Refused, check_yaml, read_text
 from gdpo_nemo.config.reward_weights import weights_beside_rewards
 from gdpo_nemo.config.schema import Config
-from gdpo_nemo.errors import ConfigError
+from gdpo_nemo.errors import SHORTEST_SECRET, ConfigError, mask_urls, remember_secret, without_secrets
 
 _SCALARS = {int: "an integer", float: "a number", bool: "true or false", str: "a text"}
 
@@ -131,8 +131,7 @@ def config_to_dict(config: Config) -> dict[str, Any]:
 
 _WRITTEN: dict[tuple[Any, ...], tuple[Any, str]] = {}
 """By its place in a config that this process built: a value that came from the environment, and the text it came by."""
-_PASSWORD = re.compile(r"(://[^/\s:@]+):[^/\s@]+@")
-_SHORTEST_SECRET = 6
+_FROM_ENVIRONMENT = re.compile(r"\$\{oc\.env:\s*(\w+)[^}]*\}")
 
 
 def recorded(config: Config) -> dict[str, Any]:
@@ -154,7 +153,7 @@ def _masked(node: Any) -> Any:
         return {"on" if key is True else key: _masked(value) for key, value in node.items()}
     if isinstance(node, list):
         return [_masked(value) for value in node]
-    return _PASSWORD.sub(r"\1:***@", node) if isinstance(node, str) else node
+    return mask_urls(node) if isinstance(node, str) else node
 
 
 def _leaves(node: Any, place: tuple[Any, ...] = ()) -> dict[tuple[Any, ...], Any]:
@@ -171,12 +170,20 @@ def _note_environment(before: Any, after: Any) -> None:
     texts = {place: text for place, text in _leaves(before).items() if isinstance(text, str) and "${" in text}
     direct = {place for place, text in texts.items() if "${oc.env:" in text}
     secrets = [str(resolved[place]) for place in direct if place in resolved]
-    secrets = [secret for secret in secrets if len(secret) >= _SHORTEST_SECRET]
+    secrets = [secret for secret in secrets if len(secret) >= SHORTEST_SECRET]
     for place, text in texts.items():
         if place not in resolved:
             continue
         if place in direct or any(secret in str(resolved[place]) for secret in secrets):
             _WRITTEN[place] = (resolved[place], text)
+
+
+def _remember_secrets(written: Any) -> None:
+    """Keep the environment's values out of messages, those about values that cannot be resolved among them."""
+    for text in _leaves(written).values():
+        for found in _FROM_ENVIRONMENT.finditer(text if isinstance(text, str) else ""):
+            if found[1] in os.environ:
+                remember_secret(os.environ[found[1]], found[0])
 
 
 def save_config(config: Config, path: str | Path) -> None:
@@ -228,6 +235,8 @@ def _read_yaml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: no such config file{_nearest_file(path)}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})") from None
+    except Refused as error:
+        raise ConfigError(f"{path}: {error}") from None
     except yaml.YAMLError as error:
         raise ConfigError(_yaml_message(error, path)) from None
     except OmegaConfBaseException as error:
@@ -246,6 +255,8 @@ def _read_override(text: str) -> tuple[str, dict[str, Any]]:
     try:
         check_yaml(text.partition("=")[2])
         content = OmegaConf.from_dotlist([text])
+    except Refused as error:
+        raise ConfigError(f"{key}: {error}") from None
     except (yaml.YAMLError, ValueError):
         raise ConfigError(f"{key}: {text.partition('=')[2]!r} is not a YAML value (quote it?)") from None
     except OmegaConfBaseException as error:
@@ -255,6 +266,7 @@ def _read_override(text: str) -> tuple[str, dict[str, Any]]:
 
 def build_config(merged: DictConfig) -> Config:
     """Resolve interpolations, check what only shows then, and build the dataclasses. Raises ConfigError."""
+    _remember_secrets(OmegaConf.to_container(merged))
     try:
         _check_chosen(merged, "algorithm.type")  # first, because what must be set depends on it
         if not declares_sampling(merged.algorithm.type) and OmegaConf.is_missing(merged.gdpo, "rewards"):
@@ -381,7 +393,7 @@ def _nearest_file(path: Path) -> str:
 
 
 def _wrong(key: str, expected: str, value: Any, source: str) -> ConfigError:
-    got = "null" if value is None else repr(value)
+    got = "null" if value is None else without_secrets(repr(value))  # first: a part of a secret is not found any more
     got = got if len(got) <= 60 else got[:57] + "..."
     return ConfigError(f"{key or 'config'}: expected {expected}, got {got}{_where(source)}")
 
