@@ -13,8 +13,9 @@ import io
 import math
 import os
 import re
+from itertools import count
 from pathlib import Path
-from typing import Any, Mapping, Sequence, Union, cast, get_args, get_origin, get_type_hints
+from typing import Any, Iterator, Mapping, Sequence, Union, cast, get_args, get_origin, get_type_hints
 
 import yaml
 from omegaconf import MISSING, DictConfig, OmegaConf
@@ -23,12 +24,15 @@ from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
 from gdpo_nemo.config.algorithm_choice import declares_sampling
 from gdpo_nemo.config.choices import CHOICES, OWN_FUNCTIONS
 from gdpo_nemo.config.files import DEMO, REPOSITORY, find_file
+from gdpo_nemo.config.interpolation_bound import check_interpolations
 from gdpo_nemo.config.messages import message_line
 from gdpo_nemo.config.reading import Refused, check_yaml, read_text
 from gdpo_nemo.config.reward_weights import weights_beside_rewards
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.errors import SHORTEST_SECRET, ConfigError, mask_urls, remember_secret, without_secrets
 
+MOST_FILES = 100
+"""Files that a config may inherit from, each as often as it is named: two parents with two each are six."""
 _SCALARS = {int: "an integer", float: "a number", bool: "true or false", str: "a text"}
 
 
@@ -60,12 +64,12 @@ def read_config(config: ConfigSource) -> Sources:
         return [("config", config_to_dict(config), True)]
     if isinstance(config, Mapping):
         content = _plain(config)
-        parents = _read_parents(content, Path("config"), ())
+        parents = _read_parents(content, Path("config"), (), count())
         return [*((source, parent, True) for source, parent in parents), ("config", content, True)]
     if config is not None and not isinstance(config, (str, os.PathLike)):
         raise ConfigError(f"config: expected a YAML file or a mapping, got {type(config).__name__}")
     path = DEMO if config is None else find_file(config) or Path(config)
-    return [(source, content, True) for source, content in _read_with_parents(path, ())]
+    return [(source, content, True) for source, content in _read_with_parents(path, (), count())]
 
 
 def read_overrides(overrides: Overrides) -> Sources:
@@ -201,23 +205,29 @@ def to_yaml(config: Config) -> str:
     return OmegaConf.to_yaml(OmegaConf.create(recorded(config)))
 
 
-def _read_with_parents(path: Path, children: tuple[Path, ...]) -> list[tuple[str, dict[str, Any]]]:
+def _read_with_parents(path: Path, children: tuple[Path, ...], read: Iterator[int]) -> list[tuple[str, dict[str, Any]]]:
     """The file's parents, oldest first, then the file itself, each as (name for messages, content)."""
     resolved = Path(os.path.realpath(path))  # unlike Path.resolve, never raises
     if resolved in children:
         chain = " -> ".join(p.name for p in (*children, resolved))
         raise ConfigError(f"defaults: {path} inherits from itself ({chain})")
+    if next(read) == MOST_FILES:
+        raise ConfigError(
+            f"defaults: {(*children, path)[0]} inherits from more than {MOST_FILES} files, repetitions counted"
+        )
     content = _read_yaml(path)
-    return [*_read_parents(content, path, (*children, resolved)), (str(path), content)]
+    return [*_read_parents(content, path, (*children, resolved), read), (str(path), content)]
 
 
-def _read_parents(content: dict[str, Any], path: Path, children: tuple[Path, ...]) -> list[tuple[str, dict[str, Any]]]:
+def _read_parents(
+    content: dict[str, Any], path: Path, children: tuple[Path, ...], read: Iterator[int]
+) -> list[tuple[str, dict[str, Any]]]:
     """What ``defaults:``, which is taken out of ``content``, names, with its own parents."""
     parents = content.pop("defaults", None) or []
     parents = [parents] if isinstance(parents, str) else parents
     if not isinstance(parents, list) or not all(isinstance(p, str) for p in parents):
         raise ConfigError(f"defaults: expected a file name or a list of file names ({path})")
-    return [source for parent in parents for source in _read_with_parents(_parent(path, parent), children)]
+    return [source for parent in parents for source in _read_with_parents(_parent(path, parent), children, read)]
 
 
 def _parent(path: Path, name: str) -> Path:
@@ -266,7 +276,9 @@ def _read_override(text: str) -> tuple[str, dict[str, Any]]:
 
 def build_config(merged: DictConfig) -> Config:
     """Resolve interpolations, check what only shows then, and build the dataclasses. Raises ConfigError."""
-    _remember_secrets(OmegaConf.to_container(merged))
+    unresolved = OmegaConf.to_container(merged)
+    _remember_secrets(unresolved)
+    check_interpolations(unresolved)
     try:
         _check_chosen(merged, "algorithm.type")  # first, because what must be set depends on it
         if not declares_sampling(merged.algorithm.type) and OmegaConf.is_missing(merged.gdpo, "rewards"):

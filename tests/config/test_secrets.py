@@ -10,8 +10,8 @@ import pytest
 from gdpo_nemo.config.changes import find_changes
 from gdpo_nemo.config.load import load_config, recorded, save_config, to_yaml
 from gdpo_nemo.errors import ConfigError
-from gdpo_nemo.observe.alerts import read_alerts
 from gdpo_nemo.interop.nemo_rl.translate import translate
+from gdpo_nemo.observe.alerts import read_alerts
 from gdpo_nemo.observe.log import RunLog
 
 SECRET = "hunter2-and-more"
@@ -102,7 +102,7 @@ policy: {model_name: Qwen/Qwen2.5-1.5B}
 checkpointing: {checkpoint_dir: "results/${oc.env:GDPO_TEST_KEY}"}
 logger:
   wandb_enabled: true
-  wandb: {project: "${oc.env:GDPO_TEST_KEY}", name: "x-${oc.env:GDPO_TEST_KEY,none}-${oc.decode:${oc.env:GDPO_TEST_KEY}}"}
+  wandb: {project: "${oc.env:GDPO_TEST_KEY}", name: "${oc.env:GDPO_TEST_KEY,x}-${oc.decode:${oc.env:GDPO_TEST_KEY}}"}
 """
 
 

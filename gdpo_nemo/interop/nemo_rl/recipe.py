@@ -10,6 +10,7 @@ import io
 import os
 import re
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any, Callable, Iterator, cast
 
@@ -17,6 +18,8 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from gdpo_nemo.config.interpolation_bound import check_interpolations
+from gdpo_nemo.config.load import MOST_FILES
 from gdpo_nemo.config.messages import message_line
 from gdpo_nemo.config.reading import check_yaml, parse_yaml, read_text
 from gdpo_nemo.errors import ConfigError
@@ -193,12 +196,13 @@ def read_recipe(path: Path) -> dict[str, Any]:
     Raises:
         ConfigError: names the file, and for a missing parent the file that asks for it.
     """
-    merged = _map_texts(_merged(path, ()), _with_own_resolvers)
+    merged = _map_texts(_merged(path, (), count()), _with_own_resolvers)
     resolvers = {name: _computed(function) for name, function in _ARITHMETIC.items()}
     resolvers |= {"gdpo_env": _kept_variable, "gdpo_decode": _decoded}
     for name, function in resolvers.items():
         OmegaConf.register_new_resolver(name, function, replace=True)
     try:
+        check_interpolations(merged)
         config = OmegaConf.create(merged)
         OmegaConf.resolve(config)
         return _map_texts(OmegaConf.to_container(config), _as_written)
@@ -263,9 +267,11 @@ def _map_texts(node: Any, change) -> Any:
     return change(node) if isinstance(node, str) else node
 
 
-def _merged(path: Path, children: tuple[Path, ...]) -> dict[str, Any]:
+def _merged(path: Path, children: tuple[Path, ...], read: Iterator[int]) -> dict[str, Any]:
     if Path(os.path.realpath(path)) in children:
         raise ConfigError(f"{path}: inherits from itself")
+    if next(read) == MOST_FILES:
+        raise ConfigError(f"{children[0]}: inherits from more than {MOST_FILES} files, repetitions counted")
     try:
         text = read_text(path)
         check_yaml(text)
@@ -281,7 +287,7 @@ def _merged(path: Path, children: tuple[Path, ...]) -> dict[str, Any]:
     parents = own.pop("defaults", None) or []
     result: dict[str, Any] = {}
     for parent in [parents] if isinstance(parents, str) else parents:
-        result = _over(result, _merged(path.parent / parent, (*children, Path(os.path.realpath(path)))))
+        result = _over(result, _merged(path.parent / parent, (*children, Path(os.path.realpath(path))), read))
     return _over(result, own)
 
 
