@@ -6,6 +6,7 @@ escapes is a defect of the program and keeps its traceback.
 
 from __future__ import annotations
 
+import re
 from enum import StrEnum
 from typing import ClassVar, TypeVar
 
@@ -17,6 +18,42 @@ def printable(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(letter if letter.isprintable() else letter.encode("unicode_escape").decode() for letter in text)
+
+
+SHORTEST_SECRET = 6
+"""Characters; shorter values of the environment are numbers, names and switches, which messages may show."""
+_secrets: dict[str, str] = {}
+"""Values of the environment that this process has read into a config -> the interpolation each came by."""
+_USER = re.compile(r"(?<!ssh)(?<!sftp)(://)([^/\s:@?#]*)(:?)[^/\s@?#]*@")
+_PARAMETER = re.compile(
+    r"([?&][\w.-]*(?:key|token|secret|passw(?:or)?d|pwd|sig|signature|auth|credentials?)=)[^&\s#'\"]+", re.IGNORECASE
+)
+
+
+def remember_secret(value: str, written: str) -> None:
+    """Have ``value``, which came from the environment, shown as it was ``written``: ``${oc.env:NAME}``."""
+    if len(value) >= SHORTEST_SECRET:
+        _secrets[value] = written
+
+
+def without_secrets(text: str) -> str:
+    """Return the text with values of the environment as they were written, and with credentials in URLs masked."""
+    text = mask_urls(text)
+    for value in sorted(_secrets, key=len, reverse=True):
+        for form in (value, repr(value)[1:-1]):
+            text = text.replace(form, _secrets[value])
+    return text
+
+
+def mask_urls(text: str) -> str:
+    """Return the text with the credentials of URLs masked.
+
+    Credentials are a password before the host, a token in its place, and query parameters named like a key. The user
+    names of ssh are not secret.
+    """
+    if "://" in text:
+        text = _USER.sub(lambda found: f"://{found[2] if found[3] else ''}{found[3]}***@", text)
+    return _PARAMETER.sub(r"\1***", text)
 
 
 class FailureKind(StrEnum):
@@ -39,7 +76,7 @@ class GdpoError(Exception):
     """None: that of the error it was raised from (``kind_of``), if any."""
 
     def __str__(self) -> str:
-        return printable(" ".join(super().__str__().split()))
+        return printable(" ".join(without_secrets(super().__str__()).split()))
 
 
 class ConfigError(GdpoError):

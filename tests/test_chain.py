@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from bad_input import EMBEDDING_ONLY
 
 from gdpo_nemo import cli
 from gdpo_nemo.commands import chain, train
@@ -29,7 +30,7 @@ def pretend(stage: chain.Stage, outcome: str) -> None:
     if outcome == "complete":
         stage.model.mkdir(exist_ok=True)
         (stage.model / "config.json").write_text(json.dumps(DIGITS))
-        (stage.model / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
+        (stage.model / "model.safetensors").write_bytes(EMBEDDING_ONLY)
         for name in ("tokenizer.json", "tokenizer_config.json"):
             (stage.model / name).write_text("{}")
 

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from bad_input import EMBEDDING_ONLY
 
 from gdpo_nemo import cli
 from gdpo_nemo.algorithm import load_algorithm
@@ -56,7 +57,7 @@ def teacher(tmp_path, monkeypatch):
     def write(**fields) -> str:
         (tmp_path / "teacher").mkdir()
         (tmp_path / "teacher" / "config.json").write_text(json.dumps({**TEACHER, **fields}))
-        (tmp_path / "teacher" / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
+        (tmp_path / "teacher" / "model.safetensors").write_bytes(EMBEDDING_ONLY)
         for name in ("tokenizer.json", "tokenizer_config.json"):
             (tmp_path / "teacher" / name).write_text("{}")
         return f"teacher.model_name={tmp_path}/teacher"

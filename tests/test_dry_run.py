@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from bad_input import EMPTY_SAFETENSORS, MODEL, TOKENIZER, write
+from bad_input import EMBEDDING_ONLY, MODEL, TOKENIZER, write
 
 from gdpo_nemo import cli
 from gdpo_nemo.commands import dry_run
@@ -145,7 +145,7 @@ def test_anchors_of_raw_texts_are_counted_and_so_are_texts_without(tmp_path, cap
     write(tmp_path, "model/config.json", json.dumps(MODEL))
     write(tmp_path, "model/tokenizer.json", json.dumps(TOKENIZER))
     write(tmp_path, "model/tokenizer_config.json", json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
-    (tmp_path / "model" / "model.safetensors").write_bytes(EMPTY_SAFETENSORS)
+    (tmp_path / "model" / "model.safetensors").write_bytes(EMBEDDING_ONLY)
     texts = jsonl(tmp_path / "texts.jsonl", [{"text": "a " * tokens} for tokens in (5, 7, 9, 11)])
     config = tmp_path / "run.yaml"
     config.write_text(STRIDED.replace("MODEL", str(tmp_path / "model")).replace("DATA", str(texts)))

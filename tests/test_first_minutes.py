@@ -33,7 +33,7 @@ MODEL = dict(
 def model_folder(folder: Path, model_type: str = "qwen2", tokenizer_class: str = "Qwen2Tokenizer", **settings) -> Path:
     """A model of bytes: what a run reads of one before it starts a process."""
     folder.mkdir()
-    save_file({"lm_head.weight": np.zeros((257, 64), np.float32)}, folder / "model.safetensors")
+    save_file({"model.embed_tokens.weight": np.zeros((257, 64), np.float32)}, folder / "model.safetensors")
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     made = Tokenizer(models.BPE({letter: n for n, letter in enumerate(letters)} | {"<eos>": len(letters)}, []))
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -113,6 +113,8 @@ def _index(folder: Path) -> None:
         ("run/checkpoints/step_1", None, "a checkpoint; `gdpo-nemo convert --to hf`"),
         ("run", lambda d: (d / "model" / "config.json").unlink(), "no exported model (no model/ in it)"),
         ("run", lambda d: (d / "model" / "model.safetensors").unlink(), "(its *.safetensors is missing)"),
+        ("run", lambda d: (d / "model" / "notes.txt").symlink_to(d.parent / "key"), "notes.txt: is a link out of the"),
+        ("run", lambda d: (d / "model" / "notes").symlink_to(d.parent), "notes: is a link out of the model's folder"),
         ("run", lambda d: _index(d / "model"), "(model-00002.safetensors is missing)"),
         ("run", lambda d: (d / "model" / "model.safetensors.index.json").write_text("[]"), "no index of a model's"),
     ],

@@ -77,9 +77,22 @@ def _shards(index: Path) -> list[str]:
 
 
 def model_files(folder: Path) -> list[str]:
-    """What is uploaded, relative to the folder: its files, without hidden ones."""
-    names = (path.relative_to(folder) for path in sorted(folder.rglob("*")) if path.is_file())
-    return [str(name) for name in names if not any(part.startswith(".") for part in name.parts)]
+    """Return the files to upload, relative to the folder, without hidden ones.
+
+    Raises:
+        ConfigError: if a link leads out of the folder. What it names may be no part of the model, a key for instance.
+    """
+    inside = folder.resolve()
+    names = []
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder)
+        if any(part.startswith(".") for part in name.parts):
+            continue
+        if path.is_symlink() and not path.resolve().is_relative_to(inside):
+            raise ConfigError(f"{path}: is a link out of the model's folder; replace it with the file that it names")
+        if path.is_file():
+            names.append(str(name))
+    return names
 
 
 def _check_name(repo: str) -> None:

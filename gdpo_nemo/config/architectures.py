@@ -77,7 +77,10 @@ def _check_window(fields: Mapping[str, Any]) -> None:
     window = fields.get("sliding_window") if fields.get("use_sliding_window", True) else None
     if window is not None:
         raise _refusal(f"sliding-window attention ({window} tokens) is not supported")
-    kinds = sorted({str(kind) for kind in fields.get("layer_types") or ()} - {"full_attention"})
+    layers = fields.get("layer_types") or []
+    if not isinstance(layers, list):
+        raise _refusal(f"layer_types must be a list of texts, not {str(layers)[:40]}")
+    kinds = sorted({str(kind) for kind in layers} - {"full_attention"})
     if kinds:
         raise _refusal(f"layers of type {', '.join(kinds)} (layer_types) are not supported; supported: full_attention")
 

@@ -8,7 +8,7 @@ from typing import Any, Mapping
 from gdpo_nemo.config.algorithm_choice import PPO
 from gdpo_nemo.config.load import config_to_dict, recorded
 from gdpo_nemo.config.schema import Config
-from gdpo_nemo.errors import ConfigError
+from gdpo_nemo.errors import ConfigError, mask_urls
 
 _ABSENT = object()
 
@@ -52,7 +52,7 @@ def find_changes(before: Mapping[str, Any], config: Config) -> list[Change]:
 
     A key that is not in ``before`` had its default: the file may have been written before the key was introduced.
     """
-    then = flattened(before)
+    then = {key: mask_urls(value) if isinstance(value, str) else value for key, value in flattened(before).items()}
     now = flattened(recorded(config))
     defaults = flattened(config_to_dict(Config()))
     found = []

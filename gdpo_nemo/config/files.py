@@ -27,7 +27,7 @@ from gdpo_nemo.config.peft_matrices import check_continued, check_fit, read_shap
 from gdpo_nemo.config.reading import read_text
 from gdpo_nemo.config.schema import Config, DatasetConfig
 from gdpo_nemo.config.stages import check_stages
-from gdpo_nemo.config.weight_files import check_weight_files
+from gdpo_nemo.config.weight_files import check_tensors, check_weight_files
 from gdpo_nemo.errors import ConfigError
 
 if TYPE_CHECKING:  # the layout asks whether the algorithm samples, which a file here may say
@@ -228,6 +228,8 @@ def check_model(config: Config, layout: Layout) -> None:
         _check_adapter(source, config)
     elif folder.is_dir():
         check_weight_files(folder, _remake(config))
+        if content is not None:
+            check_tensors(folder, FAMILIES[content["model_type"]])
     if content is not None:
         _check_shape(content, config, layout)
 

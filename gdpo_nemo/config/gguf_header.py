@@ -22,6 +22,8 @@ _STRING = 8
 _ARRAY = 9
 _LONGEST = 1 << 32
 """Bytes or items that a text or an array may have; more is taken for damage."""
+_DEEPEST = 8
+"""Arrays in arrays; the metadata of real models has none."""
 
 BLOCKS: Mapping[int, tuple[str, int, int]] = {
     0: ("F32", 1, 4), 1: ("F16", 1, 2), 30: ("BF16", 1, 2),
@@ -127,17 +129,19 @@ def _text(stream: BinaryIO) -> str:
     return found.decode("utf-8", errors="replace")
 
 
-def _value(stream: BinaryIO, kind: int) -> Any:
+def _value(stream: BinaryIO, kind: int, depth: int = 0) -> Any:
     if kind in _SCALARS:
         return _unpack(stream, _SCALARS[kind])[0]
     if kind == _STRING:
         return _text(stream)
     if kind != _ARRAY:
         raise ValueError(f"a value of unknown type {kind}")
+    if depth == _DEEPEST:
+        raise ValueError(f"arrays are nested more than {_DEEPEST} deep")
     inner, count = _unpack(stream, "IQ")
     if inner in _SCALARS:
         return list(_unpack(stream, f"{_checked(count)}{_SCALARS[inner]}"))
-    return [_value(stream, inner) for _ in range(_checked(count))]
+    return [_value(stream, inner, depth + 1) for _ in range(_checked(count))]
 
 
 def _dimensions(stream: BinaryIO) -> tuple[tuple[int, ...], int]:

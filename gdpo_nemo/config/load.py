@@ -13,8 +13,9 @@ import io
 import math
 import os
 import re
+from itertools import count
 from pathlib import Path
-from typing import Any, Mapping, Sequence, Union, cast, get_args, get_origin, get_type_hints
+from typing import Any, Iterator, Mapping, Sequence, Union, cast, get_args, get_origin, get_type_hints
 
 import yaml
 from omegaconf import MISSING, DictConfig, OmegaConf
@@ -23,13 +24,16 @@ from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
 from gdpo_nemo.config.algorithm_choice import declares_sampling
 from gdpo_nemo.config.choices import CHOICES, OWN_FUNCTIONS, SECTIONS_OFF
 from gdpo_nemo.config.files import DEMO, REPOSITORY, find_file
+from gdpo_nemo.config.interpolation_bound import check_interpolations
 from gdpo_nemo.config.messages import message_line
-from gdpo_nemo.config.reading import check_yaml, read_text
+from gdpo_nemo.config.reading import Refused, check_yaml, read_text
 from gdpo_nemo.config.reward_weights import weights_beside_rewards
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.config.writing import write_whole
-from gdpo_nemo.errors import ConfigError
+from gdpo_nemo.errors import SHORTEST_SECRET, ConfigError, mask_urls, remember_secret, without_secrets
 
+MOST_FILES = 100
+"""Files that a config may inherit from, each as often as it is named: two parents with two each are six."""
 _SCALARS = {int: "an integer", float: "a number", bool: "true or false", str: "a text"}
 
 
@@ -61,12 +65,12 @@ def read_config(config: ConfigSource) -> Sources:
         return [("config", config_to_dict(config), True)]
     if isinstance(config, Mapping):
         content = _plain(config)
-        parents = _read_parents(content, Path("config"), ())
+        parents = _read_parents(content, Path("config"), (), count())
         return [*((source, parent, True) for source, parent in parents), ("config", content, True)]
     if config is not None and not isinstance(config, (str, os.PathLike)):
         raise ConfigError(f"config: expected a YAML file or a mapping, got {type(config).__name__}")
     path = DEMO if config is None else find_file(config) or Path(config)
-    return [(source, content, True) for source, content in _read_with_parents(path, ())]
+    return [(source, content, True) for source, content in _read_with_parents(path, (), count())]
 
 
 def read_overrides(overrides: Overrides) -> Sources:
@@ -153,8 +157,7 @@ def config_to_dict(config: Config) -> dict[str, Any]:
 
 _WRITTEN: dict[tuple[Any, ...], tuple[Any, str]] = {}
 """By its place in a config that this process built: a value that came from the environment, and the text it came by."""
-_PASSWORD = re.compile(r"(://[^/\s:@]+):[^/\s@]+@")
-_SHORTEST_SECRET = 6
+_FROM_ENVIRONMENT = re.compile(r"\$\{oc\.env:\s*(\w+)[^}]*\}")
 
 
 def recorded(config: Config) -> dict[str, Any]:
@@ -176,7 +179,7 @@ def _masked(node: Any) -> Any:
         return {"on" if key is True else key: _masked(value) for key, value in node.items()}
     if isinstance(node, list):
         return [_masked(value) for value in node]
-    return _PASSWORD.sub(r"\1:***@", node) if isinstance(node, str) else node
+    return mask_urls(node) if isinstance(node, str) else node
 
 
 def _leaves(node: Any, place: tuple[Any, ...] = ()) -> dict[tuple[Any, ...], Any]:
@@ -193,12 +196,20 @@ def _note_environment(before: Any, after: Any) -> None:
     texts = {place: text for place, text in _leaves(before).items() if isinstance(text, str) and "${" in text}
     direct = {place for place, text in texts.items() if "${oc.env:" in text}
     secrets = [str(resolved[place]) for place in direct if place in resolved]
-    secrets = [secret for secret in secrets if len(secret) >= _SHORTEST_SECRET]
+    secrets = [secret for secret in secrets if len(secret) >= SHORTEST_SECRET]
     for place, text in texts.items():
         if place not in resolved:
             continue
         if place in direct or any(secret in str(resolved[place]) for secret in secrets):
             _WRITTEN[place] = (resolved[place], text)
+
+
+def _remember_secrets(written: Any) -> None:
+    """Keep the environment's values out of messages, those about values that cannot be resolved among them."""
+    for text in _leaves(written).values():
+        for found in _FROM_ENVIRONMENT.finditer(text if isinstance(text, str) else ""):
+            if found[1] in os.environ:
+                remember_secret(os.environ[found[1]], found[0])
 
 
 def save_config(config: Config, path: str | Path) -> None:
@@ -213,23 +224,29 @@ def to_yaml(config: Config) -> str:
     return OmegaConf.to_yaml(OmegaConf.create(recorded(config)))
 
 
-def _read_with_parents(path: Path, children: tuple[Path, ...]) -> list[tuple[str, dict[str, Any]]]:
+def _read_with_parents(path: Path, children: tuple[Path, ...], read: Iterator[int]) -> list[tuple[str, dict[str, Any]]]:
     """The file's parents, oldest first, then the file itself, each as (name for messages, content)."""
     resolved = Path(os.path.realpath(path))  # unlike Path.resolve, never raises
     if resolved in children:
         chain = " -> ".join(p.name for p in (*children, resolved))
         raise ConfigError(f"defaults: {path} inherits from itself ({chain})")
+    if next(read) == MOST_FILES:
+        raise ConfigError(
+            f"defaults: {(*children, path)[0]} inherits from more than {MOST_FILES} files, repetitions counted"
+        )
     content = _read_yaml(path)
-    return [*_read_parents(content, path, (*children, resolved)), (str(path), content)]
+    return [*_read_parents(content, path, (*children, resolved), read), (str(path), content)]
 
 
-def _read_parents(content: dict[str, Any], path: Path, children: tuple[Path, ...]) -> list[tuple[str, dict[str, Any]]]:
+def _read_parents(
+    content: dict[str, Any], path: Path, children: tuple[Path, ...], read: Iterator[int]
+) -> list[tuple[str, dict[str, Any]]]:
     """What ``defaults:``, which is taken out of ``content``, names, with its own parents."""
     parents = content.pop("defaults", None) or []
     parents = [parents] if isinstance(parents, str) else parents
     if not isinstance(parents, list) or not all(isinstance(p, str) for p in parents):
         raise ConfigError(f"defaults: expected a file name or a list of file names ({path})")
-    return [source for parent in parents for source in _read_with_parents(_parent(path, parent), children)]
+    return [source for parent in parents for source in _read_with_parents(_parent(path, parent), children, read)]
 
 
 def _parent(path: Path, name: str) -> Path:
@@ -247,6 +264,8 @@ def _read_yaml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: no such config file{_nearest_file(path) or _elsewhere(path)}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})") from None
+    except Refused as error:
+        raise ConfigError(f"{path}: {error}") from None
     except yaml.YAMLError as error:
         raise ConfigError(_yaml_message(error, path)) from None
     except OmegaConfBaseException as error:
@@ -265,6 +284,8 @@ def _read_override(text: str) -> tuple[str, dict[str, Any]]:
     try:
         check_yaml(text.partition("=")[2])
         content = OmegaConf.from_dotlist([text])
+    except Refused as error:
+        raise ConfigError(f"{key}: {error}") from None
     except (yaml.YAMLError, ValueError):
         raise ConfigError(f"{key}: {text.partition('=')[2]!r} is not a YAML value (quote it?)") from None
     except OmegaConfBaseException as error:
@@ -274,6 +295,9 @@ def _read_override(text: str) -> tuple[str, dict[str, Any]]:
 
 def build_config(merged: DictConfig) -> Config:
     """Resolve interpolations, check what only shows then, and build the dataclasses. Raises ConfigError."""
+    unresolved = OmegaConf.to_container(merged)
+    _remember_secrets(unresolved)
+    check_interpolations(unresolved)
     try:
         _check_chosen(merged, "algorithm.type")  # first, because what must be set depends on it
         if not declares_sampling(merged.algorithm.type) and OmegaConf.is_missing(merged.gdpo, "rewards"):
@@ -408,7 +432,7 @@ def _nearest_file(path: Path) -> str:
 
 
 def _wrong(key: str, expected: str, value: Any, source: str) -> ConfigError:
-    got = "null" if value is None else repr(value)
+    got = "null" if value is None else without_secrets(repr(value))  # first: a part of a secret is not found any more
     got = got if len(got) <= 60 else got[:57] + "..."
     return ConfigError(f"{key or 'config'}: expected {expected}, got {got}{_where(source)}")
 

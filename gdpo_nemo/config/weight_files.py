@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from gdpo_nemo.config.families import Family
 from gdpo_nemo.config.reading import open_file, parse_json, read_text
 from gdpo_nemo.errors import ConfigError
 
@@ -37,6 +38,21 @@ def check_weight_files(folder: Path, remedy: str = "") -> None:
             problem = f"cannot be read ({error.strerror})"
         if problem:
             raise ConfigError(f"policy.model_name: {file} {problem}")
+
+
+def check_tensors(folder: Path, family: Family) -> None:
+    """Refuse a folder whose files, though whole, hold another model's tensors or none.
+
+    Only the names in the headers are read, and only the embedding is asked for, which every model of a family has.
+
+    Raises:
+        ConfigError: if no tensor has the embedding's name.
+    """
+    wanted = f"{family.modules.embedding}.weight"
+    found = tensor_shapes(folder, "policy.model_name")
+    if wanted not in found:
+        there = f"it holds {len(found)} tensors, {min(found)} first" if found else "it holds no tensor"
+        raise ConfigError(f"policy.model_name: {folder} has no tensor {wanted} of a {family.model_type} model; {there}")
 
 
 def _indexed(index: Path) -> list[str]:

@@ -4,14 +4,16 @@ function, or an environment that makes its own. Needs no tokenizer, so that a dr
 
 from __future__ import annotations
 
+import json
 from itertools import islice
 from pathlib import Path
 from typing import Any, Iterator, Mapping
 
+from gdpo_nemo.config.example_types import is_transform
 from gdpo_nemo.config.files import DATA_SUFFIXES, check_data_file, data_places, is_rows_function
 from gdpo_nemo.config.messages import first_line, nearest
 from gdpo_nemo.config.objects import load_object
-from gdpo_nemo.config.reading import open_file, parse_json
+from gdpo_nemo.config.reading import HalfPair, check_pairs, open_file, parse_json
 from gdpo_nemo.config.schema import DatasetConfig
 from gdpo_nemo.data.transforms import transformed
 from gdpo_nemo.errors import ConfigError
@@ -81,6 +83,8 @@ def load_rows(
         rows = _rows_of_environment(dataset, environments, split, seed)
     else:
         rows = transformed(_rows_of_path(dataset, split, at_most)[: dataset.size], dataset, split)
+        if is_transform(dataset.type):
+            _check_texts(rows, f"data.{split}.type: {dataset.type}")
         if dataset.columns:
             rows = [_renamed(row, dataset.columns, split, index) for index, row in enumerate(rows)]
         rows = _read_by_environment(rows, dataset, environments, split)
@@ -94,7 +98,9 @@ def _rows_of_environment(dataset: DatasetConfig, environments: Mapping[str, Any]
     environment = environments[name]
     if not environment.makes_rows:
         raise ConfigError(f"data.{split}.path: must be set, the environment {name!r} makes no prompts of its own")
-    return [dict(row) for row in environment.rows(dataset.split or split, dataset.size, seed)]
+    rows = [dict(row) for row in environment.rows(dataset.split or split, dataset.size, seed)]
+    _check_texts(rows, f"data.{split}: {name!r} made a row that cannot be used")
+    return rows
 
 
 def _read_by_environment(
@@ -146,7 +152,17 @@ def _rows_of_function(place: str, key: str) -> list[Row]:
         raise ConfigError(f"{key}: {error}") from error
     except (Exception, SystemExit) as error:  # the function is the user's
         raise ConfigError(f"{key}: {place} gave no rows: {first_line(error)}") from error
+    _check_texts(rows, f"{key}: {place}")
     return rows
+
+
+def _check_texts(rows: list[Row], where: str) -> None:
+    """Refuse rows of user code that hold half a surrogate pair; files are checked as they are read."""
+    for index, row in enumerate(rows):
+        try:
+            check_pairs(json.dumps(row, ensure_ascii=False, default=str, skipkeys=True))
+        except HalfPair as error:
+            raise ConfigError(f"{where}: row {index}: {error}") from None
 
 
 def _read_jsonl(path: Path) -> Iterator[Row]:
@@ -156,6 +172,8 @@ def _read_jsonl(path: Path) -> Iterator[Row]:
                 continue
             try:
                 row = parse_json(line)
+            except HalfPair as error:
+                raise ConfigError(f"{path}:{number}: {error}; correct or remove the row") from None
             except ValueError as error:  # both bad JSON and bad UTF-8 are ValueErrors
                 raise ConfigError(f"{path}:{number}: not valid JSON: {error}") from error
             if not isinstance(row, dict):
@@ -166,6 +184,8 @@ def _read_jsonl(path: Path) -> Iterator[Row]:
 def _read_json(path: Path) -> Iterator[Row]:
     try:
         rows = parse_json(path.read_bytes())
+    except HalfPair as error:
+        raise ConfigError(f"{path}: {error}; correct or remove the row") from None
     except ValueError as error:
         raise ConfigError(f"{path}: not valid JSON: {error}") from error
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):

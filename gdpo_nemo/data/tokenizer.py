@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import importlib
 import os
+import sys
+from itertools import count
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from gdpo_nemo.config.messages import first_line
@@ -22,6 +25,10 @@ _CLASSES = {
 """(model_type, tokenizer_class) -> module and class that AutoTokenizer of transformers 5.19 chooses."""
 
 
+_MOST_LINES = 100_000
+"""Lines of Python that jinja makes of a template and runs for a conversation of one message; real ones run some 100."""
+
+
 def load_tokenizer(config: Config, folder: str | Path) -> Any:
     """The tokenizer that ``policy.tokenizer_name`` names, else that of the model in ``folder``. Raises ConfigError."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -33,7 +40,50 @@ def load_tokenizer(config: Config, folder: str | Path) -> Any:
         raise ConfigError(f"policy.tokenizer_name: no tokenizer in {name} ({first_line(error)})") from None
     if len(tokenizer) <= len(tokenizer.all_special_ids):  # what transformers makes where the vocabulary is missing
         raise ConfigError(f"policy.tokenizer_name: the tokenizer in {name} has no vocabulary")
+    longest = tokenizer.model_max_length
+    if isinstance(longest, bool) or not isinstance(longest, (int, float)):
+        raise ConfigError(f"policy.tokenizer_name: model_max_length in {name} must be a number (got {longest!r})")
+    _check_template(tokenizer, name)
     return tokenizer
+
+
+class _Endless(Exception):
+    """A chat template ran more lines than any template needs."""
+
+
+def _check_template(tokenizer: Any, name: str | Path) -> None:
+    """Refuse a chat template whose loops do not end in any useful time.
+
+    jinja's sandbox bounds a loop and not loops in loops, and a rendering cannot be stopped from outside. The template
+    is tried on one short conversation, and its lines are counted. A template that refuses this one is reported later,
+    with the row that it refuses.
+
+    Raises:
+        ConfigError: if it runs more than ``_MOST_LINES`` lines.
+    """
+    if not getattr(tokenizer, "chat_template", None):
+        return
+    lines = count()
+
+    def trace(frame: FrameType, event: str, _: Any) -> Any:
+        if frame.f_code.co_filename != "<template>":
+            return None
+        if event == "line" and next(lines) > _MOST_LINES:
+            raise _Endless
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        tokenizer.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False, add_generation_prompt=True)
+    except _Endless:
+        raise ConfigError(
+            f"policy.tokenizer_name: the chat template in {name} runs more than {_MOST_LINES:,} lines for one message"
+        ) from None
+    except Exception:  # noqa: BLE001 - a template may raise anything, for instance on roles it does not know
+        return
+    finally:
+        sys.settrace(before)
 
 
 def check_same_tokens(tokenizer: Any, folder: str | Path, key: str) -> None:

@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import Any, Mapping
 
-from gdpo_nemo.data.failures import Failure
-from gdpo_nemo.data.replies import parse_json
+from gdpo_nemo.config.reading import parse_json
+from gdpo_nemo.data.replies import depth_exceeds
 from gdpo_nemo.generation.requests import Sampling
 
 MAX_BODY_BYTES = 64 * 2**20
@@ -70,10 +70,12 @@ def read_chat(body: bytes, sampling: Sampling, session: str) -> ChatRequest:
 
 def read_object(body: bytes) -> dict[str, Any]:
     """The JSON object that a request is. Raises Refused, status 400."""
+    if depth_exceeds(body, _MAX_DEPTH):
+        raise Refused(400, f"the request is not valid JSON: it is nested more than {_MAX_DEPTH} levels deep")
     try:
-        request = parse_json(body, _MAX_DEPTH)
-    except Failure as failure:
-        raise Refused(400, f"the request is no JSON that can be read: {failure.detail}") from None
+        request = parse_json(body)
+    except ValueError as error:
+        raise Refused(400, f"the request is not valid JSON: {error}") from None
     if not isinstance(request, dict):
         raise Refused(400, "the request must be a JSON object")
     return request

@@ -16,7 +16,7 @@ import numpy as np
 from gdpo_nemo.config.load import recorded
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.data.records import Group
-from gdpo_nemo.errors import printable
+from gdpo_nemo.errors import printable, without_secrets
 from gdpo_nemo.observe.alerts import write_alert
 from gdpo_nemo.observe.archive import archive_history
 from gdpo_nemo.observe.completion_table import completion_table
@@ -170,7 +170,7 @@ class RunLog:
         return self._history
 
     def _tell(self, level: str, text: str) -> None:
-        text = "\n".join(map(printable, text.splitlines()))
+        text = "\n".join(map(printable, without_secrets(text).splitlines()))
         if self._console:
             at = f"step {self._step}: " if self._step else ""
             self._try("the console", self._console.tell, level, at + text)

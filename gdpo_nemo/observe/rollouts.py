@@ -207,7 +207,7 @@ def iter_rollouts(path: str | Path) -> Iterator[dict[str, Any]]:
     path = Path(path)
     if path.suffix != ".parquet":
         with open_file(path) as lines:
-            yield from (parse_json(line) for line in lines)
+            yield from (parse_json(line, half_pairs=True) for line in lines)
         return
     from gdpo_nemo.observe.sample_columns import SCHEMA, records_of
 

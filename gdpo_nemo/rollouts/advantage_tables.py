@@ -19,6 +19,8 @@ from rich.table import Table
 from rich.text import Text
 
 from gdpo_nemo.algorithms import Advantages
+from gdpo_nemo.algorithms.own_functions import is_place
+from gdpo_nemo.algorithms.rewards import rule_name
 from gdpo_nemo.config.algorithm_choice import has_value_head
 from gdpo_nemo.config.load import load_config
 from gdpo_nemo.config.messages import nearest
@@ -54,11 +56,14 @@ def explain_step(
         shown: groups whose tables are shown; those in which the sum hides most come first.
 
     Raises:
-        ConfigError: there is no such file or config, or the file was not written by a run.
+        ConfigError: if there is no such file or config, if the file was not written by a run, or if the config beside
+            the file names custom code.
     """
     path = Path(path)
     groups, recorded = read_step(path)
     config = load_config(config_path or _config_beside(path), overrides)
+    if config_path is None:
+        _check_runs_no_code(config, overrides, _config_beside(path))
     if kl_in_reward(config):
         raise ConfigError("gdpo.kl_in_reward: needs log-probs of the starting model, which rollouts do not record")
     if has_value_head(config):
@@ -77,6 +82,17 @@ def explain_step(
     for place in by_interest[:shown]:
         parts += [Text(""), _group_table(step, place), *(Text(line) for line in _pair_lines(step, place))]
     return Lines(*parts)
+
+
+def _check_runs_no_code(config: Config, overrides: Sequence[str], beside: Path) -> None:
+    """Refuse custom functions that only the config beside the samples names: a folder from elsewhere must not get its
+    code run because its samples are looked at. Raises ConfigError."""
+    named = {"gdpo.estimator": [config.gdpo.estimator], "gdpo.shaping": list(map(rule_name, config.gdpo.shaping))}
+    for key, names in named.items():
+        chosen = any(override.startswith(key + "=") for override in overrides)
+        code = [] if chosen else [name for name in names if is_place(name)]
+        if code:
+            raise ConfigError(f"{key}: {beside} names code ({code[0]}); pass --config {beside} to run it")
 
 
 def _check_recorded(groups: Sequence[Group], config: Config, path: Path) -> None:

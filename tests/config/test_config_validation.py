@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from bad_input import EMBEDDING_ONLY
 
 from gdpo_nemo.config.description import describe
 from gdpo_nemo.config.layout import resolve_layout
@@ -16,7 +17,6 @@ from gdpo_nemo.validation import validate
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 EXPERTS = {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
-EMPTY_SAFETENSORS = (2).to_bytes(8, "little") + b"{}"
 GPUS = ["cluster.gpus_per_node=8"]
 MEGATRON = "policy.megatron_cfg"
 VLLM = "policy.generation.vllm_cfg"
@@ -194,7 +194,7 @@ def model(tmp_path: Path) -> Path:
     }
     sizes = {"model_type": "llama", "hidden_size": 384, "intermediate_size": 512, "vocab_size": 99}
     (folder / "config.json").write_text(json.dumps({**sizes, **shape}))
-    (folder / "model.safetensors").write_bytes(EMPTY_SAFETENSORS)
+    (folder / "model.safetensors").write_bytes(EMBEDDING_ONLY)
     (folder / "tokenizer.json").write_text("{}")
     return folder
 

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from bad_input import EMBEDDING_ONLY
 
 from gdpo_nemo import cli
 from gdpo_nemo.config.architectures import (
@@ -21,7 +22,6 @@ from gdpo_nemo.config.load import load_config
 from gdpo_nemo.errors import ConfigError
 from gdpo_nemo.validation import validate
 
-EMPTY_SAFETENSORS = (2).to_bytes(8, "little") + b"{}"
 GPUS = ["cluster.gpus_per_node=4", "policy.precision=bfloat16"]
 
 
@@ -172,7 +172,7 @@ SUPPORTED = {
 def model_folder(folder: Path, content: dict) -> Path:
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(content))
-    (folder / "model.safetensors").write_bytes(EMPTY_SAFETENSORS)
+    (folder / "model.safetensors").write_bytes(EMBEDDING_ONLY)
     (folder / "tokenizer.json").write_text("{}")
     return folder
 

@@ -10,6 +10,7 @@ import pytest
 from gdpo_nemo.config.changes import find_changes
 from gdpo_nemo.config.load import load_config, recorded, save_config, to_yaml
 from gdpo_nemo.errors import ConfigError
+from gdpo_nemo.interop.nemo_rl.translate import translate
 from gdpo_nemo.observe.alerts import read_alerts
 from gdpo_nemo.observe.log import RunLog
 
@@ -58,3 +59,62 @@ def test_escape_sequences_are_written_out_in_messages(tmp_path):
     log.alert("server said \x1b]0;owned\x07")
     log.close("failed")
     assert [alert["text"] for alert in read_alerts(tmp_path)] == [r"server said \x1b]0;owned\x07"]
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("redis://:hunter2-and-more@host", "redis://:***@host"),
+        ("https://hunter2-and-more@host/x", "https://***@host/x"),
+        ("https://host/x?api_key=hunter2-and-more&n=3", "https://host/x?api_key=***&n=3"),
+        ("https://host/x?n=3&X-Amz-Signature=hunter2-and-more", "https://host/x?n=3&X-Amz-Signature=***"),
+        ("ssh://git@host/x@y", "ssh://git@host/x@y"),
+        ("https://host/a@b?n=3", "https://host/a@b?n=3"),
+    ],
+)
+def test_credentials_in_urls_are_masked_in_files_and_messages(url, shown):
+    config = load_config(None, [f"logger.mlflow.tracking_uri='{url}'"])
+    assert config.logger.mlflow.tracking_uri == url
+    assert recorded(config)["logger"]["mlflow"]["tracking_uri"] == shown
+    assert str(ConfigError(f"{url} gives no answer")) == f"{shown} gives no answer"
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "run.seed=${oc.env:GDPO_TEST_KEY}",
+        "policy.precision=${oc.env:GDPO_TEST_KEY}",
+        "gdpo.rewards=${oc.env:GDPO_TEST_KEY}",
+        "policy.model_name='${oc.env:GDPO_TEST_KEY,x}/${oc.env:GDPO_TEST_UNSET}'",
+    ],
+)
+@pytest.mark.parametrize("secret", [SECRET, "'\\" + 80 * "s3cret"])
+def test_messages_about_a_secret_show_the_name_of_its_variable(override, secret, monkeypatch):
+    monkeypatch.setenv("GDPO_TEST_KEY", secret)
+    with pytest.raises(ConfigError) as refused:
+        load_config(None, [override])
+    assert secret[:12] not in str(refused.value) and repr(secret)[1:12] not in str(refused.value)
+
+
+RECIPE = """\
+grpo: {num_prompts_per_step: "${mul:${oc.env:GDPO_TEST_SIZE},2}", num_generations_per_prompt: 4}
+policy: {model_name: Qwen/Qwen2.5-1.5B}
+checkpointing: {checkpoint_dir: "results/${oc.env:GDPO_TEST_KEY}"}
+logger:
+  wandb_enabled: true
+  wandb: {project: "${oc.env:GDPO_TEST_KEY}", name: "${oc.env:GDPO_TEST_KEY,x}-${oc.decode:${oc.env:GDPO_TEST_KEY}}"}
+"""
+
+
+def test_a_translated_recipe_holds_no_value_of_the_environment(monkeypatch, tmp_path):
+    monkeypatch.setenv("GDPO_TEST_KEY", SECRET)
+    monkeypatch.setenv("GDPO_TEST_SIZE", "8")
+    (tmp_path / "recipe.yaml").write_text(RECIPE)
+    translation = translate(tmp_path / "recipe.yaml")
+    text = translation.to_text("recipe.yaml")
+    assert SECRET not in text and "${oc.env:GDPO_TEST_KEY}" in text
+    assert translation.content["gdpo"]["num_prompts_per_step"] == 16
+    assert translation.variables == ["GDPO_TEST_KEY"]
+    monkeypatch.setenv("GDPO_TEST_SIZE", SECRET)
+    with pytest.raises(ConfigError, match="computes with .{oc.env:GDPO_TEST_SIZE}, which is not a number here"):
+        translate(tmp_path / "recipe.yaml")

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
+
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import Qwen2Config, Qwen2ForCausalLM
 from transformers.models.qwen2.tokenization_qwen2 import Qwen2Tokenizer
 
@@ -144,3 +147,16 @@ def test_a_model_or_an_answer_that_is_missing_is_found_before_a_run(folder, tmp_
     with pytest.raises(RunError, match="no column 'gold'"):
         load_environment("ebft", {"model": str(folder), "gold_key": "gold"}).preflight(prompts)
     load_environment("ebft", {"model": str(folder)}).preflight(prompts)
+
+
+def test_ebft_refuses_a_model_if_its_weights_are_incomplete_or_pickled(folder, tmp_path):
+    shutil.copytree(folder, tmp_path / "some")
+    tensors = load_file(folder / "model.safetensors")
+    kept = {name: tensor for name, tensor in tensors.items() if "layers.3" not in name}
+    save_file(kept, tmp_path / "some" / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ConfigError, match=r"lacks \d+ of the model's tensors, model.layers.3"):
+        load_environment("ebft", {"model": str(tmp_path / "some")}).prepare()
+    (tmp_path / "some" / "model.safetensors").unlink()
+    torch.save(tensors, tmp_path / "some" / "pytorch_model.bin")
+    with pytest.raises(ConfigError, match="cannot load .*safetensors"):
+        load_environment("ebft", {"model": str(tmp_path / "some")}).prepare()

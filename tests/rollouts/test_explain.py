@@ -130,3 +130,21 @@ def test_without_a_config_beside_it_one_is_asked_for(tmp_path, capsys):
     assert cli.main(["explain-advantages", str(path)]) == 2
     assert "give one with --config" in capsys.readouterr().err
     assert "prompt first" in shown(capsys, path, "--config", DEMO)
+
+
+@pytest.mark.parametrize("key", ["gdpo.estimator=MINE:estimator", "gdpo.shaping=[{component: length, MINE:rule: {}}]"])
+def test_explain_runs_code_of_a_config_only_if_the_user_names_it(tmp_path, capsys, key):
+    path = recorded(tmp_path, two_groups())
+    code = "import pathlib\npathlib.Path(__file__).with_name('ran').touch()\n"
+    (tmp_path / "mine.py").write_text(code + "from gdpo_nemo.algorithms.estimators import gdpo as estimator\n")
+    with open(tmp_path / "mine.py", "a") as file:
+        file.write("def rule(values): return values\n")
+    key = key.replace("MINE", str(tmp_path / "mine.py"))
+    config = load_config(DEMO, [key])
+    save_config(config, tmp_path / "config.yaml")
+    assert cli.main(["explain-advantages", str(path)]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and f"pass --config {tmp_path}/config.yaml to run it" in error
+    assert not (tmp_path / "ran").exists()
+    cli.main(["explain-advantages", str(path), "--config", str(tmp_path / "config.yaml")])
+    assert (tmp_path / "ran").exists()

@@ -10,6 +10,7 @@ import pytest
 
 from gdpo_nemo.data.records import Prompt
 from gdpo_nemo.endpoint.conversations import Turn, fingerprint
+from gdpo_nemo.endpoint.parameters import Refused, read_object
 from gdpo_nemo.endpoint.responses import TOKEN_FIELDS, read_responses, response_of
 from gdpo_nemo.endpoint.service import Budgets
 from gdpo_nemo.generation.requests import Completion, Sampling
@@ -182,3 +183,11 @@ def test_what_was_said_is_the_same_words_when_its_items_come_back(content, calls
         body = json.dumps({"input": [asked, *items, {"role": "user", "content": "and?"}]}).encode()
         request, _ = read_responses(body, SAMPLING, "")
         assert fingerprint(request.messages[:-1]) == fingerprint([asked, message]) and len(request.messages) == 3
+
+
+@pytest.mark.parametrize("body", [rb'{"input": "a\ud83d"}', rb'{"\udc00": 1}', b'{"input": "\xed\xa0\xbd"}'])
+def test_request_is_refused_if_it_holds_half_a_surrogate_pair(body):
+    with pytest.raises(Refused, match="surrogate|can't decode") as refused:
+        read_object(body)
+    assert refused.value.status == 400
+    assert read_object(rb'{"input": "\ud83d\ude00 \\ud83d"}') == {"input": "\U0001f600 \\ud83d"}

@@ -86,9 +86,18 @@ class Ebft(Environment):
         torch.set_num_threads(1)  # the policy and the engines have the others
         try:
             self._tokenizer = AutoTokenizer.from_pretrained(self._folder)
-            self._model = AutoModelForCausalLM.from_pretrained(self._folder, dtype=torch.float32).eval()
+            # A *.bin is a pickle, which may run code; weights that a folder lacks would be drawn at random.
+            model, found = AutoModelForCausalLM.from_pretrained(
+                self._folder, dtype=torch.float32, use_safetensors=True, output_loading_info=True
+            )
         except Exception as error:  # noqa: BLE001 - damaged files raise many kinds
             raise ConfigError(f"environment ebft: model: cannot load {self._folder} ({first_line(error)})") from error
+        if missing := sorted(found["missing_keys"]):
+            raise ConfigError(
+                f"environment ebft: model: {self._folder} lacks {len(missing)} of the model's tensors, "
+                f"{missing[0]} first; use a complete model"
+            )
+        self._model = model.eval()
 
     def verify(self, trajectories: Sequence[Trajectory]) -> list[Verdict]:
         """One verdict per trajectory; the samples of a prompt stand together."""

@@ -10,6 +10,7 @@ import io
 import os
 import re
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any, Callable, Iterator, cast
 
@@ -17,8 +18,10 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from gdpo_nemo.config.interpolation_bound import check_interpolations
+from gdpo_nemo.config.load import MOST_FILES
 from gdpo_nemo.config.messages import message_line
-from gdpo_nemo.config.reading import check_yaml, read_text
+from gdpo_nemo.config.reading import check_yaml, parse_yaml, read_text
 from gdpo_nemo.errors import ConfigError
 from gdpo_nemo.interop.nemo_rl.known_models import KnownModel, known_model
 
@@ -31,10 +34,12 @@ _ARITHMETIC: dict[str, Callable[..., Any]] = {
     "min": min,
 }
 """Functions that recipes call inside ``${...}``; they exist while a recipe is read, and in no config of ours."""
+_KEEPING = {"${oc.env:": "${gdpo_env:", "${oc.decode:": "${gdpo_decode:"}
+"""OmegaConf's resolvers, and those in their place, so that no value of the environment gets into a translation."""
 
-_FROM_ENVIRONMENT = re.compile(r"\$\{oc\.env:\s*(\w+)\s*\}")
-_KEPT = re.compile("\x00(\\w+)\x00")
-"""Stands for the variable while the rest is resolved, which cannot be done with the interpolation in place."""
+_FROM_ENVIRONMENT = re.compile(r"\$\{oc\.env:\s*(\w+)")
+_KEPT = re.compile("\x00(.*?)\x00")
+"""An interpolation of the environment, with \\x01 for its dollar signs, while the others are resolved."""
 
 DEFAULTS: dict[str, Any] = {
     "grpo.num_prompts_per_step": 32,
@@ -202,23 +207,64 @@ def open_recipe(path: str | Path) -> Recipe:
 def read_recipe(path: Path) -> dict[str, Any]:
     """The recipe with its parents merged in (a section with ``_override_: true`` replaces the parents') and resolved.
 
-    ``${oc.env:NAME}`` stays as it is where the environment has no NAME.
+    ``${oc.env:NAME}`` stays as it is: the recipe is another person's, and may ask for any secret of the environment.
+    A number in the environment counts as one where the recipe computes with it.
 
     Raises:
         ConfigError: names the file, and for a missing parent the file that asks for it.
     """
-    merged = _kept_variables(_merged(path, ()))
-    for name, function in _ARITHMETIC.items():
+    merged = _map_texts(_merged(path, (), count()), _with_own_resolvers)
+    resolvers = {name: _computed(function) for name, function in _ARITHMETIC.items()}
+    resolvers |= {"gdpo_env": _kept_variable, "gdpo_decode": _decoded}
+    for name, function in resolvers.items():
         OmegaConf.register_new_resolver(name, function, replace=True)
     try:
+        check_interpolations(merged)
         config = OmegaConf.create(merged)
         OmegaConf.resolve(config)
-        return _restored_variables(OmegaConf.to_container(config))
-    except (OmegaConfBaseException, TypeError, ZeroDivisionError) as error:
-        raise ConfigError(f"{path}: {message_line(error)}") from None
+        return _map_texts(OmegaConf.to_container(config), _as_written)
+    except (OmegaConfBaseException, TypeError, ValueError, ZeroDivisionError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path}: {_as_written(message_line(error))}") from None
     finally:
-        for name in _ARITHMETIC:
+        for name in resolvers:
             OmegaConf.clear_resolver(name)
+
+
+def _with_own_resolvers(text: str) -> str:
+    for name, own in _KEEPING.items():
+        text = text.replace(name, own)
+    return text
+
+
+def _as_written(text: str) -> str:
+    return _KEPT.sub(lambda found: found[1].replace("\x01", "$"), text)
+
+
+def _kept_variable(name: str, *default: Any) -> str:
+    arguments = ["null" if part is None else str(part) for part in (name, *default)]
+    return f"\x00\x01{{oc.env:{','.join(arguments)}}}\x00"
+
+
+def _decoded(text: Any) -> Any:
+    variable = _KEPT.fullmatch(text) if isinstance(text, str) else None
+    if variable:
+        return f"\x00\x01{{oc.decode:{variable[1]}}}\x00"
+    return parse_yaml(text) if isinstance(text, str) else text
+
+
+def _computed(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, of numbers in place of variables of the environment."""
+    return lambda *values: function(*map(_number_of, values))
+
+
+def _number_of(value: Any) -> Any:
+    kept = _KEPT.fullmatch(value) if isinstance(value, str) else None
+    if kept is None:
+        return value
+    number = parse_yaml(str(OmegaConf.create({"it": _as_written(value)}).it))
+    if isinstance(number, bool) or not isinstance(number, (int, float)):
+        raise ValueError(f"computes with {_as_written(value)}, which is not a number here")
+    return number
 
 
 def variables_of(value: Any) -> set[str]:
@@ -230,17 +276,6 @@ def variables_of(value: Any) -> set[str]:
     return set(_FROM_ENVIRONMENT.findall(value)) if isinstance(value, str) else set()
 
 
-def _kept_variables(node: Any) -> Any:
-    def keep(match: re.Match) -> str:
-        return match[0] if match[1] in os.environ else f"\x00{match[1]}\x00"
-
-    return _map_texts(node, lambda text: _FROM_ENVIRONMENT.sub(keep, text))
-
-
-def _restored_variables(node: Any) -> Any:
-    return _map_texts(node, lambda text: _KEPT.sub(r"${oc.env:\1}", text))
-
-
 def _map_texts(node: Any, change) -> Any:
     if isinstance(node, dict):
         return {key: _map_texts(value, change) for key, value in node.items()}
@@ -249,9 +284,11 @@ def _map_texts(node: Any, change) -> Any:
     return change(node) if isinstance(node, str) else node
 
 
-def _merged(path: Path, children: tuple[Path, ...]) -> dict[str, Any]:
+def _merged(path: Path, children: tuple[Path, ...], read: Iterator[int]) -> dict[str, Any]:
     if Path(os.path.realpath(path)) in children:
         raise ConfigError(f"{path}: inherits from itself")
+    if next(read) == MOST_FILES:
+        raise ConfigError(f"{children[0]}: inherits from more than {MOST_FILES} files, repetitions counted")
     try:
         text = read_text(path)
         check_yaml(text)
@@ -267,7 +304,7 @@ def _merged(path: Path, children: tuple[Path, ...]) -> dict[str, Any]:
     parents = own.pop("defaults", None) or []
     result: dict[str, Any] = {}
     for parent in [parents] if isinstance(parents, str) else parents:
-        result = _over(result, _merged(path.parent / parent, (*children, Path(os.path.realpath(path)))))
+        result = _over(result, _merged(path.parent / parent, (*children, Path(os.path.realpath(path))), read))
     return _over(result, own)
 
 

@@ -1,0 +1,104 @@
+"""Cases of test_bad_input.py, by the kind of file: what each reader refuses, and with which words."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+
+from bad_input import EMBEDDING_ONLY, EMPTY_SAFETENSORS, Damage, replaced, text, write
+from bad_input_of_runs import HEALTH, RECIPE
+
+DRY = "train --dry-run --config {d}/good.yaml"
+HALF = r"half of a surrogate pair (\ud83d)"
+"""A lone surrogate is legal in JSON and in Python and has no bytes in UTF-8: it is refused where it comes in."""
+
+
+def weights(content: bytes) -> Damage:
+    def write_weights(d: Path) -> None:
+        (d / "model" / "model.safetensors").write_bytes(content)
+
+    return write_weights
+
+
+ROW = '{"question": "a", "answer": "#### 1"}\n'
+HALF_PAIRS = [
+    *(
+        (command, text("rows.jsonl", ROW + ROW.replace('"a"', r'"a\ud83d"')), "rows.jsonl:2: it holds " + HALF)
+        for command in (DRY, "train --config {d}/good.yaml", "env check gsm8k --config {d}/good.yaml")
+    ),
+    (DRY, text("rows.jsonl", ROW + ROW.replace('"a"', r'"a", "\udc00": 1')), "rows.jsonl:2: it holds half"),
+    (DRY + " data.train.path={d}/x.json", text("x.json", '["%s"]' % r"\udc00"), "x.json: it holds half"),
+    (
+        "train --config {d}/good.yaml data.train.path={d}/mine.py:rows",
+        text("mine.py", r"def rows(): return [{'question': 'a', 'answer': '#### 1'}, {'question': '\ud83d'}]"),
+        "mine.py:rows: row 1: it holds " + HALF,
+    ),
+    ("train --dry-run --config {d}/pairs.yaml",
+     text("pairs.jsonl", r'{"prompt": "a", "chosen": "\ud83d", "rejected": "a"}'), "pairs.jsonl:1: it holds " + HALF),
+    (DRY, text("good.yaml", r'run: {name: "\ud83d"}'), "good.yaml: it holds " + HALF),
+    (DRY + r""" 'run.name="\ud83d"'""", None, "run.name: it holds " + HALF),
+    (DRY + " run.dir=\udcff", None, r"run.dir: it holds half of a surrogate pair (\udcff)"),
+    (DRY, text("model/config.json", r'{"model_type": "\ud83d"}'), HALF),
+    (HEALTH, text("limits.yaml", r'checks: [{metric: "\ud83d", at: end, min: 0.0}]'), HALF),
+    (RECIPE, text("recipe.yaml", r'grpo: {x: "\ud83d"}'), HALF),
+]  # fmt: skip
+WEIGHTS = [
+    (DRY, weights(EMPTY_SAFETENSORS), "has no tensor model.embed_tokens.weight of a qwen2 model; it holds no"),
+    (DRY, weights(EMBEDDING_ONLY.replace(b"embed_tokens", b"other_tokens")), "it holds 1 tensors, model.other_tokens"),
+]  # fmt: skip
+
+
+def doubled_parents(name: str, key: str) -> Damage:
+    """A file with two parents, each with two, 22 times."""
+
+    def write_parents(d: Path) -> None:
+        for level in range(22):
+            write(d, f"p{level}.yaml", f"defaults: [p{level + 1}.yaml, p{level + 1}.yaml]\n")
+        write(d, "p22.yaml", key)
+        write(d, name, "defaults: p0.yaml\n")
+
+    return write_parents
+
+
+def doubled(first: str, second: str, section: str) -> str:
+    """A section whose every value is the one before twice, from ``first`` on, 40 times."""
+    lines = [f"a0: {first}", *(f"a{n}: {second.replace('A', '${' + f'{section}a{n - 1}' + '}')}" for n in range(1, 41))]
+    return "{" + ", ".join(lines) + "}"
+
+
+def gguf_of_arrays(d: Path) -> None:
+    """A GGUF file whose only value is an array of arrays, 100,000 deep."""
+    nested = struct.pack("<IQ", 9, 1) * 100_000 + struct.pack("<IQ", 0, 0)
+    head = b"GGUF" + struct.pack("<IQQ", 3, 0, 1)
+    (d / "model.gguf").write_bytes(head + struct.pack("<Q", 1) + b"a" + struct.pack("<I", 9) + nested)
+
+
+def tokenizer(**fields: object) -> Damage:
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", **fields}
+    return text("model/tokenizer_config.json", json.dumps(settings))
+
+
+LARGE = "come to more than 1,000,000 characters"
+LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+BOMBS = [
+    (DRY, doubled_parents("good.yaml", "run: {}"), "good.yaml inherits from more than 100 files"),
+    (RECIPE, doubled_parents("recipe.yaml", "grpo: {}"), "recipe.yaml: inherits from more than 100 files"),
+    *(
+        (DRY, replaced("good.yaml", "env: {gsm8k: {}}", f"env: {{gsm8k: {doubled(first, second, section)}}}"), LARGE)
+        for first, second, section in (
+            ("xxxxxxxxxx", "'AA'", "env.gsm8k."),
+            ("xxxxxxxxxx", "'AA'", "."),
+            ("{x: y}", "{x: 'A', y: 'A'}", "env.gsm8k."),
+            ("xxxxxxxxxx", "['A', 'A']", "env.gsm8k."),
+        )
+    ),
+    (RECIPE, text("recipe.yaml", f"grpo: {doubled('x', chr(39) + 'AA' + chr(39), 'grpo.')}"), LARGE),
+    (DRY + "".join(f" 'env.gsm8k.b{n}=${{env.${{run.name}}}}'" for n in range(9)), None, "names are references"),
+    (DRY + " policy.model_name={d}/model.gguf", gguf_of_arrays, "arrays are nested more than 8 deep"),
+    (DRY + " data.train.chat=true", tokenizer(chat_template=LOOPS), "runs more than 100,000 lines for one message"),
+    *((DRY, tokenizer(model_max_length=value), "tokenizer") for value in ("x", [1], {"a": 1}, True)),
+    *((DRY, replaced("model/config.json", "{", '{"layer_types": %s, ' % value), "layer_types must be a list")
+      for value in ("5", '"x"', "true")),
+]  # fmt: skip
+BY_KIND = [*HALF_PAIRS, *WEIGHTS, *BOMBS]
