@@ -162,6 +162,9 @@ def _reference(run: TrlRun, account: Account) -> None:
 
 def _off_policy(run: TrlRun, account: Account) -> None:
     """exp(trainer - vLLM), which TRL corrects for where vLLM samples."""
+    if run.get("use_vllm") and run.get("vllm_importance_sampling_correction") is False:
+        account.set("loss_fn.off_policy.mode", "none", "vllm_importance_sampling_correction False")
+        return
     if not run.get("use_vllm") or not run.get("vllm_importance_sampling_correction"):
         return
     name = run.get("vllm_importance_sampling_mode")
