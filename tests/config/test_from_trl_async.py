@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from gdpo_nemo.config.algorithm_choice import resolved_loss
 from gdpo_nemo.config.load import load_config
 from gdpo_nemo.config.rollout_bounds import steps_ahead
 from gdpo_nemo.interop.translation import DIFFERS
@@ -63,7 +64,7 @@ def test_the_fields_of_the_asynchronous_trainer_are_those_of_the_installed_class
     others = {key: value for key, value in theirs.items() if key not in GRPO_CONFIG or value != GRPO_CONFIG[key]}
     assert ASYNC_GRPO_CONFIG == others
     assert not set(WITHOUT_A_FIELD) & set(theirs)
-    run = TrlRun({}, trainer="AsyncGRPOTrainer")
+    run = TrlRun({}, asynchronous=True)
     assert [key for key in theirs if said_of(key, theirs[key], run) is None] == []
     assert [key for key in theirs if said_of(key, theirs[key], run).matters] == []
 
@@ -89,8 +90,8 @@ def test_ages_in_versions_become_ages_in_steps(folder, config, staleness, every,
 def test_the_update_is_that_of_the_asynchronous_trainer(folder):
     translation, made = ours(folder, "per_device_train_batch_size=16, epsilon_high=0.28")
     assert (made.gdpo.estimator, made.gdpo.epsilon, made.gdpo.options) == ("grpo", 1e-8, {"ddof": 0})
-    loss = made.loss_fn
-    assert (loss.old_logprobs, loss.aggregation, loss.off_policy.correction) == ("sampler", "token_mean", "none")
+    loss = resolved_loss(made)
+    assert (loss.old_logprobs, loss.aggregation, loss.off_policy.mode) == ("sampler", "token_mean", "none")
     assert (loss.ratio_clip_min, loss.ratio_clip_max) == (0.2, 0.28)
     assert made.policy.generation.max_new_tokens == 2048
     assert made.policy.megatron_cfg.scheduler.lr_decay_style == "constant"
