@@ -190,7 +190,7 @@ RECIPES = [
     ("config from-trl", None, "FILE"),
     (SCRIPT, None, "no such field; did you mean 'learning_rate'"),
     (SCRIPT, gone("trl.py"), "cannot be read"),
-    (SCRIPT, empty("trl.py"), "has 0 calls of GRPOTrainer"),
+    (SCRIPT, empty("trl.py"), "has 0 calls of a trainer of TRL"),
     (SCRIPT, binary("trl.py"), "is not valid Python"),
     (SCRIPT, folder("trl.py"), "cannot be read"),
     (SCRIPT, text("trl.py", "GRPOTrainer(args=GRPOConfig(**f()))"), "hides its arguments"),

@@ -11,11 +11,10 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
-import torch
+from bad_input import EMBEDDING_ONLY
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
-from safetensors.torch import save_file
 
 from gdpo_nemo import cli
 from gdpo_nemo.commands.arguments import DEFAULT_CONFIG
@@ -122,7 +121,7 @@ def test_a_run_without_an_engine_installed_ends_at_once_with_the_extra_to_instal
 def test_eval_and_parity_name_a_missing_library_before_they_start_a_process(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(installation, "_LIBRARIES", {"libabsent.so.9": "libabsent9"})
     (tmp_path / "config.json").write_text(json.dumps(QWEN2))
-    save_file({"weight": torch.zeros(1)}, tmp_path / "model.safetensors")
+    (tmp_path / "model.safetensors").write_bytes(EMBEDDING_ONLY)
     (tmp_path / "tokenizer_config.json").write_text("{}")
     assert cli.main(["eval", str(tmp_path), "--config", str(DEFAULT_CONFIG)]) == 1
     assert "apt-get install libabsent9" in capsys.readouterr().err
