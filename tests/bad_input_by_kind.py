@@ -7,7 +7,7 @@ import struct
 from pathlib import Path
 
 from bad_input import EMBEDDING_ONLY, EMPTY_SAFETENSORS, Damage, replaced, text, write
-from bad_input_of_runs import HEALTH, RECIPE
+from bad_input_of_runs import CALIBRATE, HEALTH, RECIPE, REPORT
 
 DRY = "train --dry-run --config {d}/good.yaml"
 HALF = r"half of a surrogate pair (\ud83d)"
@@ -101,4 +101,47 @@ BOMBS = [
     *((DRY, replaced("model/config.json", "{", '{"layer_types": %s, ' % value), "layer_types must be a list")
       for value in ("5", '"x"', "true")),
 ]  # fmt: skip
-BY_KIND = [*HALF_PAIRS, *WEIGHTS, *BOMBS]
+DOCTOR = "doctor {d}/run"
+STATUS = {"time": 1.0, "host": "h", "driver": 1, "waits": []}
+WAIT = {"what": "a", "owner": "b", "since": 1.0, "deadline": None}
+ROW_OF_METRICS = {"step": 2, "loss": 0.1, "time/train": 1.0}
+
+
+def status(**fields: object) -> Damage:
+    return text("run/status.json", json.dumps({**STATUS, **fields}))
+
+
+def metrics(**fields: object) -> Damage:
+    rows = [{**ROW_OF_METRICS, "step": 1}, {**ROW_OF_METRICS, **fields}]
+    return text("run/metrics.jsonl", "".join(json.dumps(row) + "\n" for row in [*rows, {**ROW_OF_METRICS, "step": 3}]))
+
+
+RUN_FILES = [
+    *(
+        (DOCTOR, status(**{key: value}), f"is not the status of a run ({key}")
+        for key, value in (
+            ("time", None), ("time", [1]), ("time", float("nan")), ("time", 1e300), ("host", 3), ("driver", "x"),
+            ("driver", -1), ("driver", 10**30), ("driver", True), ("waits", {"a": 1}), ("waits", [3]),
+            ("waits", [{**WAIT, "since": "x"}]), ("waits", [{**WAIT, "deadline": []}]), ("waits", [{"what": 1}]),
+            ("roles", []), ("roles", {"a": 3}), ("roles", {"a": ["h", -1]}), ("queues", [1]), ("queues", {"a": []}),
+            ("logs", 5), ("outcome", []), ("step", "x"),
+        )
+    ),
+    (DOCTOR, text("run/status.json", "[1]"), "is not the status of a run"),
+    (DOCTOR, text("run/status.json", "{"), "is not the status of a run ("),
+    *(
+        (f"{command} {{d}}/run", text("run/config.yaml", content), "config.yaml is not a config")
+        for command in ("watch --once", "compare")
+        for content in ("3", "gdpo: 3", "gdpo:", "1: {}", "[a]")
+    ),
+    *(
+        (REPORT, text("run/alerts.jsonl", json.dumps({"step": 1, "text": "a", **wrong}) + "\n"), "line 1: not an alert")
+        for wrong in ({"step": "x"}, {"step": -1}, {"step": 1e300}, {"text": 3}, {"level": 3}, {"time": "x"})
+    ),
+    *((REPORT, metrics(step=value), "line 2: not a row of metrics") for value in (-1, True, 10**30, 1.5)),
+    *(
+        (CALIBRATE, metrics(**{name: value}), f"metrics.jsonl: {name} of step 2 must be")
+        for name, value in (("time/train", -1), ("time/train", 10**400), ("time/rollout", 0), ("rollout/tokens", 0))
+    ),
+]  # fmt: skip
+BY_KIND = [*HALF_PAIRS, *WEIGHTS, *BOMBS, *RUN_FILES]

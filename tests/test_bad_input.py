@@ -4,6 +4,7 @@ removed."""
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shlex
 import shutil
@@ -399,3 +400,24 @@ def test_the_world_is_good_before_it_is_spoilt(world, capsys):
         "plan --config {d}/good.yaml",
     ):
         assert cli.main(shlex.split(command.replace("{d}", str(world)))) == 0, capsys.readouterr().err
+
+
+NASTY = "\x1b[31mred\x1b]0;owned\x07\u202e"
+
+
+def test_texts_of_run_files_reach_the_terminal_printable(world, capsys):
+    status = {"time": 1.0, "host": NASTY, "driver": 1, "waits": [], "queues": {NASTY: NASTY}}
+    (world / "run" / "status.json").write_text(json.dumps(status))
+    rows = [{"step": step, f"reward/{NASTY}/mean": value} for step, value in ((1, 1e308), (2, 0.5), (3, 10**400))]
+    (world / "run" / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (world / "run" / "alerts.jsonl").write_text(json.dumps({"step": 1, "text": NASTY, "level": NASTY}) + "\n")
+    (world / "run").rename(world / NASTY)
+    run = shlex.quote(f"{world}/{NASTY}")
+    limits = f"checks: [{{metric: {json.dumps(f'reward/{NASTY}/mean')}, at: end, min: 0.0}}]"
+    (world / "limits.yaml").write_text(limits)
+    for command in ("watch --once", f"compare --out {world}/c", f"health --thresholds {world}/limits.yaml"):
+        cli.main([*command.split(), *shlex.split(run)])
+        said = capsys.readouterr()
+        unprintable = {letter for letter in said.out + said.err if not letter.isprintable()} - {"\n"}
+        assert not unprintable, (command, unprintable)
+        assert "red" in said.out, command

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Callable, NoReturn
 
 from gdpo_nemo.config.files import DEMO as DEFAULT_CONFIG
+from gdpo_nemo.errors import printable
 from gdpo_nemo.observe.display import NORMAL, QUIET, VERBOSE
 
 
@@ -17,7 +18,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Print the line and exit with status 2."""
-        self.exit(2, f"error: {message} (see {self.prog} --help)\n")
+        self.exit(2, f"error: {printable(message)} (see {self.prog} --help)\n")
 
 
 def add_config(command: argparse.ArgumentParser) -> None:
@@ -75,7 +76,17 @@ def rollout_file(path: str) -> str:
 
 
 def terminal():
-    """Standard output for tables; 120 columns where it is no terminal and COLUMNS says nothing."""
-    from rich.console import Console
+    """Standard output for tables; 120 columns where it is no terminal and COLUMNS says nothing.
 
-    return Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else 120)
+    Control characters in what is shown are written out. Those that rich makes of styles are not.
+    """
+    from rich.console import Console
+    from rich.segment import Segment
+
+    class Plain(Console):
+        def render(self, renderable, options=None):
+            for segment in super().render(renderable, options):
+                text = segment.text if segment.control else "\n".join(map(printable, segment.text.split("\n")))
+                yield segment if text == segment.text else Segment(text, segment.style)
+
+    return Plain(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else 120)

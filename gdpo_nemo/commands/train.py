@@ -12,6 +12,7 @@ from gdpo_nemo.commands.arguments import add_config, add_verbosity, verbosity
 from gdpo_nemo.config.description import describe
 from gdpo_nemo.config.load import load_config, to_yaml
 from gdpo_nemo.config.schema import Config
+from gdpo_nemo.errors import printable
 from gdpo_nemo.observe.display import process_start, shown
 from gdpo_nemo.phases import phase
 from gdpo_nemo.supervisor import supervised
@@ -57,7 +58,8 @@ def _dry_run(config: Config, notes: Sequence[str]) -> int:
     if config.cluster.gpus_per_node == 0 and (missing := missing_libraries()):
         notes = [*notes, missing]
     notes = [*notes, *missing_trackers(config)]
-    print(to_yaml(config) + "\n" + plan_of(config, notes, check_inputs(config)))
+    said = to_yaml(config) + "\n" + plan_of(config, notes, check_inputs(config))
+    print("\n".join(map(printable, said.split("\n"))))
     return 0
 
 

@@ -14,13 +14,12 @@ from pathlib import Path
 from typing import Any, Mapping, Sequence
 
 import numpy as np
-import yaml
 
-from gdpo_nemo.config.reading import parse_yaml, read_text
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.errors import ConfigError, RunError
 from gdpo_nemo.observe.history import WINDOW, History
 from gdpo_nemo.observe.metrics import read_metrics
+from gdpo_nemo.observe.run_files import read_run_config
 
 AXES = {"steps": "optimizer steps", "samples": "trained samples", "time": "seconds of training"}
 """What effort is measured in."""
@@ -49,14 +48,7 @@ class RunRecord:
             ConfigError: the folder holds no config that can be read. RunError: it holds no training steps.
         """
         folder = Path(folder)
-        try:
-            config = parse_yaml(read_text(folder / "config.yaml"))
-        except OSError as error:
-            raise ConfigError(f"{folder} holds no run (config.yaml: {error.strerror})") from None
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{folder}/config.yaml is not YAML: {' '.join(str(error).split())[:80]}") from None
-        if not isinstance(config, dict):
-            raise ConfigError(f"{folder}/config.yaml is not a config")
+        config = read_run_config(folder)
         history = History.of(read_metrics(folder))
         if not history.training:
             raise RunError(f"{folder} holds no training steps to compare")

@@ -23,8 +23,8 @@ from typing import Any
 
 import psutil
 
-from gdpo_nemo.config.reading import parse_json, read_text
 from gdpo_nemo.errors import ConfigError
+from gdpo_nemo.observe.run_files import read_status
 from gdpo_nemo.observe.status import FILE
 
 _DUMP_S = 60.0
@@ -103,12 +103,9 @@ def examine(run_dir: str | Path, out: str | Path | None = None) -> Diagnosis:
         ConfigError: the folder holds no run with a status, or a damaged one.
     """
     run_dir = Path(run_dir)
-    try:
-        status = parse_json(read_text(run_dir / FILE))
-    except (OSError, ValueError):
-        raise ConfigError(f"{run_dir}: no {FILE}; it is written while a run is under way") from None
-    if not isinstance(status, dict) or not {"time", "host", "driver", "waits"} <= set(status):
-        raise ConfigError(f"{run_dir / FILE}: is not the status of a run")
+    status = read_status(run_dir)
+    if status is None:
+        raise ConfigError(f"{run_dir}: no {FILE}; it is written while a run is under way")
     folder = Path(out) if out else run_dir / "doctor" / time.strftime("%Y%m%d-%H%M%S")
     folder.mkdir(parents=True, exist_ok=True)
     reports = _process_reports(status)
@@ -204,7 +201,7 @@ def _write(
     for p in reports:
         doing = f"in {p.collective} with its peers" if p.collective else f"in {p.place}"
         lines.append(f"  {p.role:24s} {p.pid:>8d} {p.state:10s} {doing if p.stack else ''}")
-        (folder / f"stack {p.role.replace(':', '')}.txt").write_text(p.stack)
+        (folder / f"stack {_file_name(p.role)}.txt").write_text(p.stack)
     lines += [
         f"  {role:24s} on {host}, not looked at"
         for role, (host, _) in status.get("roles", {}).items()
@@ -223,6 +220,11 @@ def _write(
         else []
     )
     (folder / "logs.txt").write_text("\n".join(tails))
+
+
+def _file_name(role: str) -> str:
+    """A role as part of a file's name, which leads nowhere else."""
+    return re.sub(r"[^\w .-]", "", role)[:80]
 
 
 def _tail(file: Path) -> str:

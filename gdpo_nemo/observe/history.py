@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Iterable
 
+from gdpo_nemo.observe.run_files import shown_row
+
 WINDOW = 5
 """Steps in a trailing mean; one batch alone is too noisy to read."""
 PHASES = ("rollout", "verify", "train", "sync", "idle")
@@ -19,10 +21,10 @@ class History:
 
     @classmethod
     def of(cls, rows: Iterable[dict[str, Any]]) -> History:
-        """Sorts rows into training and validation."""
+        """Sort rows that were read from a file into training and validation, each as it can be shown."""
         history = cls()
         for row in rows:
-            history.add(row)
+            history.add(shown_row(row))
         return history
 
     def add(self, row: dict[str, Any]) -> None:

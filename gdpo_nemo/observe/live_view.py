@@ -10,15 +10,14 @@ from pathlib import Path
 from typing import Any, Mapping
 
 import psutil
-import yaml
 from rich.console import Group as Stack, RenderableType
 from rich.text import Text
 
-from gdpo_nemo.config.reading import parse_json, parse_yaml, read_text
-from gdpo_nemo.errors import ConfigError
+from gdpo_nemo.errors import printable
 from gdpo_nemo.observe import alerts, metrics, status
 from gdpo_nemo.observe.console import run_panel
 from gdpo_nemo.observe.history import History
+from gdpo_nemo.observe.run_files import read_run_config, status_if_whole
 from gdpo_nemo.observe.summary import duration
 
 _ALERTS = 4
@@ -61,34 +60,14 @@ def snapshot(run_dir: str | Path) -> Snapshot:
     run_dir = Path(run_dir)
     history = History.of(metrics.read_metrics(run_dir))
     done = history.training[-1]["step"] if history.training else 0
-    steps = _config(run_dir).get("gdpo", {}).get("max_num_steps")
+    steps = read_run_config(run_dir).get("gdpo", {}).get("max_num_steps")
     return Snapshot(
-        run_dir.resolve().name,
+        printable(run_dir.resolve().name),
         steps if isinstance(steps, int) and steps > 0 else max(done, 1),
         history,
         alerts.read_alerts(run_dir),
-        _status(run_dir),
+        status_if_whole(run_dir),
     )
-
-
-def _config(run_dir: Path) -> dict[str, Any]:
-    try:
-        config = parse_yaml(read_text(run_dir / "config.yaml"))
-    except OSError as error:
-        raise ConfigError(f"{run_dir} holds no run (config.yaml: {error.strerror})") from None
-    except (yaml.YAMLError, UnicodeDecodeError):
-        config = None
-    if not isinstance(config, dict) or not isinstance(config.get("gdpo", {}), dict):
-        raise ConfigError(f"{run_dir}/config.yaml is not a config")
-    return config
-
-
-def _status(run_dir: Path) -> dict[str, Any]:
-    try:
-        found = parse_json(read_text(run_dir / status.FILE))
-    except (OSError, ValueError):  # not there yet; or not a run of this version
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 def changed(run_dir: str | Path) -> tuple[int, ...]:

@@ -17,6 +17,7 @@ import numpy as np
 
 from gdpo_nemo.config.reading import parse_json, read_bytes
 from gdpo_nemo.errors import RunError
+from gdpo_nemo.observe.run_files import is_step
 
 FILE = "metrics.jsonl"
 
@@ -113,7 +114,7 @@ def _parsed(line: bytes) -> dict[str, Any] | None:
         row = parse_json(line)
     except ValueError:
         return None
-    if not isinstance(row, dict) or not isinstance(row.get("step"), int):
+    if not isinstance(row, dict) or not is_step(row.get("step")):
         return None
     return row if all(isinstance(value, (int, float)) for value in row.values()) else None
 

@@ -19,6 +19,7 @@ from gdpo_nemo.config.schema import Config
 from gdpo_nemo.errors import ConfigError
 from gdpo_nemo.observe.metrics import read_metrics
 from gdpo_nemo.observe.rollouts import read_columns, rollout_files, rollout_path
+from gdpo_nemo.observe.run_files import is_number
 from gdpo_nemo.planning.hardware import Device, Phase, Rates
 from gdpo_nemo.planning.shape import Shape, model_shape
 from gdpo_nemo.planning.simulation_records import Measured
@@ -26,6 +27,10 @@ from gdpo_nemo.planning.speed import Lengths, Work, generation_work, sync_work, 
 
 WARM_UP = 1
 """Steps at the start of each run that are not counted."""
+_MEASURED = ("time/rollout", "time/train", "time/sync", "time/idle", "rollout/tokens")
+_DIVIDES = ("time/rollout", "time/train", "time/sync", "rollout/tokens")
+_LONGEST = 1e12
+"""Seconds of a phase or tokens of a step that are taken for a measurement."""
 _SPREAD = 1.3
 """The ratio of ideal seconds to units has to vary by this factor before both coefficients are fitted."""
 
@@ -63,10 +68,24 @@ def read_run(folder: str | Path, option: str = "--calibrate") -> Run:
     rows = [row for row in rows if "time/train" in row][WARM_UP:]
     if not rows:
         raise ConfigError(f"{option}: {folder} has fewer than {WARM_UP + 1} steps in metrics.jsonl")
+    for row in rows:
+        _check_times(row, f"{option}: {folder}/metrics.jsonl")
     shape = model_shape(config)
     if shape is None:
         raise ConfigError(f"{option}: the model {config.policy.model_name} of {folder} is not here")
     return Run(str(folder), config, shape, rows, [_lengths(folder, row, option) for row in rows])
+
+
+def _check_times(row: dict[str, Any], where: str) -> None:
+    """Refuse a row whose times or tokens rates cannot be computed from. Raises ConfigError."""
+    for name in _MEASURED:
+        value = row.get(name, 1.0)
+        if not is_number(value) or not 0 <= value <= _LONGEST:
+            raise ConfigError(
+                f"{where}: {name} of step {row['step']} must be a number from 0 to {_LONGEST:g} ({value})"
+            )
+        if not value and name in _DIVIDES:
+            raise ConfigError(f"{where}: {name} of step {row['step']} must be greater than 0")
 
 
 def _lengths(folder: Path, row: dict[str, Any], option: str) -> Lengths:
@@ -134,7 +153,13 @@ def calibrate(runs: Sequence[Run], device: Device, start: Rates) -> Rates:
 
 def _exposed_verification(runs: Sequence[Run]) -> float:
     """Seconds per sample by which on-policy steps waited longer than generation took."""
-    rows = [(row, x) for run in runs if not run.config.rollout.max_staleness for row, x in zip(run.rows, run.lengths)]
+    rows = [
+        (row, x)
+        for run in runs
+        if not run.config.rollout.max_staleness
+        for row, x in zip(run.rows, run.lengths)
+        if all(name in row for name in ("time/idle", "time/rollout", "rollout/tokens"))
+    ]
     waits = [max(0.0, row["time/idle"] - row["time/rollout"]) * x.completion / row["rollout/tokens"] for row, x in rows]
     return median(waits) if waits else 0.0
 

@@ -45,7 +45,9 @@ def drawn(run: Path) -> str:
 
 
 def status_of(run: Path, **said) -> None:
-    (run / "status.json").write_text(json.dumps({"time": time.time(), "host": os.uname().nodename, **said}))
+    (run / "status.json").write_text(
+        json.dumps({"time": time.time(), "host": os.uname().nodename, "waits": [], **said})
+    )
 
 
 def test_a_run_is_drawn_from_its_folder_alone(folder):
