@@ -17,7 +17,7 @@ from gdpo_nemo.config.model_sources import described_by
 from gdpo_nemo.config.schema import Config, DatasetConfig
 from gdpo_nemo.data.rows import Row, environment_of_row, load_rows
 from gdpo_nemo.data.splits import room_for_prompts, wanted_splits
-from gdpo_nemo.data.tokenizer import check_same_tokens
+from gdpo_nemo.data.tokenizer import check_same_tokens, special_tool_calls
 from gdpo_nemo.errors import ConfigError
 from gdpo_nemo.formats.converted import converted_path
 
@@ -43,7 +43,9 @@ def check_data(config: Config) -> list[tuple[str, str]]:
         for split, names in absent.items()
         for place in names
     ]
-    return [*found, *_check_local(config, local)] if local else found
+    if local:
+        found += _check_local(config, local)
+    return [*found, *_lost_tool_calls(config)]
 
 
 def _check_local(config: Config, splits: Mapping[str, DatasetConfig]) -> list[tuple[str, str]]:
@@ -92,16 +94,35 @@ def _amount(rows: list[Row], data: DatasetConfig) -> str:
 
 
 def _local_tokenizer(config: Config) -> Any:
-    """The tokenizer where its folder is here, else None."""
+    """Return the tokenizer if its folder is on this machine, else None."""
+    folder = _tokenizer_folder(config)
+    if folder is None:
+        return None
+    from gdpo_nemo.data.tokenizer import load_tokenizer
+
+    return load_tokenizer(config, folder)
+
+
+def _tokenizer_folder(config: Config) -> Path | None:
+    """Return the folder with the run's tokenizer if it is on this machine, else None."""
     source = model_source(config)
     place: str | Path | None = config.policy.tokenizer_name or config.policy.model_name
     if source is not None and config.policy.tokenizer_name is None:
         place = _folder_of(config, source)
-    if place is None or not Path(place).is_dir():
-        return None
-    from gdpo_nemo.data.tokenizer import load_tokenizer
+    return Path(place) if place is not None and Path(place).is_dir() else None
 
-    return load_tokenizer(config, place)
+
+def _lost_tool_calls(config: Config) -> list[tuple[str, str]]:
+    """Return a note if the model writes its tool calls with special tokens, which completions are decoded without."""
+    folder = _tokenizer_folder(config) if samples(config) else None
+    names = special_tool_calls(folder) if folder is not None else []
+    if not names:
+        return []
+    sentence = (
+        f"policy.model_name: {', '.join(names)}: special tokens of tool calls; completions are decoded without special "
+        "tokens, so no environment sees a tool call of this model"
+    )
+    return [("model", sentence)]
 
 
 def _folder_of(config: Config, source: Source) -> Path | None:

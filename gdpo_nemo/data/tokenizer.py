@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 import sys
 from itertools import count
 from pathlib import Path
@@ -27,6 +28,34 @@ _CLASSES = {
 
 _MOST_LINES = 100_000
 """Lines of Python that jinja makes of a template and runs for a conversation of one message; real ones run some 100."""
+
+
+_TOOL_CALL = re.compile(r"tool.?calls?\b|tool.?call.?(begin|end)|python_tag|function.?call|<\|call\|>", re.IGNORECASE)
+"""Names of tokens around a tool call: [TOOL_CALLS] of Mistral, <|python_tag|> of Llama 3, <|tool_call|> of Granite."""
+
+
+def special_tool_calls(folder: Path) -> list[str]:
+    """Return the special tokens of a tokenizer that mark tool calls, sorted; empty without a ``tokenizer.json``.
+
+    Qwen's <tool_call> is an added token and not a special one, so it stays in a decoded text.
+
+    Raises:
+        ConfigError: if ``tokenizer.json`` cannot be read.
+    """
+    file = folder / "tokenizer.json"
+    if not file.is_file():
+        return []
+    try:
+        content = parse_json(read_text(file))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"policy.tokenizer_name: {file} cannot be read ({first_line(error)})") from None
+    added = content.get("added_tokens") if isinstance(content, dict) else None
+    special = [
+        str(token.get("content"))
+        for token in (added if isinstance(added, list) else [])
+        if isinstance(token, dict) and token.get("special")
+    ]
+    return sorted(name for name in special if _TOOL_CALL.search(name))
 
 
 def load_tokenizer(config: Config, folder: str | Path) -> Any:
