@@ -18,6 +18,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import tomllib
 from collections.abc import Callable, Sequence
@@ -59,7 +60,9 @@ def check(listed: Versions | None = None) -> int:
     """Compare the packages of the environment that runs this with the list; 1 if one differs or is missing there."""
     listed = listed_versions(ROOT) if listed is None else listed
     wrong = []
-    for distribution in importlib.metadata.distributions():
+    # Not all of sys.path: setuptools puts the packages that it brings along there.
+    folders = sorted({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})
+    for distribution in importlib.metadata.distributions(path=folders):
         name = _canonical(distribution.metadata["Name"])
         if name != "gdpo-nemo" and distribution.version not in listed.get(name, ()):
             wanted = " or ".join(listed.get(name, ())) or "not listed"

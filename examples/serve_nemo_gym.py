@@ -1,6 +1,6 @@
 """Serve NeMo Gym resources servers from one process, without Ray: enough for verification on one machine.
 
-    uv venv --python 3.12 gym && uv pip install --python gym/bin/python nemo-gym==0.4.0
+    uv venv --python 3.12 gym && uv pip install --no-config --python gym/bin/python nemo-gym==0.4.0
     gym/bin/python examples/serve_nemo_gym.py example_tool_call_multireward=12503
 
 Each argument is SERVER=PORT, a folder of `resources_servers` and where it listens; port 0 takes any free one. A head

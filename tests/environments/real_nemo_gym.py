@@ -36,7 +36,8 @@ def installed() -> Path:
             uv = shutil.which("uv")
             assert uv, "uv is not on PATH (pip install uv)"
             subprocess.run([uv, "venv", "--quiet", "--python", sys.executable, folder], check=True, timeout=INSTALL_S)
-            command = [uv, "pip", "install", "--quiet", "--python", python, *PACKAGES]
+            # The versions that this project's configuration lists are not NeMo Gym's.
+            command = [uv, "pip", "install", "--no-config", "--quiet", "--python", python, *PACKAGES]
             subprocess.run(command, check=True, timeout=INSTALL_S)
             complete.touch()
     return python

@@ -21,6 +21,8 @@ from gdpo_nemo.environments.tasks.math import Math
 from gdpo_nemo.errors import ConfigError, RunError
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+TOOLS = Path(__file__).with_name("tools_for_tests.py")
+COUNTER = Path(__file__).with_name("counter_for_tests.py")
 
 
 def rewards(environment, text, finish_reason="stop", tokens=None, **fields):
@@ -283,10 +285,14 @@ def test_every_built_in_environment_loads_and_names_its_rewards():
         "openenv": {"url": "http://127.0.0.1:1", "action": "message"},
         "ebft": {"model": "a/frozen/model"},
         "reward_model": {"model": "a/classifier"},
+        "tools": {"tools": [f"{TOOLS}:add"], "functions": {"brevity": {"function": "length", "max_tokens": 3}}},
+        "tool_class": {"make": f"{COUNTER}:Counter", "functions": {"value": f"{COUNTER}:value"}},
     }
     for name in registry.BUILT_IN.keys() - {"reasoning_gym"}:  # an extra: test_reasoning_gym.py
         assert name in environment_names()
-        assert load_environment(name, options.get(name)).reward_names
+        environment = load_environment(name, options.get(name))
+        assert environment.reward_names
+        environment.close()
     assert tuple(load_environment("mine", {"plugin": "gsm8k"}).reward_names) == ("correctness", "integer", "format")
 
 

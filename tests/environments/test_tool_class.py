@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import counter_for_tests
 import numpy as np
 import pytest
 
@@ -11,7 +12,6 @@ from gdpo_nemo.data.records import Outcome, Prompt
 from gdpo_nemo.environments.episodes import EpisodeStep
 from gdpo_nemo.environments.registry import load_environment
 from gdpo_nemo.errors import ConfigError, RunError
-from tests.environments import counter_for_tests
 
 FILE = Path(counter_for_tests.__file__)
 FUNCTIONS = {"value": f"{FILE}:value", "turns": f"{FILE}:turns"}
