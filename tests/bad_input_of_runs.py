@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bad_input import binary, empty, folder, gone, loop, text
+from bad_input import binary, empty, folder, gone, loop, replaced, text
 
 PLAN = "plan --config {d}/good.yaml"
 EVAL = "eval {d}/run"
@@ -99,6 +99,8 @@ RUNS = [
     ("doctor {d}/run", text("run/status.json", "{}"), "status.json"),
     ("doctor {d}/run", binary("run/status.json"), "status.json"),
     ("doctor {d}/run", text("run/status.json/x", ""), "status.json"),
+    (EXPLAIN, replaced(ROLLOUTS, '"completion_ids": [3]', '"completion_ids": null'), "completion_ids is null"),
+    (EXPLAIN, replaced(ROLLOUTS, '"completion_ids": [3]', '"completion_ids": [1e400]'), "is not a file of rollouts"),
     ("explain-advantages {d}/absent.jsonl", None, "cannot be read"),
     ("explain-advantages {d}/run", None, "cannot be read"),
     (EXPLAIN, empty(ROLLOUTS), "step_0001.jsonl"),

@@ -231,7 +231,11 @@ def read_columns(path: str | Path, names: Sequence[str], rows: int | None = None
 
     path = Path(path)
     if path.suffix != ".parquet":
-        table = table_of_records(read_rollouts(path), names)
+        records = read_rollouts(path)
+        try:
+            table = table_of_records(records, names)
+        except OverflowError as error:  # a token id of JSON's 1e400, which is infinite
+            raise ValueError(str(error)) from None
         return table if rows is None else table.slice(0, rows)
     with _parquet(path, names) as file:
         there = [name for name in names if name in file.schema_arrow.names]
