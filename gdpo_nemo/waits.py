@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import threading
 import time
 from dataclasses import dataclass
@@ -47,6 +48,47 @@ def current() -> list[Wait]:
     """The waits under way, the longest first."""
     with _lock:
         return sorted(_waits.values(), key=lambda wait: wait.since)
+
+
+class RunningClock:
+    """Seconds for which this process was able to run. Unlike those of a monotonic clock, they stop while it is stopped.
+
+    A process tree or a machine that is suspended stops as a whole. When it continues, whoever waited for an answer must
+    give the others as much time as before. A thread that does nothing else looks at the time every second, so a gap
+    between two looks means that no thread could run.
+    """
+
+    GAP_S = 10.0
+    """Shortest gap that counts; a busy machine delays a thread by less."""
+    LOOK_S = 1.0
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._looked = time.monotonic()
+        self._stopped_s = 0.0
+        self._process: int | None = None
+
+    def now(self) -> float:
+        """Return the seconds so far; only differences have a meaning."""
+        with self._lock:
+            if self._process != os.getpid():  # threads do not outlive a fork
+                self._process = os.getpid()
+                self._looked = time.monotonic()
+                threading.Thread(target=self._look, name="clock", daemon=True).start()
+            now = time.monotonic()
+            if now - self._looked > self.GAP_S:
+                self._stopped_s += now - self._looked
+            self._looked = now
+            return now - self._stopped_s
+
+    def _look(self) -> None:
+        while True:
+            time.sleep(self.LOOK_S)
+            self.now()
+
+
+running = RunningClock()
+"""The clock of every deadline for an answer of another process."""
 
 
 class Patience:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -9,7 +10,7 @@ import time
 
 import psutil
 
-from gdpo_nemo.waits import Patience, work_done
+from gdpo_nemo.waits import Patience, RunningClock, work_done
 
 
 def test_a_deadline_follows_what_was_measured_within_its_bounds():
@@ -19,6 +20,30 @@ def test_a_deadline_follows_what_was_measured_within_its_bounds():
         patience.took(seconds)
         limits.append(patience.limit_s)
     assert limits == [3600.0, 3600.0, 300.0, 800.0, 800.0, 3600.0]
+
+
+def test_running_clock_stops_while_the_process_is_stopped(monkeypatch):
+    clock = RunningClock()
+    now = [1000.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    clock._looked, clock._process = now[0], os.getpid()  # no thread: the test looks
+    begin = clock.now()
+    passed = []
+    for seconds in (1.0, 9.0, 300.0, 2.0):
+        now[0] += seconds
+        passed.append(clock.now() - begin)
+    assert passed == [1.0, 10.0, 10.0, 12.0]
+
+
+def test_running_clock_is_looked_at_while_nobody_asks_in_a_forked_child_also(monkeypatch):
+    monkeypatch.setattr(RunningClock, "LOOK_S", 0.01)
+    clock = RunningClock()
+    clock._process = os.getppid()  # as a child finds it
+    clock.now()
+    looked = clock._looked
+    while clock._looked == looked:
+        time.sleep(0.001)
+    assert clock._process == os.getpid()
 
 
 def test_a_deadline_of_the_user_that_is_shorter_stays():

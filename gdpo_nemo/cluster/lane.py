@@ -12,7 +12,6 @@ import itertools
 import os
 import signal
 import socket
-import time
 import uuid
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -21,7 +20,7 @@ from typing import Any, Callable, Protocol, Sequence
 from gdpo_nemo.cluster.session import WorkerDied, answer, answered, ray
 from gdpo_nemo.errors import GdpoError, RunError
 from gdpo_nemo.generation.requests import Completion, EngineReport, SampleRequest, Sampling
-from gdpo_nemo.waits import Patience, WaitExpired, waiting
+from gdpo_nemo.waits import Patience, WaitExpired, running, waiting
 
 START_S = 900.0
 """vLLM loads the model, profiles memory and captures graphs before it answers."""
@@ -146,7 +145,7 @@ class Lane:
         self._state = LaneState.STARTING
         self._wanted = asyncio.Event()
         """Set by the first request to a replacement."""
-        self._progress = time.monotonic()
+        self._progress = running.now()
         self._answering = Patience(timeout_s, SILENT_S)
         self._wait = contextlib.ExitStack()
         self.actor = start(index)
@@ -204,7 +203,7 @@ class Lane:
         """Take over a request."""
         pending.lane = self
         if not self.pending:
-            self._progress = time.monotonic()
+            self._progress = running.now()
             self._begin_wait()
         self.pending[pending.name] = pending
         self._cohort.append(pending)
@@ -273,7 +272,7 @@ class Lane:
             await self._wanted.wait()
         await self._owner.deliver(self)
         self.enter(LaneState.READY)
-        self._progress = time.monotonic()
+        self._progress = running.now()
         # In exact runs with what was finished already: the engine must have the same requests beside each other.
         again = list(self._cohort) if self._owner.exact else list(self.pending.values())
         if self.pending:
@@ -281,7 +280,7 @@ class Lane:
 
     async def _started(self) -> None:
         ready = self.actor.__ray_ready__.remote()
-        deadline = time.monotonic() + START_S
+        deadline = running.now() + START_S
         while True:
             try:
                 await answer(ready, f"starting engine {self.index}", _NODE_POLL_S)
@@ -295,13 +294,13 @@ class Lane:
                         reason = f"its node {lost} is no longer in the cluster"
                         self._owner.note(f"engine {self.index}: {reason}; the others go on without it")
                         self._owner.reassign(self, reason)
-                if self._state is LaneState.STARTING and time.monotonic() > deadline:
+                if self._state is LaneState.STARTING and running.now() > deadline:
                     raise
 
     async def _poll(self) -> EngineReport:
         if not self.pending:
-            self._progress = time.monotonic()
-        start = time.monotonic()
+            self._progress = running.now()
+        start = running.now()
         left = max(0.0, self._progress + self._timeout_s - start)
         limit = self._answering.limit_s
         polled = self.actor.poll.remote(min(POLL_S, left))
@@ -313,7 +312,7 @@ class Lane:
             # Samples may take long, answers do not.
             self._kill_silent()
             raise WorkerDied(f"engine {self.index} has not answered for {limit:.0f} s") from None
-        self._answering.took(time.monotonic() - start)
+        self._answering.took(running.now() - start)
         if self.pending and not report.finished and left <= 0:
             raise WaitExpired(f"engine {self.index} finished no sample within {self._timeout_s:.0f} s")
         return report
@@ -327,7 +326,7 @@ class Lane:
                 pending.answer.set_result(done.completion)
         if report.finished:  # steps without a completion do not show that the engine is sound
             self.deaths = 0
-            self._progress = time.monotonic()
+            self._progress = running.now()
             self._begin_wait()
             self._note_done()
         if report.finished or was_full:

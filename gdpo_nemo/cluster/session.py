@@ -57,7 +57,7 @@ from gdpo_nemo.errors import (  # noqa: E402
     RunError,
 )
 from gdpo_nemo.phases import phase  # noqa: E402
-from gdpo_nemo.waits import WaitExpired, waiting  # noqa: E402
+from gdpo_nemo.waits import WaitExpired, running, waiting  # noqa: E402
 
 _POLL_S = 1.0
 """How often a wait looks for dead workers and lost nodes; a dead actor is noticed within this time."""
@@ -237,14 +237,14 @@ def gather(refs: Sequence[ray.ObjectRef], what: str, timeout_s: float, owner: st
 
 
 def _gather(refs: Sequence[ray.ObjectRef], what: str, timeout_s: float) -> list[Any]:
-    deadline = time.monotonic() + timeout_s
+    deadline = running.now() + timeout_s
     pending = list(refs)
     while pending:
         done, pending = ray.wait(pending, num_returns=len(pending), timeout=_POLL_S, fetch_local=False)
         for ref in done:
             _raise_failure(ref, what)
         _check_nodes(what)
-        if pending and time.monotonic() > deadline:
+        if pending and running.now() > deadline:
             raise WaitExpired(f"{what}: {len(pending)} of {len(refs)} workers did not answer within {timeout_s:.0f} s")
     return ray.get(list(refs))
 
@@ -279,14 +279,23 @@ async def answer(ref: ray.ObjectRef, what: str, timeout_s: float) -> Any:
         WorkerDied: the worker died or cannot be reached. WaitExpired: no answer in time. RunError: as of ``gather``.
     """
     future = asyncio.wrap_future(ref.future())
-    # Not wait_for: it would cancel the future that Ray still fills.
-    done, _ = await asyncio.wait([future], timeout=timeout_s)
-    if not done:
+    if not await _answered_within(future, timeout_s):
         raise WaitExpired(f"{what}: no answer within {timeout_s:.0f} s")
     try:
         return future.result()
     except RayError as error:
         raise _failure(error, what) from (None if _of_ours(error) else error)
+
+
+async def _answered_within(future: asyncio.Future[Any], timeout_s: float) -> bool:
+    deadline = running.now() + timeout_s
+    while True:
+        left = deadline - running.now()
+        # Not wait_for: it would cancel the future that Ray still fills. In turns: the loop's timers count the time for
+        # which this process was stopped.
+        done, _ = await asyncio.wait([future], timeout=max(0.0, min(left, _POLL_S)))
+        if done or left <= 0:
+            return bool(done)
 
 
 _GONE = (ActorDiedError, ActorUnavailableError)

@@ -3,6 +3,7 @@ is."""
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import sys
@@ -19,6 +20,7 @@ from gdpo_nemo.cluster.session import WorkerDied, gather, one_has_ended, ray, se
 from gdpo_nemo.config.load import load_config
 from gdpo_nemo.errors import EngineFailed, RunError
 from gdpo_nemo.generation.requests import Completion, EngineReport, FinishedRequest, SampleRequest, Sampling
+from gdpo_nemo.waits import Patience
 
 SAMPLING = Sampling(1.0, 1.0, -1, 4)
 SEED = 40
@@ -57,6 +59,9 @@ class Mortal:
 
     def poll(self, wait_s):
         self._live()
+        while self.file.with_suffix(".stopped").exists():
+            self.file.with_suffix(".stands").touch()
+            time.sleep(0.02)
         if not self.asked:
             time.sleep(0.02)
         spans = ((self.version, 2),)
@@ -164,6 +169,21 @@ def test_without_an_engine_left_whoever_waits_is_told(fleet, tmp_path):
         drawn(fleet, 0)
     with pytest.raises(RunError, match="no engine is left"):
         fleet.least_loaded()
+
+
+def test_engine_is_not_replaced_when_it_was_stopped_together_with_its_driver(fleet, tmp_path, monkeypatch):
+    """As by SIGSTOP of the whole tree, or on a machine that was suspended: five minutes are gone at once."""
+    for _ in range(Patience.ENOUGH + 1):  # from then on its silence has a limit of two minutes
+        drawn(fleet, 0)
+    (tmp_path / "0.stopped").touch()
+    while not (tmp_path / "0.stands").exists():
+        time.sleep(0.01)
+    clock = time.monotonic
+    monkeypatch.setattr(time, "monotonic", lambda: clock() + 300.0)
+    fleet.spawn(asyncio.sleep(0.1)).result(300.0)  # the driver continues first
+    (tmp_path / "0.stopped").unlink()
+    assert drawn(fleet, 0)[1] == 0
+    assert fleet.lanes[0].replaced == 0
 
 
 def test_several_engines_that_die_at_one_update_are_not_one_engine_that_dies_often(fleet, tmp_path):

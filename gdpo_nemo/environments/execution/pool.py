@@ -19,7 +19,6 @@ import asyncio
 import math
 import os
 import threading
-import time
 from collections import Counter
 from concurrent.futures import Future, wait
 from concurrent.futures.process import BrokenProcessPool
@@ -35,7 +34,7 @@ from gdpo_nemo.environments.execution import worker
 from gdpo_nemo.environments.execution.remote import RemoteEnvironments, is_remote
 from gdpo_nemo.environments.execution.spawning import Spawning
 from gdpo_nemo.errors import RunError, UserCodeFailed
-from gdpo_nemo.waits import WaitExpired, waiting
+from gdpo_nemo.waits import WaitExpired, running, waiting
 
 SHARD_SIZE = 32
 """Trajectories in one task: the time limit is per task, and a failed one is repeated member by member. A shard exceeds
@@ -75,7 +74,7 @@ class EnvironmentPool:
         self._seed = seed
         self._lock = threading.Lock()
         self._closed = False
-        self._last_progress = time.monotonic()
+        self._last_progress = running.now()
         self._recovered: Counter[str] = Counter()
         self._spawning = Spawning()
         self._pool = self._new_pool()
@@ -216,7 +215,7 @@ class EnvironmentPool:
                 future.set_exception(BrokenProcessPool(str(error)))
             future.add_done_callback(self._note_progress)
             futures.append(future)
-        self._last_progress = time.monotonic()
+        self._last_progress = running.now()
         return pool, futures
 
     def _result(self, future: Future) -> list | str | None:
@@ -226,7 +225,7 @@ class EnvironmentPool:
         with waiting(f"verdicts of {', '.join(self._environments)}", "environments", self._timeout_s):
             while not wait([future], timeout=_POLL_S).done:
                 self._check_open()
-                if time.monotonic() - self._last_progress > silence:
+                if running.now() - self._last_progress > silence:
                     raise WaitExpired(f"environment workers made no progress for {silence:.0f} s")
         error = None if future.cancelled() else future.exception()
         if future.cancelled() or isinstance(error, BrokenProcessPool):
@@ -262,7 +261,7 @@ class EnvironmentPool:
                 _end(broken)
 
     def _note_progress(self, _: Future) -> None:
-        self._last_progress = time.monotonic()
+        self._last_progress = running.now()
 
     def _check_open(self) -> None:
         if self._closed:
