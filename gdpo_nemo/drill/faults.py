@@ -32,6 +32,7 @@ from gdpo_nemo.observe import journal, metrics
 
 PAUSE_S = 5.0
 """How long a stopped process stands still."""
+_LOOK_S = 0.1
 
 
 @dataclass(frozen=True)
@@ -115,23 +116,28 @@ def _no_space(target: Target) -> str | None:
     return None
 
 
-def _after_death(spoil: Callable[[Path], str | None]) -> Callable[[Target], str | None]:
-    """Kill the driver, and spoil files before it is started again."""
+def _after_death(spoil: Callable[[Path], str | None], checkpoints: int = 1) -> Callable[[Target], str | None]:
+    """Kill the driver once there are so many checkpoints, and spoil files before it is started again."""
     kill = _signalled(DRIVER, signal.SIGKILL)
 
     def act(target: Target) -> str | None:
-        if _newest(target.run_dir) is None:
-            return None
+        while len(_steps(target.run_dir)) < checkpoints:
+            if not target.processes.of(DRIVER):
+                return None
+            time.sleep(_LOOK_S)
         killed = kill(target)
         return killed and spoil(target.run_dir)
 
     return act
 
 
+def _steps(run_dir: Path) -> list[int]:
+    return Checkpoints(run_dir / "checkpoints", 0, 0, None).steps()
+
+
 def _newest(run_dir: Path) -> Path | None:
-    checkpoints = Checkpoints(run_dir / "checkpoints", 0, 0, None)
-    steps = checkpoints.steps()
-    return checkpoints.path(steps[-1]) if steps else None
+    steps = _steps(run_dir)
+    return run_dir / "checkpoints" / f"step_{steps[-1]}" if steps else None
 
 
 def _cut_checkpoint(run_dir: Path) -> str:
@@ -172,8 +178,9 @@ FAULTS = {
         Fault("raylet-kill", "Ray's raylet is killed", _signalled(RAYLET, signal.SIGKILL), _RAY, Then.RESTARTS),
         Fault("gcs-kill", "Ray's GCS is killed", _signalled(GCS, signal.SIGKILL), _RAY, Then.RESTARTS),
         Fault("engine-pause", f"an engine stands still for {PAUSE_S:.0f} s", _paused(ENGINE), None),
-        Fault("torn-checkpoint", "killed, and the newest checkpoint is cut short", _after_death(_cut_checkpoint),
-              "is damaged", Then.RESTARTS),
+        # A run whose checkpoints are all damaged is refused.
+        Fault("torn-checkpoint", "killed, and the newest checkpoint is cut short",
+              _after_death(_cut_checkpoint, checkpoints=2), "is damaged", Then.RESTARTS),
         Fault("no-space", "no file of the driver can grow", _no_space, "could not be written|cannot be written",
               Then.ENDS),
         Fault("terminate", "SIGTERM, as from a scheduler", _signalled(SUPERVISOR, signal.SIGTERM), None, Then.ENDS),

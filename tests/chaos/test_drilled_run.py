@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import sys
 import textwrap
@@ -15,7 +16,7 @@ import pytest
 from gdpo_nemo.config.load import load_config
 from gdpo_nemo.drill.drilled_run import DrilledRun, Outcome
 from gdpo_nemo.drill.exercise import Drill, Result, compared, differing_steps, is_exact
-from gdpo_nemo.drill.faults import FAULTS, Fault, Then
+from gdpo_nemo.drill.faults import FAULTS, Fault, Target, Then
 from gdpo_nemo.drill.run_processes import DRIVER
 from gdpo_nemo.errors import ConfigError, RunError
 
@@ -98,6 +99,22 @@ def test_a_run_that_trains_no_further_step_is_given_up(program):
     run = program("steps(1, 1); time.sleep(600)", patience_s=2.0)
     with pytest.raises(RunError, match="a step after 1 did not come in 2 s"):
         run.disturb(poke(number=0))
+
+
+def test_torn_checkpoint_is_never_the_only_one(program):
+    """A run whose checkpoints are all damaged is refused, which is no recovery."""
+    run = program(
+        """
+        for step in (2, 4):
+            folder = run_dir / "checkpoints" / f"step_{step}"
+            folder.mkdir(parents=True)
+            (folder / "files.json").write_text("{}" * 8)
+            steps(step - 1, step)
+        time.sleep(600)
+        """
+    )
+    victim = FAULTS["torn-checkpoint"].act(Target(run.run_dir, run._processes, random.Random(0)))
+    assert victim == "checkpoints/step_4/files.json"
 
 
 def test_a_run_that_is_over_before_it_recovered_is_told(program):
