@@ -1,0 +1,5 @@
+"""Mutants of weights, generation, cluster and Megatron."""
+
+from __future__ import annotations
+
+ENGINES = ()

@@ -1,0 +1,5 @@
+"""Mutants of config, observation, commands, planning and imported recipes."""
+
+from __future__ import annotations
+
+SETTINGS = ()
