@@ -243,4 +243,11 @@ ALGORITHMS = (
         "algorithms/test_diagnostics.py::test_a_group_is_dead_only_if_every_weighted_component_is_constant",
         "a component of weight 0 keeps no group alive",
     ),
+    mutant(
+        "algorithms/adaptive_entropy.py",
+        "min(self.coefficient + step, settings.entropy_coef_max)",
+        "self.coefficient + step",
+        "test_iterations.py::test_the_weight_of_the_entropy_follows_trl_and_goes_on_after_a_resume",
+        "largest coefficient of the entropy bonus",
+    ),
 )

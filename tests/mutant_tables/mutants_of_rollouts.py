@@ -124,4 +124,32 @@ ROLLOUTS = (
         "rollouts/test_ledger.py::test_each_update_that_engines_should_have_had_takes_a_step_from_the_bound",
         "late weights leave room for fewer groups",
     ),
+    mutant(
+        "rollouts/step_metrics.py",
+        'sums["clipped"] - low - sums.get("clipped_dual", 0.0)',
+        'sums["clipped"] - low',
+        "algorithms/test_clip_metrics.py::test_clip_metrics_count_the_tokens_that_each_clip_took",
+        "tokens of the dual clip are not in clip_high",
+    ),
+    mutant(
+        "rollouts/step_metrics.py",
+        "if len(failed) > limit * len(trajectories):",
+        "if len(failed) >= limit * len(trajectories):",
+        "rollouts/test_rollout_metrics.py::test_a_run_stops_above_its_share_of_failures_and_not_at_it",
+        "the share of failures that is allowed is included",
+    ),
+    mutant(
+        "rollouts/step_metrics.py",
+        "sum(count for count in counts.values() if count > 1)",
+        "sum(count - 1 for count in counts.values() if count > 1)",
+        "rollouts/test_rollout_metrics.py::test_duplicates_are_samples_of_one_prompt_with_the_same_tokens",
+        "all copies of a sample are duplicates",
+    ),
+    mutant(
+        "rollouts/step_metrics.py",
+        "maxima[name] = max(value, maxima.get(name, value))",
+        "maxima[name] = value",
+        "rollouts/test_rollout_metrics.py::test_metrics_of_a_step_are_means_over_its_tokens_and_maxima_over_its_updates",
+        "maxima are over all updates of a step",
+    ),
 )
