@@ -43,6 +43,16 @@ def test_an_error_of_the_device_is_a_failure_of_the_engine(text):
         assert isinstance(engine_failure(error), EngineFailed)
 
 
+def test_an_error_of_the_device_is_found_behind_one_of_its_cleanup():
+    try:
+        try:
+            raise RuntimeError(OF_DEVICES[0])
+        finally:
+            raise ValueError("the cache is not there")
+    except ValueError as error:
+        assert isinstance(engine_failure(error), EngineFailed)
+
+
 @pytest.mark.parametrize("error", [*map(RuntimeError, OF_OTHERS), RunError("checksum of x differs after transport")])
 def test_an_error_that_another_engine_would_make_too_is_not(error):
     assert engine_failure(error) is None

@@ -138,6 +138,7 @@ def test_a_position_trained_before_a_kill_is_not_admitted_again_when_all_before_
     assert ledger.admit(2, most=2) == [3, 4]
     ready(ledger, 3, 4)
     ledger.trained(ledger.get_batch())
+    assert ledger.state() == LedgerState(6), "the position of a checkpoint is the first that was not trained"
     assert ledger.admit(3, most=2) == [6, 7]
 
 

@@ -64,6 +64,13 @@ def test_the_age_of_a_group_is_that_of_its_oldest_trained_token():
         oldest_version(group(0, 1, outcome=Outcome.ENV_FAILED))
 
 
+@pytest.mark.parametrize(("version", "drawn"), [(8, [0]), (9, [])])
+def test_a_group_is_drawn_up_to_its_largest_age_and_not_after(version, drawn):
+    buffer = ReplayBuffer(reuse=2, max_age=3, seed=0)
+    buffer.add(6, [group(0, 5)])
+    assert [found.position for found in buffer.draw(1, version)] == drawn
+
+
 def test_draws_depend_on_seed_and_step_and_not_on_the_order_of_arrival():
     orders = [trained_in(4), trained_in(4)[::-1]]
     first, second = (ReplayBuffer(reuse=1, max_age=8, seed=3) for _ in orders)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, strategies as st
 
+from gdpo_nemo.errors import RunError
 from gdpo_nemo.weights.manifest import pack, unpack
 
 SHAPES = st.lists(st.tuples(st.integers(0, 40), st.sampled_from([torch.float32, torch.bfloat16])), max_size=8)
@@ -41,3 +43,10 @@ def test_what_fits_is_packed_without_new_memory_and_what_was_packed_leaves_the_w
         memory = packed
     memory[:] = 255
     assert all(torch.equal(tensor, before) for (_, tensor), before in zip(weights, kept))
+
+
+def test_a_changed_byte_is_refused_with_its_tensor():
+    manifest, packed = pack(drawn([(3, torch.float32), (5, torch.bfloat16)], 0), 7)
+    packed[manifest.entries[1].offset] ^= 1
+    with pytest.raises(RunError, match=r"weight update 7: checksum of layer\.1 differs after transport"):
+        list(unpack(manifest, packed))

@@ -1,0 +1,43 @@
+"""Mutants of the modules of a run: supervised training, distillation, checkpoints, resume."""
+
+from __future__ import annotations
+
+from mutant_tables.mutant import mutant
+
+TRAINING = (
+    mutant(
+        "supervised.py",
+        "return max(float(np.mean(gaps)), 0.0)",
+        "return float(np.mean(gaps))",
+        "test_supervised.py::test_kto_takes_0_if_the_estimate_of_its_kl_is_negative",
+        "KTO's KL is at least 0",
+    ),
+    mutant(
+        "distillation.py",
+        "np.where(_written(t), values - before, 0.0)",
+        "np.where(_written(t), before - values, 0.0)",
+        "test_distillation.py::test_the_advantage_of_a_token_is_how_much_more_the_teacher_likes_it",
+        "sign of the teacher's advantage",
+    ),
+    mutant(
+        "checkpoints.py",
+        "            if damage is None:\n",
+        "            if True:\n",
+        "test_checkpoints.py::test_damage_is_named_and_the_checkpoint_before_is_used",
+        "a damaged checkpoint is not used",
+    ),
+    mutant(
+        "resume.py",
+        "        if then != now:\n",
+        "        if False:\n",
+        "test_resume.py::test_another_model_and_other_data_are_refused",
+        "a resume with other data is refused",
+    ),
+    mutant(
+        "kept.py",
+        "parts.state.step > self._furthest",
+        "parts.state.step >= self._furthest",
+        "test_kept.py::test_ranks_lost_twice_without_a_further_step_are_for_the_supervisor",
+        "ranks lost twice at one step end the run",
+    ),
+)
