@@ -82,8 +82,8 @@ class RunningClock:
             return now - self._stopped_s
 
     def _look(self) -> None:
-        while True:
-            time.sleep(self.LOOK_S)
+        for_ever = threading.Event()
+        while not for_ever.wait(self.LOOK_S):
             self.now()
 
 
