@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import math
 import tempfile
@@ -20,10 +21,13 @@ INDEX = "model.safetensors.index.json"
 
 @contextlib.contextmanager
 def whole_or_nothing(folder: str | Path) -> Iterator[Path]:
-    """A new folder that takes its final name when the block is through, so that a killed process leaves no half model.
+    """Make a folder that takes its final name at the end of the block, so that a killed process leaves no half model.
+
+    Two runs that start together make the same model from the same seed. The first to end gives it its name; the other
+    one's copy is discarded.
 
     Raises:
-        ConfigError: there is something at ``folder`` already.
+        ConfigError: if ``folder`` exists and is not an empty folder.
     """
     folder = Path(folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -33,7 +37,12 @@ def whole_or_nothing(folder: str | Path) -> Iterator[Path]:
         whole = Path(private) / "model"  # the private folder is closed to other users, the model need not be
         whole.mkdir()
         yield whole
-        whole.rename(folder)
+        try:
+            whole.rename(folder)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+            print(f"{folder}: another process has made it in the meantime; its model is used", flush=True)
 
 
 def save_tensors(

@@ -11,6 +11,7 @@ from transformers import AutoConfig
 
 from gdpo_nemo.megatron.hf_files import write_model
 from gdpo_nemo.weights.adapters import Adapters, write_adapter
+from gdpo_nemo.weights.model_folder import whole_or_nothing
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
@@ -46,3 +47,14 @@ def test_models_and_adapters_are_written_with_the_modes_of_new_files(tmp_path, u
     assert len(list(shards.glob("*.safetensors"))) == 2 and list(whole.glob("tokenizer*"))
     assert [modes(folder) for folder in (whole, shards, adapter)] == [{0o666 & ~umask}] * 3
     assert (made / "model.safetensors").stat().st_mode & 0o777 == 0o666 & ~umask
+
+
+def test_the_first_of_two_processes_that_make_one_model_names_it_and_the_other_uses_it(tmp_path, capsys):
+    folder = tmp_path / "model"
+    with whole_or_nothing(folder) as second:
+        (second / "config.json").write_text("second")
+        with whole_or_nothing(folder) as first:
+            (first / "config.json").write_text("first")
+    assert [path.name for path in tmp_path.iterdir()] == ["model"], "the other copy is gone"
+    assert (folder / "config.json").read_text() == "first"
+    assert "another process has made it in the meantime" in capsys.readouterr().out
