@@ -8,6 +8,7 @@ them, so ``--dry-run`` stays instant.
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import signal
 import sys
@@ -96,6 +97,11 @@ def main(argv: Sequence[str] | None = None, alone: bool | None = None) -> int:
     except BrokenPipeError:  # The reader of our output has gone, as `head` does.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            raise
+        name = str(error.filename)
+        return _fail(ConfigError(f"a path of {len(name)} characters is too long for this system: {name[:60]}..."), 2)
     except SystemExit:
         if terminated.status:  # Ray, waiting, makes every exit a 1.
             return terminated.status

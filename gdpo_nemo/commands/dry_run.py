@@ -7,6 +7,7 @@ that an environment makes are left to the run.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any, Mapping, Sequence
 
@@ -81,7 +82,7 @@ def _check_local(config: Config, splits: Mapping[str, DatasetConfig]) -> list[tu
 
 def _limit(data: DatasetConfig) -> int | None:
     """Rows to read; None: all of them."""
-    paths = [Path(place).expanduser() for place in data_places("data", data)]
+    paths = [Path(os.path.expanduser(place)) for place in data_places("data", data)]
     return None if all(path.is_file() for path in paths) and _size(paths) <= SMALL_FILE else SAMPLE
 
 

@@ -5,6 +5,7 @@ Its task suits the demo's model: name the largest digit of the prompt, in few ch
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -166,7 +167,7 @@ def write_plugin(name: str, directory: str | Path = ".") -> Path:
         raise ConfigError(f"{name!r} cannot name an environment: use lower-case letters, digits and _, a letter first")
     if name in environment_names():
         raise ConfigError(f"an environment is called {name} already; gdpo-nemo env list shows all")
-    folder = Path(directory).expanduser() / name
+    folder = Path(os.path.expanduser(directory)) / name
     class_name = "".join(part.capitalize() for part in name.split("_"))
     words = {"@NAME@": name, "@DASHED@": name.strip("_").replace("_", "-"), "@CLASS@": class_name}
     try:

@@ -79,7 +79,7 @@ def check_folder_can_be(key: str, folder: str | Path) -> None:
 
 def find_file(name: str | os.PathLike[str]) -> Path | None:
     """The file, looked up from the working directory, then from the repository; None where there is none."""
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))
     return next((place for place in (path, REPOSITORY / path) if place.is_file()), None)
 
 
@@ -149,7 +149,7 @@ def read_model_config(path: Path) -> dict[str, Any]:
 def model_source(config: Config) -> Source | None:
     """What ``policy.model_name`` is where it is a model in another format than Hugging Face's, else None. Raises
     ConfigError: in one that is not read."""
-    return recognise(Path(config.policy.model_name).expanduser())
+    return recognise(Path(os.path.expanduser(config.policy.model_name)))
 
 
 def companion(config: Config, source: Source) -> str | None:
@@ -368,7 +368,7 @@ def _matches(key: str, path: str) -> list[str]:
 
 
 def _check_place(key: str, place: str) -> None:
-    path = Path(place).expanduser()
+    path = Path(os.path.expanduser(place))
     if is_rows_function(place):
         find_function(key, place)
     elif path.is_file():
@@ -393,7 +393,7 @@ def is_rows_function(place: str) -> bool:
 
 def is_local(path: str) -> bool:
     """Whether the data ``path`` is a file here, or a folder, be it of one configuration (``folder:configuration``)."""
-    return Path(path).expanduser().exists() or Path(path.partition(":")[0]).expanduser().is_dir()
+    return Path(os.path.expanduser(path)).exists() or Path(os.path.expanduser(path.partition(":")[0])).is_dir()
 
 
 def leads_nowhere(path: Path) -> bool:

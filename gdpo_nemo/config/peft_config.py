@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,7 +49,7 @@ class PeftAdapter:
 
     def base_folder(self) -> Path | None:
         """The base's folder, from here or from the adapter's folder; None where it is none on this machine."""
-        places = (Path(self.base).expanduser(), self.folder / self.base)
+        places = (Path(os.path.expanduser(self.base)), self.folder / self.base)
         return next((place for place in places if self.base and (place / "config.json").is_file()), None)
 
 

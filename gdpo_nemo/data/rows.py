@@ -5,6 +5,7 @@ function, or an environment that makes its own. Needs no tokenizer, so that a dr
 from __future__ import annotations
 
 import json
+import os
 from itertools import islice
 from pathlib import Path
 from typing import Any, Iterator, Mapping
@@ -133,7 +134,7 @@ def _rows_of_path(dataset: DatasetConfig, split: str, at_most: int | None) -> li
 
 
 def _rows_of_place(place: str, split: str, key: str, at_most: int | None) -> list[Row]:
-    path = Path(place).expanduser()
+    path = Path(os.path.expanduser(place))
     if is_rows_function(place):
         return _rows_of_function(place, key)[:at_most]
     if not path.is_file():
@@ -229,7 +230,7 @@ def _rows_of_hugging_face(place: str, wanted: str, key: str, at_most: int | None
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity_error()
     name, _, configuration = place.partition(":")
-    folder = Path(name).expanduser()
+    folder = Path(os.path.expanduser(name))
     name = str(folder) if folder.is_dir() else name
     try:
         if (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file():
