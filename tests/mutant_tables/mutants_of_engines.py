@@ -13,11 +13,25 @@ ENGINES = (
         "changed bytes of a weight update are found",
     ),
     mutant(
+        "weights/manifest.py",
+        "        memory[end:stop] = 0\n",
+        "",
+        "weights/test_packed_updates.py::test_an_update_over_an_earlier_one_is_what_it_is_in_new_memory",
+        "padding of an update is zero in reused memory",
+    ),
+    mutant(
         "weights/buckets.py",
         "        if not all(same):\n",
         "        if not any(same):\n",
         "weights/test_streams.py::test_any_changed_byte_of_a_bucket_is_found_and_its_tensor_named",
         "a changed byte of a bucket is found",
+    ),
+    mutant(
+        "weights/buckets.py",
+        "if not found or size + entry.nbytes > bucket_bytes:",
+        "if not found or size > bucket_bytes:",
+        "weights/test_streams.py::test_buckets_give_back_what_they_were_filled_with",
+        "a bucket keeps its size",
     ),
     mutant(
         "weights/checksum.py",
@@ -27,11 +41,25 @@ ENGINES = (
         "the checksum tells lengths apart",
     ),
     mutant(
+        "weights/checksum.py",
+        "total = total * _CHAIN + (block",
+        "total = total + (block",
+        "weights/test_streams.py::test_a_checksum_is_exact_integer_arithmetic",
+        "the checksum tells an exchange of blocks",
+    ),
+    mutant(
         "generation/engine_failures.py",
         "        link = link.__cause__ or link.__context__\n",
         "        link = link.__cause__\n",
         "generation/test_engine_failures.py::test_an_error_of_the_device_is_found_behind_one_of_its_cleanup",
         "a failure of the device is found in the context of an exception",
+    ),
+    mutant(
+        "generation/engine_failures.py",
+        "min(now - self._looked, self.LOOK_S)",
+        "now - self._looked",
+        "generation/test_engine_failures.py::test_time_that_nobody_watched_is_not_held_against_a_process",
+        "time in which the process itself stood still does not count",
     ),
     mutant(
         "cluster/network.py",
@@ -46,5 +74,12 @@ ENGINES = (
         "min(self._most_s, min(self._least_s,",
         "test_waits.py::test_a_deadline_follows_what_was_measured_within_its_bounds",
         "a learnt limit is at least the least",
+    ),
+    mutant(
+        "megatron/learning_rate.py",
+        "self.num_steps = ticks - (ticks - 1) % self._hold",
+        "self.num_steps = ticks",
+        "megatron/test_learning_rate.py::test_rates_are_those_of_nemo_rl_if_the_updates_of_a_step_share_theirs",
+        "the rate is held for the updates of a step",
     ),
 )

@@ -98,6 +98,13 @@ ROLLOUTS = (
     ),
     mutant(
         "rollouts/replay_buffer.py",
+        "version - kept.oldest <= self.max_age}",
+        "version - kept.oldest < self.max_age}",
+        "rollouts/test_replay_buffer.py::test_a_group_is_drawn_up_to_its_largest_age_and_not_after",
+        "groups are trained up to max_age",
+    ),
+    mutant(
+        "rollouts/replay_buffer.py",
         "if kept.uses < self.reuse}",
         "if kept.uses <= self.reuse}",
         "rollouts/test_replay_buffer.py::test_no_group_is_used_when_a_token_of_it_is_too_old_or_used_too_often",
@@ -123,6 +130,13 @@ ROLLOUTS = (
         "0",
         "rollouts/test_ledger.py::test_each_update_that_engines_should_have_had_takes_a_step_from_the_bound",
         "late weights leave room for fewer groups",
+    ),
+    mutant(
+        "rollouts/ledger.py",
+        "        while first in self._retired:\n            first += 1\n        return",
+        "        return",
+        "rollouts/test_ledger.py::test_a_position_trained_before_a_kill_is_not_admitted_again_when_all_before_it_are_done",
+        "a resume starts at the first position not trained",
     ),
     mutant(
         "rollouts/step_metrics.py",
@@ -151,5 +165,40 @@ ROLLOUTS = (
         "maxima[name] = value",
         "rollouts/test_rollout_metrics.py::test_metrics_of_a_step_are_means_over_its_tokens_and_maxima_over_its_updates",
         "maxima are over all updates of a step",
+    ),
+    mutant(
+        "rollouts/learning.py",
+        "weights={name: gdpo.rewards.get(name, 0.0) for name in columns}",
+        "weights={name: gdpo.rewards.get(name, 1.0) for name in columns}",
+        "rollouts/test_learning.py::test_components_without_a_weight_are_measured_and_change_nothing",
+        "a component that is not in gdpo.rewards is logged only",
+    ),
+    mutant(
+        "data/packing.py",
+        "if s.has_advantage and s.weight] or",
+        "if s.has_advantage] or",
+        "data/test_packing.py::test_only_sequences_with_advantage_and_weight_are_computed_and_at_least_one",
+        "sequences of weight 0 are not computed",
+    ),
+    mutant(
+        "data/shares.py",
+        '"loss_mask": (bool, True)',
+        '"loss_mask": (bool, False)',
+        "data/test_shares.py::test_every_rank_gets_its_sequences_unchanged_and_in_order",
+        "a sequence without a mask is trained whole",
+    ),
+    mutant(
+        "data/prefixes.py",
+        "len(tokens[place]) - 1)",
+        "len(tokens[place]))",
+        "data/test_prefixes.py::test_every_sequence_has_one_place_and_shares_what_its_predecessor_has",
+        "a sequence that equals another computes its last token",
+    ),
+    mutant(
+        "data/prompts.py",
+        "PCG64([self._seed, epoch])",
+        "PCG64([self._seed, 0])",
+        "data/test_prompts.py::test_every_epoch_is_a_permutation_and_no_two_are_equal",
+        "each epoch has an order of its own",
     ),
 )

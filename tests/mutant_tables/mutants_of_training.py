@@ -13,11 +13,25 @@ TRAINING = (
         "KTO's KL is at least 0",
     ),
     mutant(
+        "supervised.py",
+        "for s in _mismatched(update) if len(s) <= limit]",
+        "for s in _mismatched(update)]",
+        "test_supervised.py::test_kto_leaves_rows_beyond_the_length_limit_out_of_its_kl",
+        "rows that are too long are not in KTO's KL",
+    ),
+    mutant(
         "distillation.py",
         "np.where(_written(t), values - before, 0.0)",
         "np.where(_written(t), before - values, 0.0)",
         "test_distillation.py::test_the_advantage_of_a_token_is_how_much_more_the_teacher_likes_it",
         "sign of the teacher's advantage",
+    ),
+    mutant(
+        "distillation.py",
+        "np.where(np.isnan(found[place]), now, found[place])",
+        "found[place]",
+        "test_distillation.py::test_advantage_is_finite_if_the_sampler_gave_no_log_prob",
+        "log-probs that the sampler lacks are computed",
     ),
     mutant(
         "checkpoints.py",
@@ -39,5 +53,12 @@ TRAINING = (
         "parts.state.step >= self._furthest",
         "test_kept.py::test_ranks_lost_twice_without_a_further_step_are_for_the_supervisor",
         "ranks lost twice at one step end the run",
+    ),
+    mutant(
+        "kept.py",
+        "attempt.restarts + attempt.rebuilds <",
+        "attempt.restarts <",
+        "test_kept.py::test_rebuilds_count_among_the_restarts_that_are_allowed",
+        "rebuilds count as restarts",
     ),
 )

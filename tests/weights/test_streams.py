@@ -130,6 +130,7 @@ def test_buckets_give_back_what_they_were_filled_with(bucket_bytes):
     manifest = weight_metadata(model(), 3)
     buckets = divide(manifest, bucket_bytes)
     assert [e for b in buckets for e in b.entries] == list(manifest.entries)
+    assert all(len(b.entries) == 1 or sum(e.nbytes for e in b.entries) <= bucket_bytes for b in buckets)
     received = [
         pair
         for b, data in zip(buckets, filled(manifest, iter(model()), bucket_bytes, CPU), strict=True)
