@@ -227,8 +227,10 @@ def _installer() -> list[str]:
     """The command that installs packages. `uv run` says in UV where it is itself. Raises _Unavailable."""
     own = [sys.executable, "-m", "pip", "install", "--disable-pip-version-check"]
     found = [os.environ.get("UV"), shutil.which("uv")]
-    # In a checkout uv would add the versions that pyproject.toml lists, which have no hashes.
-    commands = [[uv, "pip", "install", "--no-config", "--python", sys.executable] for uv in found if uv]
+    # In a checkout's folder uv would add the versions that pyproject.toml lists, which have no hashes. The user's own
+    # settings of uv, such as an index, apply in every folder.
+    elsewhere = ["--directory", tempfile.gettempdir()]
+    commands = [[uv, "pip", "install", *elsewhere, "--python", sys.executable] for uv in found if uv]
     commands += [own] if importlib.util.find_spec("pip") else []
     for command in commands:
         # What is on the PATH may be pyenv's stand-in for a uv that another Python has.

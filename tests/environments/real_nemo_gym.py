@@ -37,7 +37,7 @@ def installed() -> Path:
             assert uv, "uv is not on PATH (pip install uv)"
             subprocess.run([uv, "venv", "--quiet", "--python", sys.executable, folder], check=True, timeout=INSTALL_S)
             # The versions that this project's configuration lists are not NeMo Gym's.
-            command = [uv, "pip", "install", "--no-config", "--quiet", "--python", python, *PACKAGES]
+            command = [uv, "pip", "install", "--directory", folder, "--quiet", "--python", python, *PACKAGES]
             subprocess.run(command, check=True, timeout=INSTALL_S)
             complete.touch()
     return python
