@@ -53,9 +53,9 @@ def current() -> list[Wait]:
 class RunningClock:
     """Seconds for which this process was able to run. Unlike those of a monotonic clock, they stop while it is stopped.
 
-    A process tree or a machine that is suspended stops as a whole. When it continues, whoever waited for an answer must
-    give the others as much time as before. A thread that does nothing else looks at the time every second, so a gap
-    between two looks means that no thread could run.
+    A process tree or a machine that is suspended stops as a whole. When it continues, a caller that waited for an
+    answer must give the other process as much time as before. A thread that does nothing else looks at the time every
+    second, so a gap between two looks means that no thread could run.
     """
 
     GAP_S = 10.0

@@ -39,7 +39,7 @@ LIMIT_S = 600
 
 @dataclass(frozen=True)
 class Outcome:
-    """What pytest said about one mutant, or about the tests without one."""
+    """Result of pytest for one mutant, or for the tests without a mutant."""
 
     status: int
     """Exit status of pytest; negative: the signal that ended it."""

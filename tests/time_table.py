@@ -1,4 +1,4 @@
-"""Where the time of the tests goes: wall and CPU seconds by folder, file, test and fixture.
+"""Time spent by the tests: wall and CPU seconds by folder, file, test and fixture.
 
 `pytest --time-table=FILE` writes the table as Markdown. CPU seconds include all processes that a test starts, those
 that still live as well; a fixture's seconds are in those of the test that asked for it first.

@@ -175,7 +175,7 @@ class Loss:
     options: tuple[str, ...] = ()
     """Its own options, the keys of `loss_fn.options`."""
     has_ratio: bool = True
-    """Whether it weighs tokens by pi / pi_old. Without a ratio `loss_fn.old_logprobs` corrects nothing."""
+    """True if it weighs tokens by pi / pi_old. Without a ratio `loss_fn.old_logprobs` corrects nothing."""
     by_sequence: bool = False
     """Whether its gradient is right only where the tokens of a sequence have equal weights."""
     by_group: bool = False

@@ -76,7 +76,7 @@ def rollout_file(path: str) -> str:
 
 
 def terminal():
-    """Standard output for tables; 120 columns where it is no terminal and COLUMNS says nothing.
+    """Standard output for tables; 120 columns if it is not a terminal and COLUMNS is not set.
 
     Control characters in what is shown are written out. Those that rich makes of styles are not.
     """

@@ -19,7 +19,7 @@ class _ConfigParser(Parser):
     takes_options = False
 
     def parse_known_args(self, args=None, namespace=None):
-        """As ``Parser``; what follows ``--`` becomes ``options``."""
+        """A ``Parser`` that puts the arguments after ``--`` into ``options``."""
         words = list(args or ())
         place = words.index("--") if self.takes_options and "--" in words else len(words)
         found, unknown = super().parse_known_args(words[:place], namespace)

@@ -89,7 +89,7 @@ def engines(config: Config) -> int:
 
 
 def old_logprobs_source(config: Config) -> str:
-    """Where the denominator of the ratio comes from: ``sampler`` or ``trainer``."""
+    """Return the source of the ratio's denominator: ``sampler`` or ``trainer``."""
     loss = config.loss_fn
     stale = config.rollout.max_staleness > 0 and loss_entry(loss.type).has_ratio
     return loss.old_logprobs or ("sampler" if stale else "trainer")

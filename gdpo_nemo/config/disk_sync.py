@@ -11,7 +11,7 @@ _NOT_SYNCED = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS)
 
 
 def sync_file(path: str | Path) -> None:
-    """Have the content of a file on the disk, whoever wrote it. Raises OSError."""
+    """Flush the content of a file to the disk, whichever process wrote it. Raises OSError."""
     opened = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(opened)
@@ -20,7 +20,7 @@ def sync_file(path: str | Path) -> None:
 
 
 def sync_folder(path: str | Path) -> None:
-    """Have the names in a folder on the disk: files that were made, renamed or removed. Raises OSError."""
+    """Flush the names in a folder to the disk: files that were made, renamed or removed. Raises OSError."""
     opened = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(opened)
@@ -32,7 +32,7 @@ def sync_folder(path: str | Path) -> None:
 
 
 def sync_tree(folder: str | Path) -> None:
-    """Have a folder with all files and folders in it on the disk. Links are not followed. Raises OSError."""
+    """Flush a folder and all files and folders in it to the disk. Links are not followed. Raises OSError."""
     for place, _, names in os.walk(folder, topdown=False, onerror=_raise):
         for name in names:
             path = os.path.join(place, name)

@@ -417,7 +417,7 @@ def _nearest_key(section: str, name: str, siblings: Mapping[str, Any]) -> str:
 
 
 def _elsewhere(path: Path) -> str:
-    """Where a relative path is looked up, and what it finds there."""
+    """Describe where a relative path is looked up, and what is found there."""
     if path.is_absolute():
         return ""
     demo = DEMO.relative_to(REPOSITORY)

@@ -77,7 +77,7 @@ _PUBLISHED_CLIPS = {
     "cispo": "cispo's paper (2506.13585) has no lower bound, and ScaleRL (2510.13786) an upper one of 5; use "
     "ratio_clip_min: 1.0, ratio_clip_max: 4.0",
 }
-"""By loss: what is published in place of PPO's clips, and how to get it."""
+"""Published clips of each loss that differ from PPO's, and the keys that set them."""
 
 
 def _loss_notes(config: Config) -> list[str]:

@@ -16,7 +16,7 @@ from gdpo_nemo.errors import ConfigError
 Row = dict[str, Any]
 Transform = Callable[[Row], Mapping[str, Any]]
 ALL_COLUMNS = "__all__"
-"""What axolotl's functions return for ``remove_columns`` to remove every column that they do not return."""
+"""Value of ``remove_columns`` with which axolotl's functions remove every column that they do not return."""
 _FACTORY = "cfg"
 """Name of the first parameter of axolotl's functions, which are called once and return the function of a row."""
 

@@ -46,7 +46,7 @@ class Account:
         self.covered |= dict.fromkeys(keys, name)
 
     def blocker_of(self, key: str) -> str:
-        """Return the name of the blocker because of which ``key`` of theirs is not taken over; empty if none."""
+        """Return the name of the blocker that keeps the recipe's ``key`` from being taken over; empty if none."""
         if key in self.blockers:
             return key
         return next((name for pattern, name in self.covered.items() if fnmatchcase(key, pattern)), "")

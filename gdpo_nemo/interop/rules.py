@@ -59,7 +59,7 @@ def combined(*keys: str) -> Act:
 
 
 def taken_over(*keys: str) -> Act:
-    """As ``combined``, for keys that count: a value of which nothing is written is a difference."""
+    """Like ``combined``, for keys that change results: a value that is not written is a difference."""
     return lambda value, recipe: RuleResult(elsewhere=keys, needed=True)
 
 

@@ -241,7 +241,7 @@ def _as_on_the_hub(content: dict[str, Any]) -> dict[str, Any]:
 
 
 def _is_absent(place: Any) -> bool:
-    """Whether an import path names a file that is not on this machine."""
+    """Return whether an import path names a file that is not on this machine."""
     file = place.rpartition(":")[0] if isinstance(place, str) else ""
     return file.endswith(".py") and find_file(file) is None
 

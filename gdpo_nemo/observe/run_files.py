@@ -21,7 +21,7 @@ LATEST_S = 1e11
 """Seconds since the epoch that a time may be: the year 5138."""
 LAST_STEP = 10**9
 LARGEST = 1e100
-"""Of a metric that is shown or computed with; sums and squares of such numbers are still finite."""
+"""Largest metric that is shown or computed with; sums and squares of such numbers are still finite."""
 
 Check = Callable[[Any], bool]
 

@@ -56,7 +56,7 @@ def fits(config: Config, shape: Shape, device: Device) -> str:
 
 
 def machine_limits(config: Config, shape: Shape | None) -> list[str]:
-    """What this machine cannot hold of a run that starts its own Ray, a sentence for each limit.
+    """Return a sentence for each limit of this machine that a run with its own Ray exceeds.
 
     Empty for a run on a cluster, whose machines are not known here. Without ``shape`` weights count nothing, and each
     process counts the least that such a process takes, so memory is a lower bound.

@@ -17,7 +17,7 @@ class Mutant:
     tests: tuple[str, ...]
     """Node ids of pytest, of which one must fail at least."""
     why: str
-    """What would be wrong for a user."""
+    """The defect that a user would see."""
 
     @property
     def path(self) -> str:

@@ -32,13 +32,13 @@ _T = TypeVar("_T")
 
 @dataclass
 class _Played:
-    """An episode that is under way."""
+    """An episode in progress."""
 
     player: Any
     prompt: Prompt
     left: int | None
     messages: list[dict[str, Any]] = field(default_factory=list)
-    """What the policy wrote and the tools answered, in TRL's form."""
+    """Messages of the policy and of the tools, in TRL's form."""
 
 
 class ToolClass(Environment):
@@ -109,7 +109,7 @@ class ToolClass(Environment):
         return self._loop.start(self._answer(step))
 
     def abandon(self, state: bytes) -> None:
-        """Reuse the object of an episode that nobody will step again."""
+        """Reuse the object of an episode that is over."""
         if (played := self._played.pop(state, None)) is not None:
             self._free.append(played.player)
 

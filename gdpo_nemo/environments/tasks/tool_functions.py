@@ -139,7 +139,7 @@ def _said(error: BaseException) -> str:
     """The message of an exception, or its class's name if there is none."""
     try:
         return str(error) or type(error).__name__
-    except Exception:  # __str__ is the author's, too
+    except Exception:  # __str__ is the tool author's code as well
         return type(error).__name__
 
 

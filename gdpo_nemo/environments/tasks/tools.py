@@ -18,7 +18,7 @@ from gdpo_nemo.errors import ConfigError
 
 Message = Mapping[str, Any]
 MALFORMED = error_text("A tool call must be a JSON object with name and arguments between <tool_call> tags.")
-"""What the policy is told of a block that holds no call."""
+"""Answer to a block that does not hold a call."""
 
 
 class Tools(Environment):

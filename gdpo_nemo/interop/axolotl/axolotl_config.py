@@ -191,7 +191,7 @@ def _checked(flat: dict[str, Any], path: Path) -> dict[str, Any]:
 
 
 def _is_share(key: str, value: Any) -> bool:
-    """Whether the value is a share of the run, which save_steps may be."""
+    """Return whether the value is a share of the run, as save_steps may be."""
     return key == "save_steps" and isinstance(value, float)
 
 

@@ -96,7 +96,7 @@ def _path(entry: Mapping[str, Any], key: str, account: Account) -> Any:
 
 
 def _unread(entries: Sequence[Mapping[str, Any]], key: str, account: Account) -> None:
-    """What of the entries changes the rows and is not done here."""
+    """Report settings of the entries that change the rows and are not supported here."""
     reasons = {
         "shards": "all rows are read; there a shard of them",
         "revision": "the newest revision is read",
@@ -187,7 +187,7 @@ def _conversation(entry: Mapping[str, Any], key: str, section: str, names: Seque
     columns = {name: str(entry.get(f"field_{name}") or name) for name in names}
     renamed = {name: column for name, column in columns.items() if name != column}
     if renamed.get("messages") == "conversations" and len(names) == 1:
-        renamed = {}  # a name that is read here, too
+        renamed = {}  # a name that is also read here
     if renamed:
         account.set(f"{section}.columns", renamed, f"{key}: field_*")
 

@@ -1,4 +1,4 @@
-"""What each key of axolotl is here: one rule a key, or a pattern for a family. The first that fits counts."""
+"""Rules for the keys of axolotl: one rule a key, or a pattern for a family. The first that fits counts."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from gdpo_nemo.interop.nemo_rl.known_models import known_model
 
 _ALL_LINEAR = [name for name in LORA_TARGETS if name != "lm_head"]
 _PEFT_TARGETS = ["q_proj", "v_proj"]
-"""What PEFT adapts in models of these families where nothing is named."""
+"""Modules that PEFT adapts in models of these families by default."""
 
 
 def surroundings(config: AxolotlConfig, account: Account) -> None:

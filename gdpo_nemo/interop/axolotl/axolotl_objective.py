@@ -1,4 +1,4 @@
-"""What several of axolotl's keys make together: the loss, rewards and advantages, batches, the learning rate.
+"""Settings that several of axolotl's keys make together: the loss, rewards and advantages, batches, the learning rate.
 
 What samples goes through TRL's ``GRPOTrainer`` there, so it goes through ``interop/trl`` here; the defaults that TRL
 1.8, which axolotl 067b021c installs, has other than TRL 1.16 are ``_OF_TRL``.

@@ -29,7 +29,7 @@ DEFAULTS: dict[str, Any] = {
     "optimizer": "adamw_torch_fused",
     "seed": 42,
 }
-"""What axolotl, or transformers behind it, takes for keys whose default here is another."""
+"""Defaults of axolotl, or of transformers behind it, that differ from the defaults here."""
 
 
 def translate_axolotl(path: str | Path, processes: int = 1) -> Translation:

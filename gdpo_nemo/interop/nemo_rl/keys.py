@@ -52,7 +52,7 @@ def _of_estimator(name: str) -> Act:
 
 
 def _reads_groups(recipe: Recipe) -> bool:
-    """Whether the estimator has ``normalize_rewards`` and ``use_leave_one_out_baseline``."""
+    """Return whether the estimator has ``normalize_rewards`` and ``use_leave_one_out_baseline``."""
     return recipe.get("grpo.adv_estimator.name", "grpo") != "reinforce_plus_plus"
 
 

@@ -25,7 +25,7 @@ class KnownModel(NamedTuple):
     tied: bool | None = None
     """Whether the output layer is the embedding; None where the name does not tell."""
     question: str = ""
-    """What is not known before config.json is read, of a name on the hub that no table has; empty where it is."""
+    """Facts about an unlisted hub name that only its config.json tells; empty if the model is known."""
 
 
 _MULTIMODAL = re.compile(r".*(VL|Omni|Vision|Audio)(?![a-z]).*", re.IGNORECASE)

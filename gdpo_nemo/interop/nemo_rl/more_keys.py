@@ -42,7 +42,7 @@ def _verifies(recipe):
 
 
 def _decides(recipe):
-    """Whether the processor decides which rewards there are: of the environment ``math``, or one of images."""
+    """Return whether the processor decides which rewards there are: of the environment ``math``, or one of images."""
     processor = str(recipe.get("data.train.processor") or recipe.get("data.default.processor") or "")
     return _verifies(recipe) or processor.startswith("vlm")
 

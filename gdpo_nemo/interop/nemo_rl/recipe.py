@@ -149,7 +149,7 @@ class Recipe:
 
     @property
     def gathers_ahead(self) -> bool:
-        """Whether Megatron gathers parameters while it computes, which needs two other switches."""
+        """Return whether Megatron gathers parameters while it computes, which needs two other switches."""
         section = "policy.megatron_cfg"
         switches = (f"{section}.distributed_data_parallel_config.overlap_grad_reduce",
                     f"{section}.distributed_data_parallel_config.overlap_param_gather",

@@ -179,7 +179,7 @@ def _read_arguments(path: Path, trainer: str | None) -> dict[str, Any]:
 
 _SAVED = ("_", "distributed_state")
 _NOT_ARGUMENTS = ("env", "deepspeed_plugin")
-"""What TRL saves with arguments and is none."""
+"""Names that TRL saves with the arguments and that are not arguments."""
 
 
 def _check_known(what: str, arguments: Mapping[str, Any], trainer: str) -> None:
@@ -192,7 +192,7 @@ def _check_known(what: str, arguments: Mapping[str, Any], trainer: str) -> None:
 
 
 def _run_of_arguments(arguments: Mapping[str, Any], trainer: str, stem: str) -> TrlRun:
-    """What `trl grpo`, or another of ``COMMANDS``, would do with these arguments."""
+    """Return the run that `trl grpo`, or another of ``COMMANDS``, would make of these arguments."""
     fields = (*TRAINERS[trainer].defaults, *OLDER)
     run = TrlRun({key: value for key, value in arguments.items() if key in fields}, trainer=trainer, stem=stem)
     run.model = arguments.get("model_name_or_path")

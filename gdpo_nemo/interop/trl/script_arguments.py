@@ -1,4 +1,4 @@
-"""What a script's command line would give it: the arguments that it declares, their defaults, and those that are
+"""The command line of a script: the arguments that it declares, their defaults, and those that are
 given."""
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ def _name(call: ast.Call) -> str:
 
 
 def _assigned(inside: Any, name: str) -> ast.expr | None:
-    """What a function assigns to a name."""
+    """Return the expression that a function assigns to a name."""
     for statement in ast.walk(inside) if inside is not None else ():
         if isinstance(statement, ast.Assign) and any(ast.unparse(target) == name for target in statement.targets):
             return statement.value

@@ -19,7 +19,7 @@ def reward_model(name: str) -> Reward:
 
 
 def lora_of_arguments(arguments: Mapping[str, Any]) -> dict[str, Any] | None:
-    """What ``get_peft_config`` makes of TRL's ``ModelConfig``."""
+    """Return the LoRA settings that ``get_peft_config`` makes of TRL's ``ModelConfig``."""
     model = {**MODEL_CONFIG, **arguments}
     if not model["use_peft"]:
         return None
@@ -29,7 +29,7 @@ def lora_of_arguments(arguments: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def images_of(tree: ast.Module) -> str:
-    """What in a script reads images: a class of transformers, or a column; empty if nothing does."""
+    """Return the part of a script that reads images, a class of transformers or a column; empty if none."""
     for node in ast.walk(tree):
         name = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
         if name in _OF_IMAGES:

@@ -145,7 +145,7 @@ class Resolver:
         return local or self.module.definitions.get(name)
 
     def value(self, node: ast.expr) -> Any:
-        """What the expression stands for, or ``Unresolved``. Raises ConfigError: it takes too many steps to tell."""
+        """Return the value of the expression, or ``Unresolved``. Raises ConfigError if it takes too many steps."""
         self._steps += 1
         if self._steps > _MOST_STEPS:
             raise ConfigError("the script's values refer to each other too often to be worked out")

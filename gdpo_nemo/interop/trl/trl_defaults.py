@@ -1,4 +1,4 @@
-"""What TRL 1.16 (with transformers 5.19) takes where a script of GRPO says nothing; ``trl_trainers.py`` has the others.
+"""Defaults of TRL 1.16 (with transformers 5.19) for scripts of GRPO; ``trl_trainers.py`` has the others.
 
 A table and not the installed classes: a translation must not need TRL. ``tests/config/test_from_trl.py`` holds it
 against them, field by field.

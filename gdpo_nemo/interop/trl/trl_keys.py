@@ -1,4 +1,4 @@
-"""What each field of a TRL trainer's config is here: one rule a field, or a pattern for a family. The first that fits
+"""Rules for the fields of TRL's trainer configs: one rule a field, or a pattern for a family. The first that fits
 counts. Fields that other trainers than GRPO's have, or mean otherwise, are in ``trl_rows`` and ``trl_sampled``."""
 
 from __future__ import annotations

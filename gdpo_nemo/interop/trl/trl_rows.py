@@ -100,7 +100,7 @@ def row_length(run: TrlRun, account: Account, positions: int | None) -> int:
         account.set(_NO_LENGTH, longest, "TRL takes rows of any length; longer ones are left out here")
         return int(longest)
     account.set(_NO_LENGTH, longest, "max_length")
-    if run.algorithm != "reward_model":  # whose rows are left out there, too
+    if run.algorithm != "reward_model":  # TRL leaves out its rows as well
         account.differs("max_length", f"rows of more than {longest} tokens are left out; there they are cut")
     return int(longest)
 

@@ -86,7 +86,7 @@ class TrlRun:
     stem: str = ""
     """Path of the config without its suffix; names of ``files`` begin with it."""
     images: str = ""
-    """What in the script reads images; empty if nothing does."""
+    """The part of the script that reads images; empty if none."""
 
     @property
     def asynchronous(self) -> bool:
@@ -163,7 +163,7 @@ class TrlRun:
         if rows is None:
             return None
         prompts = max(1, self.samples_per_step // self.get("num_generations", 1))
-        # An epoch of the trainers that sample has whole steps; the others train the rows that are left, too.
+        # An epoch of the trainers that sample has whole steps; the others also train the remaining rows.
         steps = len(rows) // prompts if self.samples else -(-len(rows) // prompts)
         per_epoch = max(1, steps) * self.updates
         return -(-int(self.get("num_train_epochs") * per_epoch * 1000) // 1000)

@@ -206,7 +206,7 @@ class Trainer:
     positional: tuple[str, ...]
     """Arguments in their order, as far as scripts give them without a name."""
     also: Mapping[str, Any] | None = None
-    """What the trainer does in terms of ``GRPOConfig`` without having the field."""
+    """Fields of ``GRPOConfig`` that the trainer behaves by and does not have."""
 
 
 _ROWS = ("data_collator", "train_dataset", "eval_dataset", "processing_class")
