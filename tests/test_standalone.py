@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from gdpo_nemo import cli
 from gdpo_nemo.checkpoints import Checkpoints, RunState
@@ -25,16 +25,14 @@ from gdpo_nemo.data.results import UpdateResult
 from gdpo_nemo.errors import ConfigError
 
 MODEL = {
-    "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_size": 256, "num_hidden_layers": 2,
-    "vocab_size": 64, "num_attention_heads": 8, "num_key_value_heads": 8, "intermediate_size": 128,
-    "max_position_embeddings": 300,
+    "hidden_size": 256, "num_hidden_layers": 2, "vocab_size": 64, "num_attention_heads": 8,
+    "num_key_value_heads": 8, "intermediate_size": 128, "max_position_embeddings": 300,
 }  # fmt: skip
 
 
 @pytest.fixture
 def model(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(MODEL))
-    save_file({"weight": torch.zeros(1)}, tmp_path / "model.safetensors")
+    Qwen2ForCausalLM(Qwen2Config(**MODEL)).save_pretrained(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text("{}")
     return tmp_path
 
