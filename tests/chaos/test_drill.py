@@ -8,13 +8,16 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
+import pytest
 from hostile_verifier import DEEDS
-from soak import DEMO, RECORD, VARIANTS, read, soak, table
+from soak import RECORD, VARIANTS, read, soak, table
 
-from gdpo_nemo.drill.drilled_run import Outcome
+from gdpo_nemo.drill.drilled_run import Outcome, trained
 from gdpo_nemo.drill.exercise import by_fault
 from gdpo_nemo.drill.faults import FAULTS, TEN
 from gdpo_nemo.observe.alerts import read_alerts
+from gdpo_nemo.observe.rollouts import read_rollouts, rollout_path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -24,10 +27,21 @@ def command(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(drill, capture_output=True, text=True, cwd=REPOSITORY, timeout=2400)
 
 
-def test_a_run_through_ten_kinds_of_faults_is_the_undisturbed_run_bit_for_bit(tmp_path, digit_model):
-    out = tmp_path / "drill"
-    done = command(f"policy.model_name={digit_model}", *DEMO, "--out", str(out), "--steps", "2", "--patience", "900")
+@pytest.fixture(scope="module")
+def drilled(tmp_path_factory, digit_model) -> tuple[Path, str]:
+    """A drill of PPO, whose checkpoints hold most (a value head, its optimizer, running means): its folder, and what
+    was printed."""
+    out = tmp_path_factory.mktemp("drill") / "drill"
+    config = ("--config", "configs/ppo_tiny_cpu.yaml", f"policy.model_name={digit_model}")
+    small = ("gdpo.num_prompts_per_step=16", "gdpo.num_iterations=2", "rollout.env_workers=2")
+    done = command(*config, *small, "--out", str(out), "--steps", "2", "--patience", "900")
     assert done.returncode == 0, (done.stdout, done.stderr)
+    assert "bit for bit" in done.stdout and "Traceback" not in done.stdout + done.stderr
+    return out, done.stdout
+
+
+def test_a_run_through_ten_kinds_of_faults_is_the_undisturbed_run_bit_for_bit(drilled):
+    out, _ = drilled
     found = json.loads((out / "drill.json").read_text())
     assert [outcome["fault"] for outcome in found["outcomes"]] == list(TEN)
     assert all(outcome["victim"] and outcome["seconds"] > 0 for outcome in found["outcomes"])
@@ -38,7 +52,32 @@ def test_a_run_through_ten_kinds_of_faults_is_the_undisturbed_run_bit_for_bit(tm
     assert "is damaged" in log, "the checkpoint that was cut short is passed over"
     assert "(raylet)" not in log and "state-dump" not in log, "what Ray says of lost processes stays in its own logs"
     check_account_of_restarts(out / "disturbed", log)
-    assert "bit for bit" in done.stdout and "Traceback" not in done.stdout + done.stderr
+
+
+def test_every_step_of_ppo_measures_the_values(drilled):
+    run_dir = drilled[0] / "undisturbed"
+    done = trained(run_dir)
+    assert list(done) == list(range(1, len(done) + 1))
+    names = {f"value/{name}" for name in ("loss", "mean", "return", "clip_fraction", "explained_variance")}
+    assert all(names <= row.keys() for row in done.values())
+    # The head starts at 0. The ratio of a step's second update refers to the weights before the first.
+    first, last = done[1], done[len(done)]
+    assert first["value/explained_variance"] == pytest.approx(0, abs=1e-9)
+    assert last["value/mean"] > first["value/mean"]
+    assert all(abs(row["policy/ratio_mean"] - 1) < 0.2 and row["policy/ratio_max"] != 1 for row in done.values())
+    samples = read_rollouts(rollout_path(run_dir, 1))
+    assert len(samples) == 16 and np.isfinite([sample["advantage"] for sample in samples]).all()
+
+
+def test_the_exported_model_of_ppo_is_the_policy_alone(drilled):
+    from safetensors import safe_open
+    from transformers import AutoModelForCausalLM
+
+    folder = drilled[0] / "disturbed" / "model"
+    _, found = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not found["missing_keys"] and not found["unexpected_keys"]
+    with safe_open(folder / "model.safetensors", "np") as file:
+        assert not [name for name in file.keys() if "value" in name or "score" in name]
 
 
 def check_account_of_restarts(run_dir: Path, log: str) -> None:

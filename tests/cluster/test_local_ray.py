@@ -100,17 +100,29 @@ def test_agents_that_are_late_do_not_end_the_raylet(tmp_path):
 
 
 def test_a_session_starts_again_after_its_raylet_died(tmp_path):
-    (shown,) = _session(tmp_path, KILL_THE_FIRST_RAYLET, RAY_raylet_start_wait_time_s="20")
+    (shown,) = _session(tmp_path, KILL_THE_FIRST_RAYLET, RAY_raylet_start_wait_time_s="12")
     assert shown in ("set 2 None", "set 3 None")  # on a busy machine the second is too late, too
 
 
-def test_a_call_after_the_session_starts_no_cluster(tmp_path):
+@pytest.fixture(scope="module")
+def lines(tmp_path_factory) -> list[str]:
+    """What a session of a user without a home prints of its processes and sockets, and of calls after its end."""
+    return _session(tmp_path_factory.mktemp("session"), after=OWN_PROCESSES + SOCKETS + LATE_CALLS, HOME=NO_HOME)
+
+
+def test_session_of_a_user_without_a_home_has_no_dashboard_autoscaler_or_copier_of_logs(lines):
+    assert lines[:2] == ["set 1 None", "[]"]
+
+
+def test_a_session_of_this_machine_listens_on_loopback_alone(lines):
+    """Driver, GCS, raylet with its object manager, the agent of runtime environments, an actor."""
+    count, exposed = lines[2].split(" ", 1)
+    assert int(count) >= 6 and exposed == "[]", lines
+
+
+def test_a_call_after_the_session_starts_no_cluster(lines):
     """By default Ray would, for a thread that did not notice the end."""
-    assert _session(tmp_path, after=LATE_CALLS)[1:] == ["refused False"] * 3
-
-
-def test_session_of_a_user_without_a_home_has_no_dashboard_autoscaler_or_copier_of_logs(tmp_path):
-    assert _session(tmp_path, after=OWN_PROCESSES, HOME=NO_HOME) == ["set 1 None", "[]"]
+    assert lines[3:] == ["refused False"] * 3
 
 
 @pytest.mark.parametrize("home", [None, NO_HOME])
@@ -142,13 +154,6 @@ def test_session_replaces_a_home_only_if_it_cannot_be_written_and_leaves_its_mod
 
 def unknown(uid):
     raise KeyError(uid)
-
-
-def test_a_session_of_this_machine_listens_on_loopback_alone(tmp_path):
-    """Driver, GCS, raylet with its object manager, the agent of runtime environments, an actor."""
-    (shown,) = _session(tmp_path, after=SOCKETS)[1:]
-    count, exposed = shown.split(" ", 1)
-    assert int(count) >= 6 and exposed == "[]", shown
 
 
 def test_what_stands_for_the_dashboards_agent_ends_with_its_raylet():

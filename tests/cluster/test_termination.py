@@ -97,7 +97,7 @@ if how in ("before its port is known", "never"):  # the first one, or each, slee
     services.GCS_SERVER_EXECUTABLE = script
 if how == "when it is asked":
     Node._init_gcs_client = connect_to_the_suspended
-    local_ray._START_LIMIT_S = 60
+    local_ray._START_LIMIT_S = 30
 try:
     with started.session(ClusterConfig()):
         print(started.ray.is_initialized(), [child.is_running() for child in silent])
@@ -117,7 +117,7 @@ def start_late(how: str, patience_s: int, folder: Path) -> str:
 
 
 @pytest.mark.parametrize(
-    "how, patience_s, running", [("before its port is known", 40, []), ("when it is asked", 300, [False])]
+    "how, patience_s, running", [("before its port is known", 15, []), ("when it is asked", 300, [False])]
 )
 def test_a_ray_session_whose_gcs_falls_silent_is_started_once_more(tmp_path, how, patience_s, running):
     """Where the port is known, Ray would ask for hours."""

@@ -16,7 +16,7 @@ import json, os, random, signal, sys, threading
 
 import psutil
 
-from gdpo_nemo import RunError, train
+from gdpo_nemo import train
 
 print("the script runs in", __name__, flush=True)
 draw = random.Random(0)
@@ -35,7 +35,8 @@ def short(completions):
 
 def steps(number):
     small = {"gdpo.num_prompts_per_step": 4, "gdpo.num_generations_per_prompt": 4, "checkpointing.save_period": 1}
-    named = {"run.name": "five", "policy.model_name": sys.argv[1], "logger.console": "plain", "logger.plot": False}
+    named = {"run.name": "five", "policy.model_name": sys.argv[1], "logger.console": "plain", "logger.plot": False,
+             "policy.precision": "bfloat16"}
     return {**small, **named, "gdpo.max_num_steps": number}
 
 
@@ -60,16 +61,6 @@ def in_a_thread():
 thread = threading.Thread(target=in_a_thread)
 thread.start()
 thread.join()
-
-
-def broken(completions):
-    raise ValueError("nothing is right")
-
-
-try:
-    train(rewards={"correct": broken}, data=data, overrides={**steps(1), "run.name": "broken"})
-except RunError as error:
-    found["error"] = str(error)
 print(json.dumps({**found, "left_after_all": left()}))
 """
 
@@ -97,10 +88,11 @@ def test_a_script_trains_at_its_top_level_again_in_a_thread_and_the_cli_resumes_
     assert (found["step"], found["again"], found["rows"]) == (2, 3, 3)
     assert found["left"] == found["left_after_all"] == [] and found["handlers"]
     assert found["temporary"] == str(tmp_path / "scratch") and found["model"] == str(run_dir / "model")
-    assert "reward function 'correct'" in found["error"] and "ValueError: nothing is right" in found["error"]
     (tmp_path / "script.py").unlink()
     command = (sys.executable, "-m", "gdpo_nemo", "train", "--config", "results/five/config.yaml")
     _run(tmp_path, *command, "gdpo.max_num_steps=4")
     trained = rows(run_dir)
     assert [row["step"] for row in trained] == [1, 2, 3, 4]
     assert all({"reward/correct/mean", "reward/short/mean"} <= row.keys() for row in trained)
+    # Engine and trainer round to bfloat16 at different places, by far less than what ends a run.
+    assert all(0 < row["parity/mean_abs"] < 0.1 and row["parity/max_prob"] < 0.5 for row in trained)

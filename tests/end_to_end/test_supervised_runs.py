@@ -1,28 +1,54 @@
-"""Supervised and preference training through the real program: they learn, resume exactly, and start no engine."""
+"""Supervised and preference training through the real program: a chain of stages, each from the last one's weights,
+that learns, resumes exactly, and starts no engine before it samples."""
 
 from __future__ import annotations
 
 import json
 import signal
+from pathlib import Path
 
 import pytest
 import torch
 from launch import Launch, rows, timeless
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from gdpo_nemo.checkpoints import model_fingerprint
 from gdpo_nemo.config.load import load_config
 from gdpo_nemo.data.examples import ExampleSource
 from gdpo_nemo.data.records import Prompt
 
 QUIET = ("logger.plot=false", "logger.tensorboard.enabled=false", "gdpo.num_prompts_per_step=16")
-SFT = (*QUIET, "--config", "configs/sft_tiny_cpu.yaml")
-STEPS = 9
-STEPS_OF_SFT = 6
-OF_PAIRS = (*QUIET, f"gdpo.max_num_steps={STEPS}", "gdpo.val_prompts=48", "--config", "configs/dpo_tiny_cpu.yaml")
+STEPS = {"sft": 6, "dpo": 9, "gdpo": 2}
+OF_PAIRS = (f"gdpo.max_num_steps={STEPS['dpo']}", "gdpo.val_prompts=48")
+KTO = (*QUIET, *OF_PAIRS, "--config", "configs/dpo_tiny_cpu.yaml", "algorithm.type=kto")
 
 
-def held_out(launch: Launch, key: str) -> dict[int, float]:
-    return {row["step"]: row[f"validation/{key}"] for row in rows(launch.run_dir) if f"validation/{key}" in row}
+class Chain(Launch):
+    """``gdpo-nemo chain`` of supervised training, preferences and GDPO; ``run_dir`` is the second stage's."""
+
+    def command(self, run_dir: Path, model: Path, overrides: tuple[str, ...]) -> list[str]:
+        folders = [run_dir.with_name(name) for name in STEPS]
+        return [
+            *("-m", "gdpo_nemo", "chain", *(f"configs/{name}_tiny_cpu.yaml" for name in STEPS)),
+            *(f"{number}:run.dir={folder}" for number, folder in enumerate(folders, start=1)),
+            f"policy.model_name={model}",
+            *QUIET,
+            f"1:gdpo.max_num_steps={STEPS['sft']}",
+            "1:gdpo.val_prompts=8",
+            *(f"2:{override}" for override in OF_PAIRS),
+            f"3:gdpo.max_num_steps={STEPS['gdpo']}",
+            "3:gdpo.num_prompts_per_step=4",
+            "3:gdpo.val_at_start=false",
+            "3:checkpointing.metric_name=null",
+            "gdpo.val_period=3",
+            "checkpointing.save_period=1",
+            "logger.console=plain",
+            *overrides,
+        ]
+
+
+def held_out(run_dir: Path, key: str) -> dict[int, float]:
+    return {row["step"]: row[f"validation/{key}"] for row in rows(run_dir) if f"validation/{key}" in row}
 
 
 def finished(launch: Launch) -> Launch:
@@ -32,8 +58,25 @@ def finished(launch: Launch) -> Launch:
 
 
 @pytest.fixture(scope="module")
-def dpo(tmp_path_factory, digit_model):
-    return finished(Launch(tmp_path_factory.mktemp("runs") / "dpo", digit_model, *OF_PAIRS))
+def chain(tmp_path_factory, digit_model) -> Path:
+    """The folder of a chain that SIGTERM stops in its second stage and that the same command then takes to its end."""
+    folder = tmp_path_factory.mktemp("chain")
+    first = Chain(folder / "dpo", digit_model)
+    first.wait_for_step(3)
+    first.process.send_signal(signal.SIGTERM)
+    status, out, err = first.finish()
+    assert status == 128 + signal.SIGTERM, (out, err)
+    trained = (folder / "sft" / "metrics.jsonl").read_bytes()
+    begun = rows(folder / "dpo")
+    assert max(row["step"] for row in begun) < STEPS["dpo"], "it was stopped in its second stage"
+    assert not (folder / "gdpo").exists() and first.left_behind() == []
+
+    second = Chain(folder / "dpo", digit_model)
+    status, out, err = second.finish()
+    assert status == 0, (out, err)
+    assert f"{folder / 'sft'}, finished" in out and (folder / "sft" / "metrics.jsonl").read_bytes() == trained
+    assert second.left_behind() == []
+    return folder
 
 
 def loop_of_transformers(model_folder) -> tuple[list[float], list[float]]:
@@ -63,10 +106,10 @@ def loop_of_transformers(model_folder) -> tuple[list[float], list[float]]:
 
     train, held_out_rows = source("train"), source("validation").head(8)
     trained, validated = [], []
-    for step in range(STEPS_OF_SFT + 1):
+    for step in range(STEPS["sft"] + 1):
         with torch.no_grad():
             validated.append(float(loss_of(held_out_rows)))
-        if step < STEPS_OF_SFT:
+        if step < STEPS["sft"]:
             loss = loss_of(train.batch(16 * step, 16))
             optimizer.zero_grad()
             loss.backward()
@@ -76,41 +119,53 @@ def loop_of_transformers(model_folder) -> tuple[list[float], list[float]]:
     return trained, validated
 
 
-def test_supervised_training_has_the_curves_of_a_loop_of_transformers(tmp_path, digit_model):
-    launch = finished(Launch(tmp_path / "sft", digit_model, *SFT))
-    losses = held_out(launch, "loss")
+def started_from(run_dir: Path) -> str:
+    """Fingerprint of the model that a run's last checkpoint says it started from."""
+    newest = run_dir / "checkpoints" / f"step_{STEPS[run_dir.name]}"
+    return json.loads((newest / "state.json").read_text())["model"]
+
+
+def test_a_stage_of_a_chain_starts_from_the_weights_of_the_one_before(chain, digit_model):
+    sft, dpo, gdpo = (chain / name for name in STEPS)
+    for folder in (sft, dpo, gdpo):
+        trained = [row["step"] for row in rows(folder) if "loss" in row]
+        assert trained == list(range(1, STEPS[folder.name] + 1))
+    assert started_from(sft) == model_fingerprint(digit_model)
+    assert started_from(dpo) == model_fingerprint(sft / "model") != started_from(sft)
+    assert started_from(gdpo) == model_fingerprint(dpo / "model") != started_from(dpo)
+    assert (gdpo / "model" / "model.safetensors").stat().st_size
+
+
+def test_supervised_training_has_the_curves_of_a_loop_of_transformers(chain, digit_model):
+    losses = held_out(chain / "sft", "loss")
     assert list(losses) == [0, 3, 6] and losses[6] < 0.8 * losses[0]
-    assert (launch.run_dir / "model" / "model.safetensors").stat().st_size and launch.left_behind() == []
     trained, validated = loop_of_transformers(digit_model)
-    assert [row["loss"] for row in rows(launch.run_dir) if "loss" in row] == pytest.approx(trained, rel=1e-4)
+    assert [row["loss"] for row in rows(chain / "sft") if "loss" in row] == pytest.approx(trained, rel=1e-4)
     assert list(losses.values()) == pytest.approx(validated[::3], rel=1e-4)
 
 
-def test_dpo_parts_held_out_pairs_from_log_two_on(dpo):
-    losses = held_out(dpo, "loss")
-    # Before the first update both models are one.
-    assert losses[0] == pytest.approx(0.693147, abs=1e-5) and losses[STEPS] < 0.95 * losses[0]
-    assert held_out(dpo, "margins")[0] == pytest.approx(0, abs=1e-5) and held_out(dpo, "margins")[STEPS] > 0.05
-    trained = [row for row in rows(dpo.run_dir) if "rewards/margins" in row]
+def test_dpo_parts_held_out_pairs_from_log_two_on(chain):
+    """The reference is the model of the stage before: before the first update both models are one."""
+    dpo = chain / "dpo"
+    losses, margins = held_out(dpo, "loss"), held_out(dpo, "margins")
+    assert losses[0] == pytest.approx(0.693147, abs=1e-5) and losses[9] < 0.95 * losses[0]
+    assert margins[0] == pytest.approx(0, abs=1e-5) and margins[9] > 0.05
+    trained = [row for row in rows(dpo) if "rewards/margins" in row]
     assert trained[0]["rewards/margins"] == pytest.approx(0, abs=1e-5) and trained[-1]["rewards/margins"] > 0.05
     assert trained[-1]["rewards/accuracies"] > 0.6 and not any("time/sync" in row for row in trained)
 
 
+def test_dpo_resumes_bit_for_bit_after_sigterm(chain, tmp_path):
+    options = (*QUIET, *OF_PAIRS, "--config", "configs/dpo_tiny_cpu.yaml")
+    straight = finished(Launch(tmp_path / "run", chain / "sft" / "model", *options))
+    assert [timeless(row) for row in rows(chain / "dpo")] == [timeless(row) for row in rows(straight.run_dir)]
+
+
 def test_kto_raises_desirable_answers_above_undesirable_ones(tmp_path, digit_model):
     """KTO is the objective whose rows are not pairs; `tests/megatron/test_preference_updates.py` has the others."""
-    launch = finished(Launch(tmp_path / "kto", digit_model, *OF_PAIRS, "algorithm.type=kto"))
+    launch = finished(Launch(tmp_path / "kto", digit_model, *KTO))
     trained = [row for row in rows(launch.run_dir) if "rewards/chosen" in row and "rewards/rejected" in row]
     apart = {row["step"]: row["rewards/chosen"] - row["rewards/rejected"] for row in trained}
     assert apart[max(apart)] > apart[min(apart)] + 0.01
-    losses = held_out(launch, "loss")
-    assert losses[STEPS] < losses[0]
-
-
-def test_dpo_resumes_bit_for_bit_after_sigterm(dpo, tmp_path, digit_model):
-    first = Launch(tmp_path / "run", digit_model, *OF_PAIRS)
-    first.wait_for_step(3)
-    first.process.send_signal(signal.SIGTERM)
-    status, out, err = first.finish()
-    assert status == 128 + signal.SIGTERM, (out, err)
-    finished(Launch(tmp_path / "run", digit_model, *OF_PAIRS))
-    assert [timeless(row) for row in rows(tmp_path / "run")] == [timeless(row) for row in rows(dpo.run_dir)]
+    losses = held_out(launch.run_dir, "loss")
+    assert losses[9] < losses[0]
