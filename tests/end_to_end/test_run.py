@@ -332,7 +332,7 @@ def test_tensor_ranks_make_the_same_first_update_and_a_blocking_rank_is_named(un
         "gdpo.max_num_steps=100000",
         "gdpo.val_period=100000",
         "checkpointing.save_period=100000",
-        "rollout={env_timeout_s: 600, train_timeout_s: 60}",
+        "rollout={env_timeout_s: 600, train_timeout_s: 30}",
         "policy.megatron_cfg.tensor_model_parallel_size=2",
         *QUICK,
     )
@@ -358,7 +358,7 @@ def test_tensor_ranks_make_the_same_first_update_and_a_blocking_rank_is_named(un
     status, out, err = launch.finish()
     assert status == 1, (out, err)
     (line,) = [line for line in err.splitlines() if line.startswith("error:")]
-    assert "did not answer within 60 s" in line and f"policy rank 1 (process {rank.pid}) is stopped" in line
+    assert "did not answer within 30 s" in line and f"policy rank 1 (process {rank.pid}) is stopped" in line
     bundle = max((launch.run_dir / "doctor").iterdir())
     assert {"summary.txt", "stack policy rank 0.txt", "config.yaml", "versions.txt", "logs.txt"} <= {
         p.name for p in bundle.iterdir()

@@ -1,8 +1,9 @@
 """A pool of long-lived rank processes, laid out anew for every case.
 
-Importing megatron.core takes seconds, so ranks are started once; they keep their process groups as long as the layout
-stays the same. A rank that fails or dies fails the case with its traceback, a rank that hangs fails it at the
-deadline; the pool is then replaced, because its other ranks may wait in a collective for ever.
+Importing megatron.core takes seconds, so one process does it, from which ranks are forked, and ranks are started once;
+they keep their process groups as long as the layout stays the same. A rank that fails or dies fails the case with its
+traceback, a rank that hangs fails it at the deadline; the pool is then replaced, because its other ranks may wait in a
+collective for ever.
 """
 
 from __future__ import annotations
@@ -10,12 +11,16 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import multiprocessing.connection
+import multiprocessing.forkserver
+import os
 import tempfile
 import time
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Callable
+
+import pytest
 
 # Ranks that were only waiting for a failed one get this long to report what they saw.
 _GRACE_S = 5.0
@@ -51,10 +56,10 @@ def torch_names() -> dict[str, Any]:
 
 
 class RankPool:
-    """Rank processes, started when first needed.
+    """Rank processes, started when first needed: forked from one that has imported Megatron.
 
     Args:
-        prepare: called in every process before anything of Megatron is imported.
+        prepare: called in every process before anything of Megatron is imported; they then import for themselves.
     """
 
     def __init__(self, folder: Path, prepare: Callable[[], None] | None = None):
@@ -70,8 +75,7 @@ class RankPool:
 
         ``function`` is a top-level function of an importable module.
         """
-        # The second rank imports while the first does: most layouts take two.
-        self._start(max(2, ranks))
+        self._start(ranks)
         if self.laid_out != (ranks, layout):
             self.groups = self.groups + 1
             self.laid_out = (ranks, layout)
@@ -91,7 +95,7 @@ class RankPool:
 
     def _start(self, ranks: int) -> None:
         """Have at least ``ranks`` processes that have imported Megatron."""
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("spawn") if self.prepare else _fork_server()
         new = range(len(self.processes), ranks)
         for rank in new:
             ours, theirs = context.Pipe()
@@ -127,21 +131,29 @@ class RankPool:
         return [results[rank] for rank in ranks]
 
 
+def _fork_server():
+    """Processes forked from one that has imported what ``rank_imports`` imports. It has one thread and no group."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["rank_imports"])
+    with pytest.MonkeyPatch.context() as patch:
+        # The server of Python 3.12 does not take over sys.path.
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]))
+        multiprocessing.forkserver.ensure_running()
+    return context
+
+
 def _serve(rank: int, pipe, prepare) -> None:
     """The main loop of a rank process; ends when the pool closes its end of the pipe."""
     if prepare:
         prepare()
+    import rank_imports
     import torch
 
     from gdpo_nemo.megatron import runtime
 
     torch.set_num_threads(1)
-    before = torch_names()
-    here = runtime.prepare()
+    here = rank_imports.RUNTIME
     joined = None
-    import gdpo_nemo.megatron.policy  # noqa: F401 - with what it imports
-
-    gc.freeze()  # Collections between cases need not look at a million objects of imported modules.
     pipe.send((True, "ready"))
     while True:
         try:
@@ -157,7 +169,7 @@ def _serve(rank: int, pipe, prepare) -> None:
                 runtime.lay_out(layout, seed)
                 joined = group
             runtime.seed_everything(seed)
-            pipe.send((True, function(Place(here, layout, rank, group[0], before), *arguments)))
+            pipe.send((True, function(Place(here, layout, rank, group[0], rank_imports.TORCH_BEFORE), *arguments)))
         except BaseException:
             pipe.send((False, traceback.format_exc()))
 

@@ -1,0 +1,14 @@
+"""What every rank imports, and torch as it was before: done once in the process that ranks are forked from."""
+
+import gc
+
+from rank_pool import torch_names
+
+from gdpo_nemo.megatron import runtime
+
+TORCH_BEFORE = torch_names()
+RUNTIME = runtime.prepare()
+
+import gdpo_nemo.megatron.policy  # noqa: E402, F401 - with what it imports
+
+gc.freeze()  # Collections between cases need not look at a million objects of imported modules.
