@@ -64,7 +64,8 @@ def test_every_step_of_ppo_measures_the_values(drilled):
     first, last = done[1], done[len(done)]
     assert first["value/explained_variance"] == pytest.approx(0, abs=1e-9)
     assert last["value/mean"] > first["value/mean"]
-    assert all(abs(row["policy/ratio_mean"] - 1) < 0.2 and row["policy/ratio_max"] != 1 for row in done.values())
+    early = [done[step] for step in range(1, 7)]  # before it writes what it was asked for, and nothing is left to learn
+    assert all(abs(row["policy/ratio_mean"] - 1) < 0.2 and row["policy/ratio_max"] != 1 for row in early)
     samples = read_rollouts(rollout_path(run_dir, 1))
     assert len(samples) == 16 and np.isfinite([sample["advantage"] for sample in samples]).all()
 
