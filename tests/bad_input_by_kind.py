@@ -81,6 +81,7 @@ def tokenizer(**fields: object) -> Damage:
 
 LARGE = "come to more than 1,000,000 characters"
 LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+NO_HUB_NAMES = ("~nobody/x", "a/../b", "org/", "o/..", "o/a--b", "'o rg/x'")
 BOMBS = [
     (DRY, doubled_parents("good.yaml", "run: {}"), "good.yaml inherits from more than 100 files"),
     (RECIPE, doubled_parents("recipe.yaml", "grpo: {}"), "recipe.yaml: inherits from more than 100 files"),
@@ -97,6 +98,9 @@ BOMBS = [
     (DRY + "".join(f" 'env.gsm8k.b{n}=${{env.${{run.name}}}}'" for n in range(9)), None, "names are references"),
     (DRY + " policy.model_name={d}/model.gguf", gguf_of_arrays, "arrays are nested more than 8 deep"),
     (DRY + " data.train.chat=true", tokenizer(chat_template=LOOPS), "runs more than 100,000 lines for one message"),
+    *((DRY + " data.train.chat=true", tokenizer(chat_template=made), "makes a value of over 1,000,000 characters")
+      for made in ("{{ 'x' * 10**10 }}", "{{ '%1000000000d' % 1 }}", "{{ 'x' | center(10**10) }}")),
+    *((DRY + f" policy.model_name={name}", None, "is neither a folder nor a hub name") for name in NO_HUB_NAMES),
     *((DRY, tokenizer(model_max_length=value), "tokenizer") for value in ("x", [1], {"a": 1}, True)),
     *((DRY, replaced("model/config.json", "{", '{"layer_types": %s, ' % value), "layer_types must be a list")
       for value in ("5", '"x"', "true")),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from gdpo_nemo.config.peft_config import PeftAdapter, read_peft_adapter
 from gdpo_nemo.config.reading import parse_yaml, read_text
 from gdpo_nemo.errors import ConfigError
 
+HUB_NAME = re.compile(r"(?!.*(?:--|\.\.|\.git$))(?=.{,96}$)[A-Za-z0-9]([\w.-]*\w)?/\w([\w.-]*\w)?", re.ASCII)
+"""organisation/name as the hub allows it; stricter than ``huggingface_hub``, which lets the server refuse some."""
 COMPANION = "hf"
 """Folder beside a Megatron-core checkpoint of ours with config.json and tokenizer."""
 
@@ -82,7 +85,7 @@ def _folder(name: str, key: str, what: str) -> Path:
 
 def _check_hub_name(adapter: PeftAdapter, key: str) -> None:
     """The base may be a name on the hub. Raises ConfigError: it is not."""
-    if adapter.base.count("/") != 1 or adapter.base.startswith((".", "/")):
+    if not HUB_NAME.fullmatch(adapter.base):
         raise ConfigError(
             f"{key}: the base model of the adapter {adapter.folder}, {adapter.base or 'which it does not name'}, is no "
             "folder here"
