@@ -148,4 +148,43 @@ RUN_FILES = [
         for name, value in (("time/train", -1), ("time/train", 10**400), ("time/rollout", 0), ("rollout/tokens", 0))
     ),
 ]  # fmt: skip
-BY_KIND = [*HALF_PAIRS, *WEIGHTS, *BOMBS, *RUN_FILES]
+AUDIT = "replay {d}/run --audit"
+STEP = {"step": 1, "groups": [[0, "train/0", [[0, [[0, 3]], "ok"]]]], "dropped": [], "position": 1, "published": 1,
+        "total_updates": 1, "again": []}  # fmt: skip
+
+
+def journal(**fields: object) -> Damage:
+    lines = [json.dumps({**STEP, **fields}), json.dumps({**STEP, "step": 2})]
+    return text("run/journal.jsonl", "\n".join(lines) + "\n")
+
+
+def ledger(content: object) -> Damage:
+    def write_both(d: Path) -> None:
+        journal()(d)
+        replaced("run/checkpoints/step_1/state.json", "{", '{"ledger": %s, ' % json.dumps(content))(d)
+
+    return write_both
+
+
+JOURNALS = [
+    *(
+        (command, journal(**{key: value}), f"journal.jsonl, line 1: not a step of a journal ({key})")
+        for command in (AUDIT, "replay {d}/run")
+        for key, value in (("step", "x"), ("groups", 3), ("position", None))
+    ),
+    *(
+        (AUDIT, journal(**{key: value}), f"journal.jsonl, line 1: not a step of a journal ({key})")
+        for key, value in (
+            ("step", -1), ("step", 1.5), ("step", True), ("step", 10**30), ("groups", {"a": 1}), ("groups", [3]),
+            ("groups", [[0, "a"]]), ("groups", [["0", "a", []]]), ("groups", [[0, 3, []]]), ("groups", [[0, "a", [3]]]),
+            ("groups", [[0, "a", [[0, [["x", 1]], "ok"]]]]), ("groups", [[0, "a", [[0, [[0, 1, 2]], "ok"]]]]),
+            ("groups", [[0, "a", [[0, [], 3]]]]), ("dropped", [3]), ("dropped", [["x", "a"]]), ("dropped", {}),
+            ("position", float("nan")), ("published", "x"), ("total_updates", []), ("again", [[]]), ("again", 3),
+        )
+    ),
+    *((AUDIT, ledger(value), "step_1 is damaged (state.json is not readable")
+      for value in ({"a": 1}, {"position": "x", "dropped": [], "retired": []},
+                    {"position": 1, "dropped": [3], "retired": []}, {"position": 1, "dropped": [], "retired": ["x"]},
+                    {"position": 10**18, "dropped": [], "retired": []})),
+]  # fmt: skip
+BY_KIND = [*JOURNALS, *HALF_PAIRS, *WEIGHTS, *BOMBS, *RUN_FILES]

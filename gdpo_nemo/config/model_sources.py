@@ -15,7 +15,7 @@ from gdpo_nemo.config.json_files import read_json_object
 from gdpo_nemo.config.megatron_keys import model_tensors
 from gdpo_nemo.config.model_formats import Format, Source
 from gdpo_nemo.config.peft_config import PeftAdapter, read_peft_adapter
-from gdpo_nemo.config.reading import parse_yaml, read_text
+from gdpo_nemo.config.reading import parse_yaml, read_text, real_path
 from gdpo_nemo.errors import ConfigError
 
 HUB_NAME = re.compile(r"(?!.*(?:--|\.\.|\.git$))(?=.{,96}$)[A-Za-z0-9]([\w.-]*\w)?/\w([\w.-]*\w)?", re.ASCII)
@@ -94,7 +94,7 @@ def _check_hub_name(adapter: PeftAdapter, key: str) -> None:
 
 def _model_of_run(checkpoint: Path) -> str:
     """``policy.model_name`` of the run that a checkpoint lies in, or nothing."""
-    file = checkpoint.resolve().parent.parent / "config.yaml"
+    file = real_path(checkpoint).parent.parent / "config.yaml"
     try:
         return str(parse_yaml(read_text(file))["policy"]["model_name"])
     except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError):
