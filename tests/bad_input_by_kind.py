@@ -187,4 +187,20 @@ JOURNALS = [
                     {"position": 1, "dropped": [3], "retired": []}, {"position": 1, "dropped": [], "retired": ["x"]},
                     {"position": 10**18, "dropped": [], "retired": []})),
 ]  # fmt: skip
-BY_KIND = [*JOURNALS, *HALF_PAIRS, *WEIGHTS, *BOMBS, *RUN_FILES]
+
+
+def looped(d: Path) -> None:
+    """Two links that name each other."""
+    (d / "l1").symlink_to("l2")
+    (d / "l2").symlink_to("l1")
+
+
+ODD_PATHS = [
+    *((command.replace("LOOP", "{d}/l1"), looped, "l1")
+      for command in ("chat LOOP", "eval LOOP", "convert --to hf LOOP {d}/new", "inspect LOOP", "report LOOP",
+                      "push LOOP o/r --dry-run", "watch --once LOOP", "compare LOOP", "explain-advantages LOOP",
+                      "replay LOOP", "train --dry-run --config LOOP")),
+    *((f"{command} 'a\0b'", None, "an argument holds a NUL character")
+      for command in ("train --dry-run --config", "watch --once", "report", "health", "inspect", DRY + " run.dir=x")),
+]  # fmt: skip
+BY_KIND = [*JOURNALS, *ODD_PATHS, *HALF_PAIRS, *WEIGHTS, *BOMBS, *RUN_FILES]
