@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
 from pathlib import Path
 
@@ -195,7 +196,13 @@ def looped(d: Path) -> None:
     (d / "l2").symlink_to("l1")
 
 
+def pipe(d: Path) -> None:
+    """A pipe without a reader, which opening for writing waits for."""
+    os.mkfifo(d / "pipe")
+
+
 ODD_PATHS = [
+    (RECIPE + " --out {d}/pipe", pipe, "pipe cannot be written"),
     *((command.replace("LOOP", "{d}/l1"), looped, "l1")
       for command in ("chat LOOP", "eval LOOP", "convert --to hf LOOP {d}/new", "inspect LOOP", "report LOOP",
                       "push LOOP o/r --dry-run", "watch --once LOOP", "compare LOOP", "explain-advantages LOOP",
