@@ -23,6 +23,7 @@ from typing import Any, Callable, Iterator
 from gdpo_nemo.config.disk_sync import sync_folder, sync_tree
 from gdpo_nemo.config.reading import parse_json, read_text
 from gdpo_nemo.errors import RunError
+from gdpo_nemo.observe.run_files import LEDGER, LEDGER_MORE, fault
 
 _FILES = "files.json"
 _STATE = "state.json"
@@ -201,6 +202,7 @@ def _is_state(state: RunState) -> bool:
         all(type(count) is int and least <= count for count, least in counts)
         and all(isinstance(text, str) for text in texts)
         and isinstance(state.ledger, dict)
+        and (not state.ledger or fault(state.ledger, LEDGER, LEDGER_MORE) is None)
         and isinstance(state.algorithm, dict)
         and isinstance(state.metrics, dict)
         and all(isinstance(value, (int, float)) for value in state.metrics.values())

@@ -125,6 +125,8 @@ class _Terminated:
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line; overrides may stand before, between and after the options."""
     parser = _parser()
+    if argv is not None and (nul := next((text for text in argv if "\0" in text), None)) is not None:
+        parser.error(f"an argument holds a NUL character, which no path may have ({nul[:60]})")
     arguments, rest = parser.parse_known_args(argv)
     overrides = getattr(arguments, "overrides", None)
     stray = [text for text in rest if overrides is None or text.startswith("-")]

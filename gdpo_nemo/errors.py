@@ -20,6 +20,11 @@ def printable(text: str) -> str:
     return "".join(letter if letter.isprintable() else letter.encode("unicode_escape").decode() for letter in text)
 
 
+def printable_lines(text: str) -> str:
+    """Return the text with every line made printable; its line breaks stay."""
+    return "\n".join(map(printable, text.split("\n")))
+
+
 SHORTEST_SECRET = 6
 """Characters; shorter values of the environment are numbers, names and switches, which messages may show."""
 _secrets: dict[str, str] = {}

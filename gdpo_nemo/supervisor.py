@@ -23,13 +23,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Callable
 
-from gdpo_nemo.config.reading import parse_json, read_text
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.endings import endings, leave_lost_terminal
 from gdpo_nemo.errors import START_AGAIN, FailureKind, GdpoError, RunError, kind_of, printable
 from gdpo_nemo.observe.alerts import write_alert
 from gdpo_nemo.observe.metrics import read_metrics
-from gdpo_nemo.observe.status import FILE as STATUS, RESTARTING, amend_status
+from gdpo_nemo.observe.run_files import status_if_whole
+from gdpo_nemo.observe.status import RESTARTING, amend_status
 
 METRICS = {
     "driver/restarts": ("restarts", "Times that the supervisor had started the run again (`run.max_restarts`)"),
@@ -323,9 +323,9 @@ def _parsed(record: bytes) -> Failure | None:
 def _last_of_ray(run_dir: Path, pid: int) -> str:
     """What Ray's client in the process had to say last. One that loses its raylet ends the process at once, at times
     before the watch of Ray's servers has seen it."""
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        status = parse_json(read_text(run_dir / STATUS))
-        for log in Path(status["logs"]).glob(f"python-core-driver-*_{pid}.log"):
+    logs = status_if_whole(run_dir).get("logs")
+    with contextlib.suppress(OSError):
+        for log in Path(logs).glob(f"python-core-driver-*_{pid}.log") if logs else ():
             line = log.read_text(errors="replace").rstrip().rpartition("\n")[2]
             if found := _COMPLAINT.fullmatch(line):
                 return f"; Ray's client in it said last: {printable(found[1])[:_LONGEST_COMPLAINT]}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
 from pathlib import Path
 
@@ -81,6 +82,7 @@ def tokenizer(**fields: object) -> Damage:
 
 LARGE = "come to more than 1,000,000 characters"
 LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+NO_HUB_NAMES = ("~nobody/x", "a/../b", "org/", "o/..", "o/a--b", "'o rg/x'")
 BOMBS = [
     (DRY, doubled_parents("good.yaml", "run: {}"), "good.yaml inherits from more than 100 files"),
     (RECIPE, doubled_parents("recipe.yaml", "grpo: {}"), "recipe.yaml: inherits from more than 100 files"),
@@ -97,6 +99,9 @@ BOMBS = [
     (DRY + "".join(f" 'env.gsm8k.b{n}=${{env.${{run.name}}}}'" for n in range(9)), None, "names are references"),
     (DRY + " policy.model_name={d}/model.gguf", gguf_of_arrays, "arrays are nested more than 8 deep"),
     (DRY + " data.train.chat=true", tokenizer(chat_template=LOOPS), "runs more than 100,000 lines for one message"),
+    *((DRY + " data.train.chat=true", tokenizer(chat_template=made), "makes a value of over 1,000,000 characters")
+      for made in ("{{ 'x' * 10**10 }}", "{{ '%1000000000d' % 1 }}", "{{ 'x' | center(10**10) }}")),
+    *((DRY + f" policy.model_name={name}", None, "is neither a folder nor a hub name") for name in NO_HUB_NAMES),
     *((DRY, tokenizer(model_max_length=value), "tokenizer") for value in ("x", [1], {"a": 1}, True)),
     *((DRY, replaced("model/config.json", "{", '{"layer_types": %s, ' % value), "layer_types must be a list")
       for value in ("5", '"x"', "true")),
@@ -144,4 +149,65 @@ RUN_FILES = [
         for name, value in (("time/train", -1), ("time/train", 10**400), ("time/rollout", 0), ("rollout/tokens", 0))
     ),
 ]  # fmt: skip
-BY_KIND = [*HALF_PAIRS, *WEIGHTS, *BOMBS, *RUN_FILES]
+AUDIT = "replay {d}/run --audit"
+STEP = {"step": 1, "groups": [[0, "train/0", [[0, [[0, 3]], "ok"]]]], "dropped": [], "position": 1, "published": 1,
+        "total_updates": 1, "again": []}  # fmt: skip
+
+
+def journal(**fields: object) -> Damage:
+    lines = [json.dumps({**STEP, **fields}), json.dumps({**STEP, "step": 2})]
+    return text("run/journal.jsonl", "\n".join(lines) + "\n")
+
+
+def ledger(content: object) -> Damage:
+    def write_both(d: Path) -> None:
+        journal()(d)
+        replaced("run/checkpoints/step_1/state.json", "{", '{"ledger": %s, ' % json.dumps(content))(d)
+
+    return write_both
+
+
+JOURNALS = [
+    *(
+        (command, journal(**{key: value}), f"journal.jsonl, line 1: not a step of a journal ({key})")
+        for command in (AUDIT, "replay {d}/run")
+        for key, value in (("step", "x"), ("groups", 3), ("position", None))
+    ),
+    *(
+        (AUDIT, journal(**{key: value}), f"journal.jsonl, line 1: not a step of a journal ({key})")
+        for key, value in (
+            ("step", -1), ("step", 1.5), ("step", True), ("step", 10**30), ("groups", {"a": 1}), ("groups", [3]),
+            ("groups", [[0, "a"]]), ("groups", [["0", "a", []]]), ("groups", [[0, 3, []]]), ("groups", [[0, "a", [3]]]),
+            ("groups", [[0, "a", [[0, [["x", 1]], "ok"]]]]), ("groups", [[0, "a", [[0, [[0, 1, 2]], "ok"]]]]),
+            ("groups", [[0, "a", [[0, [], 3]]]]), ("dropped", [3]), ("dropped", [["x", "a"]]), ("dropped", {}),
+            ("position", float("nan")), ("published", "x"), ("total_updates", []), ("again", [[]]), ("again", 3),
+        )
+    ),
+    *((AUDIT, ledger(value), "step_1 is damaged (state.json is not readable")
+      for value in ({"a": 1}, {"position": "x", "dropped": [], "retired": []},
+                    {"position": 1, "dropped": [3], "retired": []}, {"position": 1, "dropped": [], "retired": ["x"]},
+                    {"position": 10**18, "dropped": [], "retired": []})),
+]  # fmt: skip
+
+
+def looped(d: Path) -> None:
+    """Two links that name each other."""
+    (d / "l1").symlink_to("l2")
+    (d / "l2").symlink_to("l1")
+
+
+def pipe(d: Path) -> None:
+    """A pipe without a reader, which opening for writing waits for."""
+    os.mkfifo(d / "pipe")
+
+
+ODD_PATHS = [
+    (RECIPE + " --out {d}/pipe", pipe, "pipe cannot be written"),
+    *((command.replace("LOOP", "{d}/l1"), looped, "l1")
+      for command in ("chat LOOP", "eval LOOP", "convert --to hf LOOP {d}/new", "inspect LOOP", "report LOOP",
+                      "push LOOP o/r --dry-run", "watch --once LOOP", "compare LOOP", "explain-advantages LOOP",
+                      "replay LOOP", "train --dry-run --config LOOP")),
+    *((f"{command} 'a\0b'", None, "an argument holds a NUL character")
+      for command in ("train --dry-run --config", "watch --once", "report", "health", "inspect", DRY + " run.dir=x")),
+]  # fmt: skip
+BY_KIND = [*JOURNALS, *ODD_PATHS, *HALF_PAIRS, *WEIGHTS, *BOMBS, *RUN_FILES]

@@ -13,7 +13,7 @@ import signal
 import bad_input
 import pytest
 from bad_input import added, binary, empty, folder, gone, loop, replaced, snapshot, text
-from bad_input_by_kind import BY_KIND
+from bad_input_by_kind import BY_KIND, STEP
 from bad_input_hostile import HOSTILE
 from bad_input_objectives import CHECK, OBJECTIVES
 from bad_input_of_runs import EVAL, EXPLAIN, HEALTH, PLAN, RECIPES, ROLLOUTS, RUNS
@@ -415,9 +415,33 @@ def test_texts_of_run_files_reach_the_terminal_printable(world, capsys):
     run = shlex.quote(f"{world}/{NASTY}")
     limits = f"checks: [{{metric: {json.dumps(f'reward/{NASTY}/mean')}, at: end, min: 0.0}}]"
     (world / "limits.yaml").write_text(limits)
-    for command in ("watch --once", f"compare --out {world}/c", f"health --thresholds {world}/limits.yaml"):
+    (world / NASTY / "journal.jsonl").write_text(
+        json.dumps({**STEP, "groups": [[0, NASTY, [[0, [[5, 3]], "ok"]]]]}) + "\n"
+    )
+    shown = ("watch --once", f"compare --out {world}/c", f"health --thresholds {world}/limits.yaml")
+    for command in (*shown, "replay --audit", "report"):
         cli.main([*command.split(), *shlex.split(run)])
         said = capsys.readouterr()
         unprintable = {letter for letter in said.out + said.err if not letter.isprintable()} - {"\n"}
         assert not unprintable, (command, unprintable)
         assert "red" in said.out, command
+
+
+def test_paths_reach_the_terminal_printable(world, capsys):
+    (world / NASTY).mkdir()
+    shutil.copytree(world / "model", world / NASTY / "model")
+    name = json.dumps(NASTY)
+    for command in (
+        "push {nasty}/model o/r --dry-run",
+        f"plan --config {world}/good.yaml --calibrate {world}/run --out {{nasty}}/rates.json",
+        f"simulate --config {world}/good.yaml --png {{nasty}}/picture.png",
+        f"config from-nemo-rl {world}/recipe.yaml --out {{nasty}}/made.yaml",
+        "env new {nasty}/mine",
+        f"train --dry-run --config {world}/good.yaml run.name={name} run.dir={{nasty}}/run",
+        f"chain --dry-run {world}/good.yaml run.name={name} run.dir={{nasty}}/run",
+    ):
+        with contextlib.suppress(SystemExit):
+            cli.main([part.replace("{nasty}", f"{world}/{NASTY}") for part in shlex.split(command)])
+        said = capsys.readouterr()
+        unprintable = {letter for letter in said.out + said.err if not letter.isprintable()} - {"\n"}
+        assert not unprintable, (command, unprintable)

@@ -23,10 +23,13 @@ def folders(tmp_path, monkeypatch):
     return [f"{number}:run.dir={tmp_path}/{number}" for number in (1, 2, 3)]
 
 
+STATUS = {"time": 1.0, "host": "here", "driver": 1, "waits": []}
+
+
 def pretend(stage: chain.Stage, outcome: str) -> None:
     """Leave what a run of the stage would."""
     save_config(stage.config, stage.folder / "config.yaml")
-    (stage.folder / "status.json").write_text(json.dumps({"outcome": outcome}))
+    (stage.folder / "status.json").write_text(json.dumps({**STATUS, "outcome": outcome}))
     if outcome == "complete":
         stage.model.mkdir(exist_ok=True)
         (stage.model / "config.json").write_text(json.dumps(DIGITS))
@@ -64,7 +67,7 @@ def test_each_stage_trains_the_model_of_the_one_before_and_is_not_trained_twice(
     assert trained(monkeypatch, *folders) == expected
     assert trained(monkeypatch, *folders, "logger.console=plain") == []
     assert capsys.readouterr().out.count(", finished") == 3
-    (tmp_path / "3" / "status.json").write_text(json.dumps({"outcome": "stopped"}))
+    (tmp_path / "3" / "status.json").write_text(json.dumps({**STATUS, "outcome": "stopped"}))
     assert trained(monkeypatch, *folders) == expected[2:]
 
 

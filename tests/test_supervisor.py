@@ -143,7 +143,7 @@ def test_a_client_of_rays_that_ends_the_process_at_once_is_heard(tmp_path):
     say_last = """
 logs = folder / "logs"
 logs.mkdir(exist_ok=True)
-(folder / "status.json").write_text(json.dumps({"logs": str(logs)}))
+(folder / "status.json").write_text(json.dumps(dict(time=1.0, host="here", driver=1, waits=[], logs=str(logs))))
 place = "[2026-11-23 14:24:04,673 %s 24192 24192] connection.cc:216: "
 last = [place % "I" + "all is well", place % "W" + "the store is gone. \\x1b[1mEnd.", "no line of a log"][number % 3]
 (logs / f"python-core-driver-01_{os.getpid()}.log").write_text(place % "W" + "an old one\\n" + last + "\\n")

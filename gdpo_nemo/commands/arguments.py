@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Callable, NoReturn
 
 from gdpo_nemo.config.files import DEMO as DEFAULT_CONFIG
-from gdpo_nemo.errors import printable
+from gdpo_nemo.errors import printable, printable_lines
 from gdpo_nemo.observe.display import NORMAL, QUIET, VERBOSE
 
 
@@ -71,7 +71,7 @@ def rollout_file(path: str) -> str:
     now = Path(path).with_suffix(".parquet")
     if not path.endswith(".jsonl") or Path(path).exists() or not now.exists():
         return path
-    print(f"note: {path} is {now.name} now", file=sys.stderr)
+    say(f"note: {path} is {now.name} now", to_stderr=True)
     return str(now)
 
 
@@ -86,7 +86,12 @@ def terminal():
     class Plain(Console):
         def render(self, renderable, options=None):
             for segment in super().render(renderable, options):
-                text = segment.text if segment.control else "\n".join(map(printable, segment.text.split("\n")))
+                text = segment.text if segment.control else printable_lines(segment.text)
                 yield segment if text == segment.text else Segment(text, segment.style)
 
     return Plain(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else 120)
+
+
+def say(text: object, *, to_stderr: bool = False, end: str = "\n") -> None:
+    """Print a text at once. Texts of files, and paths, may hold control characters, which a terminal would obey."""
+    print(printable_lines(str(text)), file=sys.stderr if to_stderr else sys.stdout, end=end, flush=True)

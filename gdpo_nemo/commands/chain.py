@@ -16,21 +16,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Callable, Iterator, Sequence
 
-import yaml
-
 from gdpo_nemo.commands import train
-from gdpo_nemo.commands.arguments import add_verbosity
+from gdpo_nemo.commands.arguments import add_verbosity, say
 from gdpo_nemo.config.changes import Change, find_changes
 from gdpo_nemo.config.files import model_source
 from gdpo_nemo.config.load import load_config, to_yaml
 from gdpo_nemo.config.model_formats import Format
 from gdpo_nemo.config.model_sources import described_by
 from gdpo_nemo.config.peft_config import read_peft_adapter
-from gdpo_nemo.config.reading import parse_json, parse_yaml, read_text
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.errors import ConfigError, GdpoError
 from gdpo_nemo.observe.ownership import check_free
-from gdpo_nemo.observe.status import FILE as STATUS
+from gdpo_nemo.observe.run_files import read_run_config, status_if_whole
 from gdpo_nemo.supervisor import in_child
 from gdpo_nemo.validation import validate
 
@@ -95,7 +92,7 @@ def run(arguments: argparse.Namespace) -> int:
         return status
     for stage in stages:
         if not arguments.quiet:
-            print(f"stage {stage.name}: {stage.folder}{', finished' if stage.finished else ''}", flush=True)
+            say(f"stage {stage.name}: {stage.folder}{', finished' if stage.finished else ''}")
         if stage.finished:
             continue
         if status := _apart(arguments, partial(_train, arguments, stage)):
@@ -114,8 +111,8 @@ def _show(stage: Stage, stages: Sequence[Stage], notes: Sequence[str]) -> None:
     if described is not stage.config:
         model = described.policy.model_name
         found = [("start", f"from {stage.config.policy.model_name}, which is to come; planned as {model}"), *found]
-    print(f"---\n# stage {stage.name}{', finished' if stage.finished else ''}")
-    print(to_yaml(stage.config) + "\n" + train.plan_of(described, notes, found))
+    say(f"---\n# stage {stage.name}{', finished' if stage.finished else ''}")
+    say(to_yaml(stage.config) + "\n" + train.plan_of(described, notes, found))
 
 
 def _apart(arguments: argparse.Namespace, work: Callable[[], int]) -> int:
@@ -190,13 +187,7 @@ def _recorded(run_dir: Path) -> dict[str, Any] | None:
     file = run_dir / "config.yaml"
     if not file.is_file():
         return None
-    try:
-        content = parse_yaml(read_text(file))
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise ConfigError(f"{file}: cannot be read ({type(error).__name__})") from None
-    if not isinstance(content, dict) or not isinstance(content.get("policy", {}), dict):
-        raise ConfigError(f"{file}: is no config")
-    return content
+    return read_run_config(run_dir, shown=False)
 
 
 def _finished(stage: Stage, changes: Sequence[Change]) -> bool:
@@ -205,7 +196,8 @@ def _finished(stage: Stage, changes: Sequence[Change]) -> bool:
     Raises:
         ConfigError: it does, but of another config.
     """
-    if any(change.key in _LENGTH for change in changes) or _outcome(stage.folder) != "complete":
+    outcome = status_if_whole(stage.folder).get("outcome")  # without one the run goes on, or finds out that it cannot
+    if any(change.key in _LENGTH for change in changes) or outcome != "complete":
         return False
     if stage.config.checkpointing.export_hf and not any(stage.model.glob("*.safetensors")):
         return False
@@ -216,14 +208,6 @@ def _finished(stage: Stage, changes: Sequence[Change]) -> bool:
                 "run.name to train the stage again"
             )
     return True
-
-
-def _outcome(run_dir: Path) -> Any:
-    try:
-        status = parse_json(read_text(run_dir / STATUS))
-    except (OSError, ValueError):
-        return None  # the run then goes on, or finds out that it cannot
-    return status.get("outcome") if isinstance(status, dict) else None
 
 
 def _as_it_will_be(stage: Stage, stages: Sequence[Stage]) -> Config:

@@ -15,7 +15,7 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Iterator, Sequence
 
-from gdpo_nemo.commands.arguments import add_overrides, add_verbosity, verbosity
+from gdpo_nemo.commands.arguments import add_overrides, add_verbosity, say, verbosity
 from gdpo_nemo.errors import ConfigError
 from gdpo_nemo.observe.display import covered, shown
 from gdpo_nemo.phases import phase
@@ -143,7 +143,7 @@ def _system(given: str | None, source: Source, rows: RunRows) -> str | None:
     try:
         environments = rows.environments
     except ConfigError as error:  # the model can be talked to all the same
-        print(f"note: without a system message of the run's environments: {error}", file=sys.stderr, flush=True)
+        say(f"note: without a system message of the run's environments: {error}", to_stderr=True)
         return None
     name = dataset.environment or (next(iter(environments)) if len(environments) == 1 else None)
     return environments[name].system_prompt if name is not None and name in environments else None

@@ -6,7 +6,7 @@ import argparse
 import math
 from pathlib import Path
 
-from gdpo_nemo.commands.arguments import terminal
+from gdpo_nemo.commands.arguments import say, terminal
 
 
 def add(commands) -> None:
@@ -67,7 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
     for table in comparison_page.tables(variants, metrics, goals):
         _show(table)
     for path in comparison_page.write(variants, metrics, arguments.over, Path(arguments.out), goals):
-        print(path)
+        say(path)
     return 0
 
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import argparse
 import shlex
-import sys
 from typing import TYPE_CHECKING
 
-from gdpo_nemo.commands.arguments import Parser
+from gdpo_nemo.commands.arguments import Parser, say
 
 if TYPE_CHECKING:
     from gdpo_nemo.interop.translation import Translation
@@ -119,10 +118,10 @@ def _deliver(translation: Translation, title: str, arguments: argparse.Namespace
     text = translation.to_text(title)
     if arguments.out:
         write_text(arguments.out, text)
-        print(translation.summary() + f"\nwritten, with what became of every key: {arguments.out}")
+        say(translation.summary() + f"\nwritten, with what became of every key: {arguments.out}")
     else:
-        print(text, end="")
-        print(translation.summary(), file=sys.stderr)
+        say(text, end="")
+        say(translation.summary(), to_stderr=True)
     if translation.status == CANNOT_RUN:
         return 1
     return 3 if arguments.strict and translation.status == DIFFERS else 0

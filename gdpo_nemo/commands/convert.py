@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Iterator
 
 from gdpo_nemo.checkpoints import Checkpoints, RunState, check_whole, model_fingerprint, read_state
-from gdpo_nemo.commands.arguments import add_layout, add_verbosity, verbosity
+from gdpo_nemo.commands.arguments import add_layout, add_verbosity, say, verbosity
 from gdpo_nemo.config.files import check_folder_can_be, model_source
 from gdpo_nemo.config.load import load_config
 from gdpo_nemo.config.model_formats import Format, recognise
+from gdpo_nemo.config.reading import real_path
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.config.standalone import standalone_config
 from gdpo_nemo.errors import ConfigError, RunError
@@ -56,7 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Convert a model and say where the result is."""
     with shown(sys.stderr, verbosity(arguments)):
         made = _WRITERS[arguments.to](arguments)
-    print(made)
+    say(made)
     return 0
 
 
@@ -197,7 +198,7 @@ def _write_card(checkpoint: Path, out: Path, model: str | Path, run: Config | No
     """The model card of a checkpoint, with what is known of its run. Raises RunError."""
     from gdpo_nemo.observe.model_card import write_card
 
-    run_dir = checkpoint.resolve().parent.parent if run else None
+    run_dir = real_path(checkpoint).parent.parent if run else None
     try:
         write_card(out, str(model), run, run_dir, read_state(checkpoint).step)
     except OSError as error:
@@ -244,7 +245,7 @@ def _must_be_new(out: Path) -> None:
 
 def _run_section(checkpoint: Path) -> Config | None:
     """The config of the run a checkpoint lies in, or None."""
-    file = checkpoint.resolve().parent.parent / "config.yaml"
+    file = real_path(checkpoint).parent.parent / "config.yaml"
     return load_config(file) if file.is_file() else None
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+from gdpo_nemo.commands.arguments import say
 from gdpo_nemo.errors import ConfigError
 
 
@@ -26,8 +27,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.run_dir is None:
         raise ConfigError("doctor: name the folder of a run, or ask for --environment")
     found = examine(arguments.run_dir)
-    print(found.sentence)
-    print(f"stacks, waits, versions and logs: {found.folder}")
+    say(found.sentence)
+    say(f"stacks, waits, versions and logs: {found.folder}")
     return 1 if found.lost else 0
 
 

@@ -7,7 +7,7 @@ import json
 import os
 from pathlib import Path
 
-from gdpo_nemo.commands.arguments import add_config, between, terminal
+from gdpo_nemo.commands.arguments import add_config, between, say, terminal
 from gdpo_nemo.errors import ConfigError
 
 _DESCRIPTION = """\
@@ -55,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     if arguments.list:
         for fault in FAULTS.values():
-            print(f"{fault.name:16} {fault.what}")
+            say(f"{fault.name:16} {fault.what}")
         return 0
     names = arguments.faults or TEN
     for name in names:
@@ -71,7 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
     )  # fmt: skip
     config = load_config(arguments.config, [*what.changes, f"run.dir={out / 'disturbed'}"])
     validate(config)
-    result = drill(what, is_exact(config), lambda line: print(line, flush=True))
+    result = drill(what, is_exact(config), say)
     (out / "drill.json").write_text(json.dumps(result.record(), indent=1))
     _show(result, out)
     return 0 if result.passed else 1
@@ -88,9 +88,9 @@ def _show(result, out: Path) -> None:
     screen = terminal()
     screen.print(table)
     for sentence in result.wrong:
-        print(f"wrong: {sentence}")
+        say(f"wrong: {sentence}")
     if result.passed:
         same = "; losses, gradients and weights are those of the undisturbed run, bit for bit" if result.exact else ""
-        print(f"passed: every prompt of {result.steps} steps was trained once{same}; nothing was left behind")
+        say(f"passed: every prompt of {result.steps} steps was trained once{same}; nothing was left behind")
     else:
-        print(f"failed; logs and runs are in {out}")
+        say(f"failed; logs and runs are in {out}")

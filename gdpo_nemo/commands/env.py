@@ -8,7 +8,7 @@ import sys
 from itertools import zip_longest
 from typing import Any, Mapping
 
-from gdpo_nemo.commands.arguments import Parser, add_overrides
+from gdpo_nemo.commands.arguments import Parser, add_overrides, say
 from gdpo_nemo.errors import ConfigError
 
 _SHOWN_CHARACTERS = 40
@@ -92,7 +92,7 @@ def new(arguments: argparse.Namespace) -> int:
     from gdpo_nemo.commands.env_new import write_plugin
 
     folder = write_plugin(arguments.name, arguments.dir)
-    print(f"{folder}: an environment, its test and a config; {folder / 'README.md'} says how to go on")
+    say(f"{folder}: an environment, its test and a config; {folder / 'README.md'} says how to go on")
     return 0
 
 

@@ -25,6 +25,7 @@ from gdpo_nemo.commands.arguments import add_overrides, add_verbosity, terminal,
 from gdpo_nemo.config.files import check_folder_can_be
 from gdpo_nemo.config.load import load_config
 from gdpo_nemo.config.model_formats import Format, recognise
+from gdpo_nemo.config.reading import real_path
 from gdpo_nemo.config.schema import Config, LoraConfig, MegatronConfig, RolloutConfig
 from gdpo_nemo.data.records import Group, Outcome
 from gdpo_nemo.errors import ConfigError
@@ -181,7 +182,7 @@ def find_subject(source: Path, config_file: str | Path | None = None, step: int 
         raise ConfigError(f"--config: {config_file} does not exist")
     foreign = recognise(source, "SOURCE")
     if (source / "config.json").is_file() or (foreign is not None and foreign.format is not Format.CHECKPOINT):
-        config = Path(config_file) if config_file else source.resolve().parent / "config.yaml"
+        config = Path(config_file) if config_file else real_path(source).parent / "config.yaml"
         if step is not None:
             raise ConfigError(f"--step: {source} is a model; name the folder of the run")
         if not config.is_file():
@@ -189,7 +190,7 @@ def find_subject(source: Path, config_file: str | Path | None = None, step: int 
         return Subject(config, model=source)
     if (source / "files.json").is_file():
         return Subject(
-            _of_run(source.resolve().parent.parent, config_file), checkpoint=source, step=read_state(source).step
+            _of_run(real_path(source).parent.parent, config_file), checkpoint=source, step=read_state(source).step
         )
     config = _of_run(source, config_file)
     checkpoints = Checkpoints(source / "checkpoints", 0, 0, None)

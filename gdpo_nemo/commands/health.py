@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from gdpo_nemo.commands.arguments import terminal
-from gdpo_nemo.errors import printable
+from gdpo_nemo.commands.arguments import say, terminal
 
 
 def add(commands) -> None:
@@ -23,7 +22,7 @@ def run(arguments: argparse.Namespace) -> int:
     checks, origin = (arguments.thresholds,) * 2 if arguments.thresholds else thresholds_of(arguments.run_dir)
     findings = check_health(arguments.run_dir, checks)
     sound = healthy(findings)
-    print(printable(f"{arguments.run_dir} against {origin}"))
+    say(f"{arguments.run_dir} against {origin}")
     terminal().print(findings_table(findings))
-    print("healthy" if sound else "not healthy")
+    say("healthy" if sound else "not healthy")
     return 0 if sound else 1

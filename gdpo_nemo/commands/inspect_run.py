@@ -6,7 +6,8 @@ import argparse
 import contextlib
 from pathlib import Path
 
-from gdpo_nemo.commands.arguments import between, terminal
+from gdpo_nemo.commands.arguments import between, say, terminal
+from gdpo_nemo.config.reading import real_path
 
 
 def add(commands) -> None:
@@ -39,10 +40,10 @@ def run(arguments: argparse.Namespace) -> int:
         built = site_builder.build(
             arguments.run_dir, out, live=arguments.follow, report=lambda text: status.update(f"reading samples: {text}")
         )
-    print(f"{built.page} ({built.samples:,} samples, {built.bytes / 1e6:,.1f} MB)")
+    say(f"{built.page} ({built.samples:,} samples, {built.bytes / 1e6:,.1f} MB)")
     if built.note:
-        print(f"note: {built.note}")
-    address = built.page.resolve().as_uri()
+        say(f"note: {built.note}")
+    address = real_path(built.page).as_uri()
     if not arguments.serve and not arguments.follow:
         return _open(address, arguments.open)
     with (
@@ -50,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
         contextlib.suppress(KeyboardInterrupt),
     ):
         if served:
-            print(f"{served} (Ctrl-C ends it)", flush=True)
+            say(f"{served} (Ctrl-C ends it)")
         _open(served or address, arguments.open)
         site_server.follow(arguments.run_dir, out, arguments.every if arguments.follow else None)
     return 0
@@ -61,5 +62,5 @@ def _open(address: str, wanted: bool) -> int:
         import webbrowser
 
         if not webbrowser.open(address):
-            print(f"no browser found; open {address}")
+            say(f"no browser found; open {address}")
     return 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from gdpo_nemo.commands.arguments import add_config
+from gdpo_nemo.commands.arguments import add_config, say
 from gdpo_nemo.config.algorithm_choice import samples
 from gdpo_nemo.config.description import describe
 from gdpo_nemo.config.load import load_config
@@ -65,15 +65,15 @@ def run(arguments: argparse.Namespace) -> int:
             raise ConfigError(
                 f"--sweep: no layout of {config.policy.model_name} fits {arguments.sweep} x {on.name} or fewer"
             )
-        print(table(found, config.gdpo.max_num_steps))
-        print(f"assumes    {rates.describe()}")
-        print(
+        say(table(found, config.gdpo.max_num_steps))
+        say(f"assumes    {rates.describe()}")
+        say(
             f"figure     "
             f"{draw(found, config.gdpo.max_num_steps, f'{config.run.name} on {on.name}', arguments.out or 'plan.png')}"
         )
         return 0
-    print(describe(config, notes))
-    print(text(full(config, shape, on, rates)))
+    say(describe(config, notes))
+    say(text(full(config, shape, on, rates)))
     return 0
 
 
@@ -92,7 +92,7 @@ def _calibrate(arguments: argparse.Namespace) -> int:
     rates = calibrate(runs, on, _assumed(on))
     path = arguments.out or "calibration.json"
     save_rates(rates, path)
-    print(f"{path}: {rates.describe()}")
+    say(f"{path}: {rates.describe()}")
     return 0
 
 

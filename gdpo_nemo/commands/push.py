@@ -9,8 +9,9 @@ import os
 import sys
 from pathlib import Path
 
-from gdpo_nemo.commands.arguments import add_verbosity, verbosity
+from gdpo_nemo.commands.arguments import add_verbosity, say, verbosity
 from gdpo_nemo.config.messages import first_line
+from gdpo_nemo.config.reading import real_path
 from gdpo_nemo.errors import ConfigError, RunError
 from gdpo_nemo.observe.display import QUIET, covered, shown
 from gdpo_nemo.phases import phase
@@ -40,17 +41,17 @@ def run(arguments: argparse.Namespace) -> int:
     token = None if arguments.dry_run else _token(arguments.token_file)
     level = verbosity(arguments)
     if level != QUIET and not (folder / "README.md").is_file():
-        print(f"note: {folder} has no model card (README.md)", file=sys.stderr)
+        say(f"note: {folder} has no model card (README.md)", to_stderr=True)
     if token is None:
         _list(folder, files)
-        print(f"would go to {arguments.repo}, {'for everybody' if arguments.public else 'private'}")
+        say(f"would go to {arguments.repo}, {'for everybody' if arguments.public else 'private'}")
         return 0
     size = _shown(sum((folder / name).stat().st_size for name in files)).strip()
     bars = level != QUIET and sys.stderr.isatty()
     with shown(sys.stderr, level), phase("upload", lambda: f"{len(files)} files, {size}"):
         with covered() if bars else contextlib.nullcontext():  # the hub's bars show more than a line of ours would
             page = push(folder, files, arguments.repo, token, arguments.public, bars)
-    print(page)
+    say(page)
     return 0
 
 
@@ -82,13 +83,13 @@ def model_files(folder: Path) -> list[str]:
     Raises:
         ConfigError: if a link leads out of the folder. What it names may be no part of the model, a key for instance.
     """
-    inside = folder.resolve()
+    inside = real_path(folder)
     names = []
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder)
         if any(part.startswith(".") for part in name.parts):
             continue
-        if path.is_symlink() and not path.resolve().is_relative_to(inside):
+        if path.is_symlink() and not real_path(path).is_relative_to(inside):
             raise ConfigError(f"{path}: is a link out of the model's folder; replace it with the file that it names")
         if path.is_file():
             names.append(str(name))
@@ -107,8 +108,8 @@ def _check_name(repo: str) -> None:
 def _list(folder: Path, files: list[str]) -> None:
     sizes = {name: (folder / name).stat().st_size for name in files}
     for name, size in sizes.items():
-        print(f"{_shown(size)}  {name}")
-    print(f"{_shown(sum(sizes.values()))}  {len(files)} files of {folder}")
+        say(f"{_shown(size)}  {name}")
+    say(f"{_shown(sum(sizes.values()))}  {len(files)} files of {folder}")
 
 
 def _shown(size: int) -> str:
@@ -148,7 +149,7 @@ def push(folder: Path, files: list[str], repo: str, token: str, public: bool = F
         page = api.create_repo(repo, private=not public, exist_ok=True)
         if not public and not api.model_info(page.repo_id).private:
             raise ConfigError(f"{page.repo_id} is there for everybody to read; --public says that this is meant")
-        message = f"Upload {folder.resolve().name} with gdpo_nemo"
+        message = f"Upload {real_path(folder).name} with gdpo_nemo"
         api.upload_folder(repo_id=page.repo_id, folder_path=folder, allow_patterns=files, commit_message=message)
     except ConfigError:
         raise

@@ -10,6 +10,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Iterable, Iterator, Sequence
 
+from gdpo_nemo.commands.arguments import say
 from gdpo_nemo.commands.config_docs import Key, keys_of
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.errors import ConfigError, RunError
@@ -42,7 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
             path.write_text(text, encoding="utf-8")
         except OSError as error:
             raise RunError(f"{path} cannot be written: {error.strerror}") from None
-        print(path)
+        say(path)
     return 0
 
 

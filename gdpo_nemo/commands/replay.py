@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gdpo_nemo.commands.arguments import add_verbosity, verbosity
+from gdpo_nemo.commands.arguments import add_verbosity, say, verbosity
 from gdpo_nemo.observe.display import covered, shown
 from gdpo_nemo.phases import phase
 
@@ -71,7 +71,7 @@ def _print_audit(run_dir: Path, found: list[str]) -> int:
         sound = "every position is trained or dropped once, and nothing is too old"
     else:
         sound = "no step is missing and nothing is too old; this journal has no positions to account for"
-    print(sound)
+    say(sound)
     return 1 if found else 0
 
 
@@ -81,10 +81,10 @@ def _print_comparison(plan: Plan) -> int:
     other = compare_metrics(plan)
     names = " and ".join(COMPARED)
     steps = f"steps {plan.segments[0].first} to {plan.last}"
-    print(f"{steps} trained again in {plan.out}: " + (other[0] if other else f"{names} of every step are equal"))
+    say(f"{steps} trained again in {plan.out}: " + (other[0] if other else f"{names} of every step are equal"))
     if plan.original is None:
         return 1 if other else 0
     differ = compare_weights(plan)
     largest = f"{len(differ)} tensors differ; {differ[0]}" if differ else "bitwise equal"
-    print(f"weights after step {plan.last}, against {plan.original}: {largest}")
+    say(f"weights after step {plan.last}, against {plan.original}: {largest}")
     return 1 if other or differ else 0

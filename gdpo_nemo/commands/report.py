@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 
+from gdpo_nemo.commands.arguments import say
+
 
 def add(commands) -> None:
     """Register the command."""
@@ -16,5 +18,5 @@ def run(arguments: argparse.Namespace) -> int:
     """Write the HTML report of a run and say where."""
     from gdpo_nemo.observe.html_report import write_report
 
-    print(write_report(arguments.run_dir))
+    say(write_report(arguments.run_dir))
     return 0

@@ -9,7 +9,7 @@ from math import inf
 from pathlib import Path
 from typing import Callable
 
-from gdpo_nemo.commands.arguments import add_config
+from gdpo_nemo.commands.arguments import add_config, say
 from gdpo_nemo.config.algorithm_choice import samples
 from gdpo_nemo.config.layout import resolve_layout
 from gdpo_nemo.config.load import load_config
@@ -233,8 +233,8 @@ def run(arguments: argparse.Namespace) -> int:
         content = {"rows": [row.record() for row in rows], "account": account(shown), "mends": tried}
         print(json.dumps({**content, "scaling": grown, "assumes": source.describe()}, indent=1))
     else:
-        print(table(rows))
-        print("\n".join(["", *lines, *grown, "", f"assumes    {source.describe()}"]))
+        say(table(rows))
+        say("\n".join(["", *lines, *grown, "", f"assumes    {source.describe()}"]))
     if arguments.png:
         _draw(arguments, source, rows, shown)
     return 0
@@ -331,4 +331,4 @@ def _draw(arguments: argparse.Namespace, source: _Source, rows: list[Row], shown
     except OSError as error:
         raise ConfigError(f"--png: {arguments.png} cannot be written ({error.strerror})") from None
     if not arguments.json:
-        print(f"figure     {path}")
+        say(f"figure     {path}")

@@ -15,6 +15,7 @@ from gdpo_nemo.commands.evaluate import Subject, exported, find_subject, without
 from gdpo_nemo.config.files import check_model, check_tokenizer, read_model_config
 from gdpo_nemo.config.layout import resolve_layout
 from gdpo_nemo.config.load import load_config
+from gdpo_nemo.config.reading import real_path
 from gdpo_nemo.config.schema import ClusterConfig, Config, LoraConfig
 from gdpo_nemo.config.validate import check_ranges
 from gdpo_nemo.data.conversation import Conversation
@@ -80,7 +81,7 @@ def read_source(source: Path, config_file: str | None, step: int | None, overrid
 
 def _outside(source: Path, config_file: str | None, step: int | None) -> bool:
     """Whether it is a model's folder that nothing says more of."""
-    beside = source.resolve().parent / "config.yaml"
+    beside = real_path(source).parent / "config.yaml"
     return (source / "config.json").is_file() and config_file is None and step is None and not beside.is_file()
 
 

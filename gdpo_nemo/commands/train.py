@@ -8,11 +8,10 @@ from typing import Sequence
 
 from gdpo_nemo.algorithms.own_functions import is_place
 from gdpo_nemo.api import run as train
-from gdpo_nemo.commands.arguments import add_config, add_verbosity, verbosity
+from gdpo_nemo.commands.arguments import add_config, add_verbosity, say, verbosity
 from gdpo_nemo.config.description import describe
 from gdpo_nemo.config.load import load_config, to_yaml
 from gdpo_nemo.config.schema import Config
-from gdpo_nemo.errors import printable
 from gdpo_nemo.observe.display import process_start, shown
 from gdpo_nemo.phases import phase
 from gdpo_nemo.supervisor import supervised
@@ -59,7 +58,7 @@ def _dry_run(config: Config, notes: Sequence[str]) -> int:
         notes = [*notes, missing]
     notes = [*notes, *missing_trackers(config)]
     said = to_yaml(config) + "\n" + plan_of(config, notes, check_inputs(config))
-    print("\n".join(map(printable, said.split("\n"))))
+    say(said)
     return 0
 
 

@@ -21,7 +21,7 @@ from gdpo_nemo.config.example_types import is_transform
 from gdpo_nemo.config.families import FAMILIES
 from gdpo_nemo.config.json_files import read_json_object
 from gdpo_nemo.config.model_formats import Format, Source, recognise
-from gdpo_nemo.config.model_sources import described_by, source_fields
+from gdpo_nemo.config.model_sources import HUB_NAME, described_by, source_fields
 from gdpo_nemo.config.peft_config import read_peft_adapter
 from gdpo_nemo.config.peft_matrices import check_continued, check_fit, read_shapes
 from gdpo_nemo.config.reading import read_text
@@ -43,7 +43,6 @@ def _repository(package: Path) -> Path:
 REPOSITORY = _repository(Path(__file__).resolve().parents[1])
 DEMO = REPOSITORY / "configs" / "gdpo_tiny_cpu.yaml"
 """The config of a run that names none."""
-_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 FACTORY_CONFIGS = "MODEL_CONFIGS"
 """Name in a factory's module of what its functions will make: {function: fields of config.json}, a literal, read
 without running it."""
@@ -403,7 +402,7 @@ def leads_nowhere(path: Path) -> bool:
 
 def may_be_on_the_hub(name: str) -> bool:
     """``organisation/name``, unless its first part is a folder here: then a missing folder was meant."""
-    return bool(_HUB_NAME.fullmatch(name)) and not Path(name.split("/")[0]).is_dir()
+    return bool(HUB_NAME.fullmatch(name)) and not Path(name.split("/")[0]).is_dir()
 
 
 def _remake(config: Config) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,11 @@ from gdpo_nemo.config.json_files import read_json_object
 from gdpo_nemo.config.megatron_keys import model_tensors
 from gdpo_nemo.config.model_formats import Format, Source
 from gdpo_nemo.config.peft_config import PeftAdapter, read_peft_adapter
-from gdpo_nemo.config.reading import parse_yaml, read_text
+from gdpo_nemo.config.reading import parse_yaml, read_text, real_path
 from gdpo_nemo.errors import ConfigError
 
+HUB_NAME = re.compile(r"(?!.*(?:--|\.\.|\.git$))(?=.{,96}$)[A-Za-z0-9]([\w.-]*\w)?/\w([\w.-]*\w)?", re.ASCII)
+"""organisation/name as the hub allows it; stricter than ``huggingface_hub``, which lets the server refuse some."""
 COMPANION = "hf"
 """Folder beside a Megatron-core checkpoint of ours with config.json and tokenizer."""
 
@@ -82,7 +85,7 @@ def _folder(name: str, key: str, what: str) -> Path:
 
 def _check_hub_name(adapter: PeftAdapter, key: str) -> None:
     """The base may be a name on the hub. Raises ConfigError: it is not."""
-    if adapter.base.count("/") != 1 or adapter.base.startswith((".", "/")):
+    if not HUB_NAME.fullmatch(adapter.base):
         raise ConfigError(
             f"{key}: the base model of the adapter {adapter.folder}, {adapter.base or 'which it does not name'}, is no "
             "folder here"
@@ -91,7 +94,7 @@ def _check_hub_name(adapter: PeftAdapter, key: str) -> None:
 
 def _model_of_run(checkpoint: Path) -> str:
     """``policy.model_name`` of the run that a checkpoint lies in, or nothing."""
-    file = checkpoint.resolve().parent.parent / "config.yaml"
+    file = real_path(checkpoint).parent.parent / "config.yaml"
     try:
         return str(parse_yaml(read_text(file))["policy"]["model_name"])
     except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError):

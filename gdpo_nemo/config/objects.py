@@ -15,6 +15,7 @@ from typing import Any, Callable, Iterable, Iterator, NoReturn
 from gdpo_nemo.config.files import find_file
 from gdpo_nemo.config.import_trial import try_import
 from gdpo_nemo.config.messages import first_line, nearest
+from gdpo_nemo.config.reading import real_path
 from gdpo_nemo.config.trl_openenv import offered
 from gdpo_nemo.errors import ConfigError
 
@@ -109,7 +110,7 @@ def absolute_place(name: str) -> str:
     name as it is."""
     file, colon, function = name.rpartition(":")
     found = find_file(file) if file.endswith(".py") else None
-    return f"{found.resolve()}{colon}{function}" if found else name
+    return f"{real_path(found)}{colon}{function}" if found else name
 
 
 @contextlib.contextmanager
@@ -152,7 +153,7 @@ def _load_file(place: str) -> ModuleType:
     path = find_file(place)
     if path is None:
         raise ConfigError(f"no such file: {place}")
-    path = path.resolve()
+    path = real_path(path)
     name = PLUGIN_PREFIX + "_".join(part.replace(".", "_") for part in path.parts[1:])
     if name in sys.modules:
         return sys.modules[name]

@@ -26,6 +26,11 @@ _MAY_HOLD_HALF = re.compile(r"\\u[dD][89a-fA-F]|[\ud800-\udfff]")
 _FAST_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
+def real_path(path: str | Path) -> Path:
+    """Return an absolute path without links. ``Path.resolve`` raises RuntimeError for links that form a loop."""
+    return Path(os.path.realpath(path))
+
+
 def open_file(path: str | Path) -> BinaryIO:
     """Open a file for reading, never a pipe or a device, which would wait or never end. Raises OSError."""
     opened = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)

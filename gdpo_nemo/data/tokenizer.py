@@ -14,6 +14,7 @@ from typing import Any
 from gdpo_nemo.config.messages import first_line
 from gdpo_nemo.config.reading import parse_json, read_text
 from gdpo_nemo.config.schema import Config
+from gdpo_nemo.data.chat_templates import TemplateTooLarge, bound_templates, limited
 from gdpo_nemo.errors import ConfigError
 
 _QWEN = ("transformers.models.qwen2.tokenization_qwen2", "Qwen2Tokenizer")
@@ -28,6 +29,8 @@ _CLASSES = {
 
 _MOST_LINES = 100_000
 """Lines of Python that jinja makes of a template and runs for a conversation of one message; real ones run some 100."""
+_LARGEST_VALUE = 1_000_000
+"""Characters of a text, or elements of a list, that a template makes for a conversation of one message."""
 
 
 _TOOL_CALL = re.compile(r"tool.?calls?\b|tool.?call.?(begin|end)|python_tag|function.?call|<\|call\|>", re.IGNORECASE)
@@ -76,20 +79,24 @@ def load_tokenizer(config: Config, folder: str | Path) -> Any:
     return tokenizer
 
 
+_GREETING = [{"role": "user", "content": "a"}]
+
+
 class _Endless(Exception):
     """A chat template ran more lines than any template needs."""
 
 
 def _check_template(tokenizer: Any, name: str | Path) -> None:
-    """Refuse a chat template whose loops do not end in any useful time.
+    """Refuse a chat template whose loops do not end in any useful time, or whose values take all memory.
 
     jinja's sandbox bounds a loop and not loops in loops, and a rendering cannot be stopped from outside. The template
     is tried on one short conversation, and its lines are counted. A template that refuses this one is reported later,
     with the row that it refuses.
 
     Raises:
-        ConfigError: if it runs more than ``_MOST_LINES`` lines.
+        ConfigError: if it runs more than ``_MOST_LINES`` lines, or makes a value of more than ``_LARGEST_VALUE``.
     """
+    bound_templates()
     if not getattr(tokenizer, "chat_template", None):
         return
     lines = count()
@@ -104,7 +111,10 @@ def _check_template(tokenizer: Any, name: str | Path) -> None:
     before = sys.gettrace()
     sys.settrace(trace)
     try:
-        tokenizer.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False, add_generation_prompt=True)
+        with limited(_LARGEST_VALUE):
+            tokenizer.apply_chat_template(_GREETING, tokenize=False, add_generation_prompt=True)
+    except TemplateTooLarge as error:
+        raise ConfigError(f"policy.tokenizer_name: the chat template in {name} {error} for one message") from None
     except _Endless:
         raise ConfigError(
             f"policy.tokenizer_name: the chat template in {name} runs more than {_MOST_LINES:,} lines for one message"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import random
 import re
@@ -28,7 +27,7 @@ from gdpo_nemo.drill.run_processes import DRIVER, RunProcesses
 from gdpo_nemo.errors import RunError
 from gdpo_nemo.observe import journal
 from gdpo_nemo.observe.alerts import read_alerts
-from gdpo_nemo.observe.metrics import FILE, read_metrics
+from gdpo_nemo.observe.metrics import FILE, parse_row, read_metrics
 from gdpo_nemo.rerun import audit_run
 
 _LOOK_S = 0.1
@@ -256,10 +255,9 @@ def _newest_rows(file: Path) -> Iterator[dict[str, Any]]:
     except OSError:
         return
     for line in reversed(lines):
-        with contextlib.suppress(ValueError):  # the first one, of which there is a part only
-            row = json.loads(line)
-            if "loss" in row:
-                yield row
+        row = parse_row(line)  # None for the first one, of which there is a part only
+        if row is not None and "loss" in row:
+            yield row
 
 
 def _shared() -> set[str]:

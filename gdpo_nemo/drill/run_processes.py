@@ -5,12 +5,11 @@ from __future__ import annotations
 import contextlib
 import socket
 from pathlib import Path
-from typing import Any, Iterator
+from typing import Iterator
 
 import psutil
 
-from gdpo_nemo.config.reading import parse_json, read_text
-from gdpo_nemo.observe.status import FILE
+from gdpo_nemo.observe.run_files import status_if_whole
 
 DRIVER, RANK, ENGINE = "driver", "policy rank", "engine"
 ENGINE_CORE = "vLLM process"
@@ -56,22 +55,15 @@ class RunProcesses:
                     found[process.pid] = process.create_time()
         return found
 
-    def _status(self) -> dict[str, Any]:
-        try:
-            status = parse_json(read_text(self._run_dir / FILE))
-        except (OSError, ValueError):  # not there yet, or being written
-            return {}
-        return status if isinstance(status, dict) else {}
-
     def _driver(self) -> int | None:
         """The process that trains: the one that the status names, once this start of the run has written it."""
-        driver = self._status().get("driver")
+        driver = status_if_whole(self._run_dir).get("driver")
         own = {self.root, *(pid for pid, _ in _children(self.root, recursive=False))}
         return driver if driver in own else None
 
     def _reported(self, role: str) -> list[int]:
         here = socket.gethostname()
-        roles = self._status().get("roles", {})
+        roles = status_if_whole(self._run_dir).get("roles", {})
         return [
             pid for name, (host, pid) in roles.items() if name.startswith(f"{role} ") and host == here and _lives(pid)
         ]

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from gdpo_nemo.config.model_formats import Source
 from gdpo_nemo.config.model_sources import described_by
+from gdpo_nemo.config.reading import real_path
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.errors import ConfigError, RunError, present
 
@@ -28,7 +29,7 @@ def converted_path(config: Config, source: Source, companion: str | None) -> Pat
     described = described_by(source, _KEY, companion)
     for file in [*files, *(_files(described) if described is not None else [])]:
         _add(value, file)
-    name = re.sub(r"[^\w.-]+", "_", source.root.stem if source.root.is_file() else source.root.resolve().name)
+    name = re.sub(r"[^\w.-]+", "_", source.root.stem if source.root.is_file() else real_path(source.root).name)
     return Path(config.run.dir).parent / "models" / f"{name}-{value.hexdigest()}"
 
 

@@ -12,6 +12,7 @@ import yaml
 from gdpo_nemo.config.effects import keys_without_effect
 from gdpo_nemo.config.files import find_file
 from gdpo_nemo.config.load import all_keys, load_config
+from gdpo_nemo.config.writing import write_whole
 from gdpo_nemo.errors import ConfigError
 from gdpo_nemo.interop.account import Account
 from gdpo_nemo.interop.rules import RuleResult, is_off
@@ -269,6 +270,6 @@ def short(value: Any) -> str:
 def write_text(name: str, text: str) -> None:
     """Write a file that the option --out asks for. Raises ConfigError where that cannot be."""
     try:
-        Path(name).write_text(text, encoding="utf-8")
+        write_whole(name, text)
     except OSError as error:
         raise ConfigError(f"--out: {name} cannot be written ({error.strerror})") from None

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from gdpo_nemo.config.reading import parse_json
-from gdpo_nemo.errors import RunError, printable
+from gdpo_nemo.errors import RunError, printable_lines
 from gdpo_nemo.observe.metrics import read_lines
 from gdpo_nemo.observe.run_files import ALERT, ALERT_MORE, fault, printable_texts
 
@@ -17,7 +17,7 @@ FILE = "alerts.jsonl"
 
 def write_alert(run_dir: str | Path, step: int, text: str, level: str = "ALERT") -> None:
     """Append one alert, or what is no more than a ``note``. Raises OSError: it could not be written."""
-    text = "\n".join(map(printable, text.split("\n")))
+    text = printable_lines(text)
     line = json.dumps({"time": time.time(), "step": step, "level": level, "text": text}) + "\n"
     with open(Path(run_dir) / FILE, "ab+") as file:
         _remove_torn_line(file)
@@ -51,5 +51,5 @@ def _alert(line: bytes, where: str) -> dict[str, Any]:
     if not isinstance(alert, dict) or fault(alert, ALERT, ALERT_MORE) is not None:
         raise RunError(f"{where}: not an alert")
     # Lines of a text are kept; a line feed acts on no terminal.
-    text = "\n".join(map(printable, alert["text"].split("\n")))
+    text = printable_lines(alert["text"])
     return {**printable_texts(alert), "text": text}

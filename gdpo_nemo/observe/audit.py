@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from pathlib import Path
 from typing import Any, Iterable, Mapping
 
 from gdpo_nemo.observe.journal import JournalEntry, read_journal
+
+_MOST = 1000
+"""Missing positions that are named; a damaged checkpoint may miss any number."""
 
 
 def audit(
@@ -121,6 +125,7 @@ def _overtaken(entries: list[JournalEntry], window: int) -> list[str]:
 
 def _forgotten(entries: list[JournalEntry], ledger: Mapping[str, Any]) -> list[str]:
     """What was dropped just before the checkpoint is in the journal with the step after it."""
-    accounted = {*_positions(entries), *(position for position, _ in ledger["dropped"])}
-    missing = sorted({*range(ledger["position"]), *ledger["retired"]} - accounted)
+    accounted = {*_positions(entries), *(position for position, _ in ledger.get("dropped", ()))}
+    done = itertools.chain(range(ledger["position"]), ledger["retired"])
+    missing = itertools.islice((position for position in done if position not in accounted), _MOST)
     return [f"position {p} is in no step of the journal, but done by the newest checkpoint" for p in missing]

@@ -15,6 +15,7 @@ from typing import Any, Mapping, Sequence
 
 import numpy as np
 
+from gdpo_nemo.config.reading import real_path
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.errors import ConfigError, RunError
 from gdpo_nemo.observe.history import WINDOW, History
@@ -148,7 +149,7 @@ def variants_of(runs: Sequence[RunRecord], ignored: Sequence[str] = ()) -> list[
 
     Runs of equal settings and seed are no two seeds of one variant: then every run is a variant of its own.
     """
-    runs = list({run.folder.resolve(): run for run in runs}.values())
+    runs = list({real_path(run.folder): run for run in runs}.values())
     keys = differences(runs, ignored)
     groups: dict[tuple[str, ...], list[RunRecord]] = {}
     for run, *values in zip(runs, *(_values(runs, key) for key in keys)):
@@ -171,7 +172,7 @@ def _labels(groups: Sequence[Sequence[RunRecord]], keys: Sequence[str]) -> list[
     settings = [
         ", ".join(f"{key.split('.')[-1]}={shown(group[0].settings.get(key))}" for key in keys) for group in groups
     ]
-    names = [_common_name([run.folder.resolve().name for run in group]) for group in groups]
+    names = [_common_name([real_path(run.folder).name for run in group]) for group in groups]
     for labels in (settings, names):
         if len(set(labels)) == len(labels) and all(0 < len(label) <= _LABEL for label in labels):
             return labels

@@ -8,7 +8,7 @@ from typing import Any, Sequence
 import numpy as np
 
 from gdpo_nemo.data.records import Group, Trajectory
-from gdpo_nemo.errors import printable
+from gdpo_nemo.errors import printable_lines
 
 LONGEST = 4000
 """Characters of a text in a table; the samples of the run folder have all of it."""
@@ -52,7 +52,7 @@ def _texts(trajectory: Trajectory) -> list[str]:
 
 
 def _short(text: str) -> str:
-    text = "\n".join(map(printable, text.split("\n")))
+    text = printable_lines(text)
     return text if len(text) <= LONGEST else f"{text[:LONGEST]} ... ({len(text):,} characters)"
 
 

@@ -10,6 +10,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+from gdpo_nemo.config.reading import real_path
 from gdpo_nemo.config.writing import write_whole
 from gdpo_nemo.errors import RunError
 from gdpo_nemo.observe.alerts import read_alerts
@@ -47,7 +48,7 @@ def write_report(run_dir: str | Path) -> Path:
 
 
 def _page(run_dir: Path, history: History) -> str:
-    name = html.escape(run_dir.resolve().name)
+    name = html.escape(real_path(run_dir).name)
     steps = history.training[-1]["step"] if history.training else 0
     rewards = [image(rewards_png(history), "reward curves"), _reward_table(history)] if history.components else []
     body = [
@@ -59,7 +60,7 @@ def _page(run_dir: Path, history: History) -> str:
         *section("Samples", _samples(run_dir)),
         *section("Configuration", _config(run_dir)),
     ]
-    return document(run_dir.resolve().name, body)
+    return document(real_path(run_dir).name, body)
 
 
 def _diagnostics(history: History) -> list[str]:

@@ -23,6 +23,7 @@ from gdpo_nemo.config.reading import parse_json
 from gdpo_nemo.data.records import Group, Trajectory
 from gdpo_nemo.errors import RunError
 from gdpo_nemo.observe.metrics import read_lines
+from gdpo_nemo.observe.run_files import JOURNAL_MORE, JOURNAL_STEP, fault
 
 FILE = "journal.jsonl"
 
@@ -128,11 +129,24 @@ def read_journal(run_dir: str | Path) -> list[JournalEntry]:
     entries = []
     for number, line in enumerate(lines, start=1):
         try:
-            entries.append(JournalEntry(**parse_json(line)))
-        except (TypeError, ValueError):
+            entries.append(_entry(line))
+        except ValueError as error:
             if number < len(lines):  # The last piece follows the last newline: torn, or empty.
-                raise RunError(f"{path}, line {number}: not a step of a journal") from None
+                raise RunError(f"{path}, line {number}: not a step of a journal{error}") from None
     return entries
+
+
+def _entry(line: bytes) -> JournalEntry:
+    """One step. Raises ValueError: the line is no step; the message names the key in brackets, if there is one."""
+    try:
+        content = parse_json(line)
+    except ValueError:
+        raise ValueError from None
+    if not isinstance(content, dict):
+        raise ValueError
+    if (key := fault(content, JOURNAL_STEP, JOURNAL_MORE)) is not None:
+        raise ValueError(f" ({key})")
+    return JournalEntry(**{key: content[key] for key in (*JOURNAL_STEP, *JOURNAL_MORE) if key in content})
 
 
 def _sample(trajectory: Trajectory) -> list[Any]:

@@ -13,6 +13,7 @@ import psutil
 from rich.console import Group as Stack, RenderableType
 from rich.text import Text
 
+from gdpo_nemo.config.reading import real_path
 from gdpo_nemo.errors import printable
 from gdpo_nemo.observe import alerts, metrics, status
 from gdpo_nemo.observe.console import run_panel
@@ -62,7 +63,7 @@ def snapshot(run_dir: str | Path) -> Snapshot:
     done = history.training[-1]["step"] if history.training else 0
     steps = read_run_config(run_dir).get("gdpo", {}).get("max_num_steps")
     return Snapshot(
-        printable(run_dir.resolve().name),
+        printable(real_path(run_dir).name),
         steps if isinstance(steps, int) and steps > 0 else max(done, 1),
         history,
         alerts.read_alerts(run_dir),

@@ -80,7 +80,7 @@ def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:
     lines = read_lines(path)
     rows = []
     for number, line in enumerate(lines, start=1):
-        row = _parsed(line)
+        row = parse_row(line)
         if row is not None:
             rows.append(row)
         elif number < len(lines):  # The last piece follows the last newline: torn, or empty.
@@ -109,7 +109,8 @@ def clean(row: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _parsed(line: bytes) -> dict[str, Any] | None:
+def parse_row(line: bytes) -> dict[str, Any] | None:
+    """Return the row that a line of the file is; None if it is none, or half of one."""
     try:
         row = parse_json(line)
     except ValueError:

@@ -12,6 +12,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from gdpo_nemo.config.reading import real_path
 from gdpo_nemo.config.writing import write_whole
 from gdpo_nemo.observe.history import WINDOW, History
 from gdpo_nemo.observe.metric_registry import title_of
@@ -39,7 +40,7 @@ def plot_rewards(run_dir: str | Path) -> Path:
         OSError: if the file cannot be written.
     """
     run_dir = Path(run_dir)
-    image = rewards_png(History.of(read_metrics(run_dir)), title=run_dir.resolve().name)
+    image = rewards_png(History.of(read_metrics(run_dir)), title=real_path(run_dir).name)
     path = run_dir / FILE
     write_whole(path, image)
     return path

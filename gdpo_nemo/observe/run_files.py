@@ -1,4 +1,5 @@
-"""Readers of the small files of a run folder, each with one schema: ``status.json``, ``config.yaml``, alerts, rows.
+"""Readers of the small files of a run folder, each with one schema: ``status.json``, ``config.yaml``, alerts, rows,
+journal, ledger.
 
 Commands look at folders that other programs, other versions and other people wrote. A file is read here once for all of
 them: what does not fit its schema is refused in one line, and texts come back printable, so that no file acts on the
@@ -20,6 +21,7 @@ STATUS = "status.json"
 LATEST_S = 1e11
 """Seconds since the epoch that a time may be: the year 5138."""
 LAST_STEP = 10**9
+LARGEST_COUNT = 10**12
 LARGEST = 1e100
 """Largest metric that is shown or computed with; sums and squares of such numbers are still finite."""
 
@@ -87,6 +89,40 @@ ALERT: Mapping[str, Check] = {"step": is_step, "text": _is_text}
 ALERT_MORE: Mapping[str, Check] = {"time": _is_time, "level": _is_text}
 
 
+def is_count(value: Any) -> bool:
+    """Return whether a JSON value is a position or a number of updates; -1 says that it was not recorded."""
+    return isinstance(value, int) and not isinstance(value, bool) and -1 <= value <= LARGEST_COUNT
+
+
+def _lists_of(*checks: Check) -> Check:
+    """A list of lists, each of which has one value for each check."""
+    return lambda value: (
+        isinstance(value, list)
+        and all(
+            isinstance(part, list) and len(part) == len(checks) and all(check(v) for check, v in zip(checks, part))
+            for part in value
+        )
+    )
+
+
+def _are_counts(value: Any) -> bool:
+    return isinstance(value, list) and all(map(is_count, value))
+
+
+_SAMPLES = _lists_of(is_count, _lists_of(is_count, is_count), _is_text)
+JOURNAL_STEP: Mapping[str, Check] = {
+    "step": is_step,
+    "groups": _lists_of(is_count, _is_text, _SAMPLES),
+    "dropped": _lists_of(is_count, _is_text),
+    "position": is_count,
+    "published": _optional(is_count),
+    "total_updates": is_count,
+}
+JOURNAL_MORE: Mapping[str, Check] = {"again": _are_counts}
+LEDGER: Mapping[str, Check] = {"position": is_count, "retired": _are_counts}
+LEDGER_MORE: Mapping[str, Check] = {"dropped": _lists_of(is_count, _is_text)}
+
+
 def fault(
     record: Mapping[str, Any], required: Mapping[str, Check], more: Mapping[str, Check] | None = None
 ) -> str | None:
@@ -133,8 +169,11 @@ def status_if_whole(run_dir: str | Path) -> dict[str, Any]:
         return {}
 
 
-def read_run_config(run_dir: str | Path) -> dict[str, Any]:
-    """Return the config of a run as plain nested mappings, its texts printable. It may be of another version.
+def read_run_config(run_dir: str | Path, shown: bool = True) -> dict[str, Any]:
+    """Return the config of a run as plain nested mappings. It may be of another version.
+
+    Args:
+        shown: make its texts printable. False: they are compared or used, and are those of the file.
 
     Raises:
         ConfigError: if the folder has no config, or the file is not one.
@@ -149,7 +188,7 @@ def read_run_config(run_dir: str | Path) -> dict[str, Any]:
     sections = config.items() if isinstance(config, dict) else [(None, None)]
     if not all(isinstance(name, str) and isinstance(section, dict) for name, section in sections):
         raise ConfigError(f"{path} is not a config: it must hold sections (run:, gdpo:, policy:, ...)")
-    return dict(printable_texts(config))
+    return dict(printable_texts(config)) if shown else config
 
 
 def printable_texts(value: Any) -> Any:

@@ -25,6 +25,7 @@ from gdpo_nemo.config.algorithm_choice import has_value_head
 from gdpo_nemo.config.load import load_config
 from gdpo_nemo.config.messages import nearest
 from gdpo_nemo.config.objective_checks import kl_in_reward
+from gdpo_nemo.config.reading import real_path
 from gdpo_nemo.config.reuse_checks import saves_all_groups
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.data.records import Group, Outcome, Prompt, Trajectory
@@ -151,7 +152,7 @@ def _trajectory(record: dict[str, Any]) -> Trajectory:
 
 
 def _config_beside(path: Path) -> Path:
-    config = path.resolve().parent.parent / "config.yaml"
+    config = real_path(path).parent.parent / "config.yaml"
     if not config.is_file():
         raise ConfigError(f"{path}: no config.yaml in its run folder {config.parent}; give one with --config")
     return config

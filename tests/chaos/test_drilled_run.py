@@ -24,7 +24,7 @@ PROGRAM = """
 import json, os, pathlib, signal, subprocess, sys, time
 run_dir = pathlib.Path(sys.argv[1])
 run_dir.mkdir(exist_ok=True)
-status = dict(driver=os.getpid(), roles={}, host="here")
+status = dict(time=time.time(), driver=os.getpid(), roles={}, waits=[], host="here")
 (run_dir / "status.json").write_text(json.dumps(status))
 
 def row(step):

@@ -9,6 +9,7 @@ import pytest
 from bad_input import EMBEDDING_ONLY
 
 from gdpo_nemo.config.description import describe
+from gdpo_nemo.config.files import may_be_on_the_hub
 from gdpo_nemo.config.layout import resolve_layout
 from gdpo_nemo.config.load import load_config, save_config
 from gdpo_nemo.errors import ConfigError
@@ -311,6 +312,23 @@ def test_what_a_factory_says_of_its_model_is_checked(minimal, tmp_path, text, ex
     (tmp_path / "factory.py").write_text(f"{text}\ndef make(folder, seed): pass\n")
     absent = [f"policy.model_name={tmp_path / 'absent'}", f"policy.model_factory={tmp_path / 'factory.py'}:make"]
     assert expected in refused(minimal, *absent)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["~nobody/x", "a/../b", "org/", "/x", "o rg/x", "o/..", "./x", "o/a--b", "o/a..b", "o/x.git", "o/-x", "o/x.",
+     "o/.x", "org/\u00e4", "org/" + "x" * 97, "org/x\x1b[31m", "org/x\n", "org/x\0", "o/x/y", "", "-o/x"],
+)  # fmt: skip
+def test_a_name_that_the_hub_does_not_allow_is_no_hub_name(name):
+    assert not may_be_on_the_hub(name)
+
+
+@pytest.mark.parametrize(
+    "name", ["Qwen/Qwen2.5-0.5B", "01-ai/Yi-6B", "a_b/c_d", "o/" + "x" * 94, "o/_x", "microsoft/phi-4"]
+)
+def test_a_name_that_the_hub_allows_is_a_hub_name(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert may_be_on_the_hub(name)
 
 
 def test_an_empty_data_file_is_refused_and_a_hub_name_is_left_to_the_run(minimal, tmp_path):

@@ -103,3 +103,50 @@ def test_an_environment_factory_becomes_the_environment_tool_class(folder, top, 
     if inside.startswith("Counter.places"):
         assert next(load_object(place).places) == "here"
     environment.close()
+
+
+FROM_A_SPEC = """
+import argparse
+from trl import GRPOConfig, GRPOTrainer
+from trl.experimental.harbor import HarborSpec
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--dataset", default="suite")
+    parser.add_argument("--env", dest="environment_type", default="docker")
+    args = parser.parse_args()
+    spec = HarborSpec(args.dataset, environment_type=args.environment_type, num_tasks=2)
+    GRPOTrainer("Qwen/Qwen3-0.6B", args=GRPOConfig("out", max_steps=1), train_dataset=spec.train_dataset,
+                environment_factory=spec.environment_factory, reward_funcs=spec.reward_funcs).train()
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+def test_a_spec_of_trl_becomes_rows_an_environment_and_a_reward(folder):
+    for number in range(3):
+        task = folder / f"suite/tasks/{number}"
+        task.mkdir(parents=True)
+        (task / "task.toml").write_text(f'[metadata]\ngold_answer = "{number}"\n')
+    (folder / "script.py").write_text(FROM_A_SPEC)
+    translation = translate_trl(["script.py"], "ours.yaml", 8, ["--env", "e2b"])
+    assert set(translation.differences) == {"max_completion_length"}, translation.summary()
+    assert translation.content["gdpo"]["rewards"] == {"_outcome_reward_func": 1.0}
+    [made] = [load_object(translation.content["data"]["train"]["path"])()]
+    assert [row["gold_answer"] for row in made] == ["0", "1"]
+    options = translation.content["env"]["tool_class"]
+    assert options["make"] == "ours_rewards.py:environment_factory"
+    assert load_object(options["make"]).keywords == {"environment_type": "e2b"}
+    environment = load_environment("tool_class", options)
+    assert environment.reward_names == ("_outcome_reward_func",)
+    [tool] = environment.read_row(made[0])["tools"]
+    assert tool["function"]["name"] == "bash"
+    environment.close()
+
+
+def test_a_list_of_rewards_of_an_unknown_class_cannot_run(folder):
+    unknown = FROM_A_SPEC.replace("from trl.experimental.harbor import", "from elsewhere import")
+    (folder / "script.py").write_text(unknown)
+    blockers = translate_trl(["script.py"], "ours.yaml", 8).blockers
+    assert blockers["reward_funcs.reward"] == "the list spec.reward_funcs is put together while the script runs"

@@ -442,6 +442,7 @@ def test_the_exit_status_tells_the_three_apart_where_it_is_asked_to(name, status
         ("Qwen/Qwen3-Omni-30B-A3B-Instruct", None),
         ("google/gemma-3-1b-it", None),
         ("openai/gpt-oss-20b", None),
+        ("gpt2", None),
         ("nvidia/NVIDIA-Nemotron-Nano-9B-v2", None),
         ("/path/to/model", None),
     ],

@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gdpo_nemo.config.reading import read_text
+from gdpo_nemo.config.reading import read_text, real_path
 from gdpo_nemo.interop.account import Account
 from gdpo_nemo.interop.nemo_rl.recipe import Recipe
 
@@ -160,7 +160,7 @@ def _prompts(recipe: Recipe, account: Account, split: str) -> None:
 
 def _text(recipe: Recipe, name: str) -> str | None:
     """The text of a file, looked up in the working directory, beside the recipe, and above it."""
-    for folder in (Path.cwd(), *recipe.path.resolve().parents):
+    for folder in (Path.cwd(), *real_path(recipe.path).parents):
         if (folder / name).is_file():
             return read_text(folder / name)
     return None

@@ -39,6 +39,7 @@ _UNSUPPORTED = (
     (r"mistralai/.*", "a newer family of Mistral", False),
     (r"google/gemma-.*", "gemma", False),
     (r"openai/gpt-oss-.*", "gpt_oss", True),
+    (r"((openai-community/)?gpt2|distilbert/distilgpt2|distilgpt2)(-(medium|large|xl))?", "gpt2", False),
     (r"nvidia/(NVIDIA-)?Nemotron-.*", "nemotron_h", True),
     (r"zai-org/GLM-.*", "glm", True),
     (r"MiniMaxAI/.*", "minimax", True),

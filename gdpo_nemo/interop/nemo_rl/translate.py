@@ -13,7 +13,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from gdpo_nemo.config.reading import read_text
+from gdpo_nemo.config.reading import read_text, real_path
 from gdpo_nemo.interop.account import Account
 from gdpo_nemo.interop.nemo_rl.datasets import data
 from gdpo_nemo.interop.nemo_rl.keys import result_of
@@ -53,7 +53,7 @@ def program(recipe: Recipe, account: Account) -> None:
 
     A project is the nearest folder above the recipe that has a ``pyproject.toml``. NeMo-RL itself is not one.
     """
-    folders = recipe.path.resolve().parents
+    folders = real_path(recipe.path).parents
     project = next((folder for folder in folders if (folder / "pyproject.toml").is_file()), None)
     if project is None or (project / "nemo_rl").is_dir():
         return

@@ -19,6 +19,8 @@ from gdpo_nemo.interop.trl.trl_run import Reward, Rows, TrlRun
 from gdpo_nemo.interop.trl.trl_trainers import OLDER, PARSED, TRAINERS
 
 _LOADERS = ("from_pretrained",)
+_SPECS = {"HarborSpec": "_outcome_reward_func", "OpenRewardSpec": "_outcome_only_reward_func"}
+"""Classes of ``trl.experimental`` whose objects hold rows, factory and one reward function -> the function's name."""
 
 
 def read_script(path: str | Path, arguments: Mapping[str, Any], stem: str) -> TrlRun:
@@ -194,6 +196,8 @@ class _Reader:
         listed = self._followed(node)
         if node is None or listed is None or _is_none(listed):
             return []
+        if isinstance(listed, ast.Attribute) and (spec := self._spec(listed)):
+            return [self._of_spec(listed, _SPECS[spec])]
         elements = listed.elts if isinstance(listed, (ast.List, ast.Tuple)) else [node or listed]
         unknown = isinstance(listed, ast.Name) and self._names.definition(listed.id) is None
         if unknown or isinstance(listed, ast.Attribute):
@@ -252,6 +256,9 @@ class _Reader:
         completed = inside is not None and (
             name in inside.definitions or any(owner == name for owner, _ in inside.attributes)
         )
+        factory = self._followed(node)
+        if isinstance(factory, ast.Attribute) and self._spec(factory):
+            return self._of_spec(factory, factory.attr)
         if not completed:
             return self._reward(node, 0)
         try:
@@ -259,6 +266,22 @@ class _Reader:
         except ConfigError as error:
             return Reward(name, problem=f"cannot be taken out of the script: {error}")
         return Reward(name, f"{self._code}:{name}")
+
+    def _spec(self, node: ast.Attribute) -> str:
+        """Return the class of ``_SPECS`` whose object the attribute is of; empty if there is none."""
+        made = self._followed(node.value)
+        name = _class_name(made) if isinstance(made, ast.Call) else ""
+        source = self._names.definition(name)
+        known = isinstance(source, ast.ImportFrom) and (source.module or "").startswith("trl.")
+        return name if known and name in _SPECS else ""
+
+    def _of_spec(self, node: ast.Attribute, name: str) -> Reward:
+        """An attribute of such an object, as a name of the written module."""
+        try:
+            self._module.add_value(node.attr, node)
+        except ConfigError as error:
+            return Reward(name, problem=f"cannot be taken out of the script: {error}")
+        return Reward(name, f"{self._code}:{node.attr}")
 
     def _rows(self, split: str, node: ast.expr | None) -> Rows:
         found = rows_of(node, self._names, self._row_module, f"{self._row_code}:{split}_rows")

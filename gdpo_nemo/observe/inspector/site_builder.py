@@ -18,6 +18,7 @@ from typing import Any, Callable
 
 import numpy as np
 
+from gdpo_nemo.config.reading import real_path
 from gdpo_nemo.config.saved_config import load_saved_config
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.config.writing import write_whole
@@ -121,7 +122,7 @@ def build(
             scripts.write("snippets", index.snippets)
             scripts.write("index", _index(run_dir, index, starts, live))
             scripts.write("stamp", _stamp(files))
-        _write_page(out / PAGE, run_dir.resolve().name)
+        _write_page(out / PAGE, real_path(run_dir).name)
         size = sum(path.stat().st_size for path in (out / FOLDER).glob("*.js"))
     except OSError as error:
         raise RunError(f"{out} cannot be written: {error.strerror or error}") from None
@@ -250,7 +251,7 @@ def _write_vocabulary(scripts: Scripts, run_dir: Path, config: Config | None, us
 def _index(run_dir: Path, index: Index, starts: dict[str, list[int]], live: bool) -> dict[str, Any]:
     curves = _curves(run_dir)
     return {
-        "run": run_dir.resolve().name,
+        "run": real_path(run_dir).name,
         "rows": index.rows,
         "kinds": _KINDS,
         "rewards": index.rewards,
