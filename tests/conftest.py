@@ -65,6 +65,16 @@ _QUICK_ALL_THE_SAME = (
 )
 
 
+def pytest_ignore_collect(collection_path, config):
+    """Do not import files whose tests are all slow if slow tests are left out: imports are half of the collection."""
+    path = collection_path.relative_to(REPOSITORY).as_posix() if collection_path.is_relative_to(REPOSITORY) else ""
+    if config.option.markexpr != "not slow" or not path.startswith(tuple(f"tests/{folder}/" for folder in _SLOW)):
+        return None
+    return (
+        True if path.endswith(".py") and not any(test.startswith(f"{path}::") for test in _QUICK_ALL_THE_SAME) else None
+    )
+
+
 def pytest_collection_modifyitems(items):
     """Mark the slow tests; start with the folders that take longest."""
     place = {name: number for number, name in enumerate(_LONGEST_FIRST)}
