@@ -61,8 +61,31 @@ _QUICK_ALL_THE_SAME = (
     "tests/end_to_end/test_run.py::test_run_folder_holds_what_the_contract_names",
     "tests/end_to_end/test_run.py::test_every_step_reports_the_contracted_metrics",
     "tests/end_to_end/test_run.py::test_trainer_and_sampler_agree_at_every_step",
+    "tests/gpu/test_first_hour.py::test_a_measurement_runs_on_a_cpu_without_ray_and_vllm_and_meets_its_limits[weights]",
     "tests/megatron/test_layout_parity.py::test_updates_equal_transformers_and_torch[TP2+SP-qwen2]",
 )
+
+_SLOW_TESTS = (
+    "tests/examples/test_fetch_smollm2.py::test_a_disk_that_is_full_is_one_sentence_and_nothing_is_left",
+    "tests/examples/test_fetch_smollm2.py::test_a_killed_fetch_leaves_no_model_and_the_next_one_cleans_up",
+    "tests/examples/test_fetch_smollm2.py::test_two_runs_that_start_together_fetch_the_model_once",
+    "tests/examples/test_tiny_models.py::test_a_killed_making_leaves_no_model_under_the_name",
+    "tests/examples/test_tiny_models.py::test_the_same_seed_gives_the_same_files_bit_for_bit",
+    "tests/formats/test_sources_of_a_run.py::test_a_gguf_file_is_converted_once_and_again_when_it_changes",
+    "tests/formats/test_sources_of_a_run.py::test_a_lora_run_on_an_adapter_takes_its_base_as_the_model_and_its_matrices",
+    "tests/gpu/test_first_hour.py::test_a_measurement_runs_on_a_cpu_without_ray_and_vllm_and_meets_its_limits",
+    "tests/test_wheel.py::test_the_factory_of_the_demo_makes_its_model",
+)
+"""Tests elsewhere of more than five CPU seconds: they make models or start several processes."""
+
+
+def pytest_ignore_collect(collection_path, config):
+    """Do not import files whose tests are all slow if slow tests are left out: imports are half of the collection."""
+    path = os.path.relpath(collection_path, REPOSITORY)
+    if config.option.markexpr != "not slow" or not path.endswith(".py"):
+        return None
+    quick = any(test.startswith(f"{path}::") for test in _QUICK_ALL_THE_SAME)
+    return True if path.split("/")[1] in _SLOW and not quick else None
 
 
 def pytest_collection_modifyitems(items):
@@ -71,7 +94,7 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: place.get(_scope(item.nodeid), len(place)))
     for item in items:
         folder = item.nodeid.split("/")[1]
-        if folder in _SLOW and not item.nodeid.startswith(_QUICK_ALL_THE_SAME):
+        if (folder in _SLOW or item.nodeid.startswith(_SLOW_TESTS)) and not item.nodeid.startswith(_QUICK_ALL_THE_SAME):
             item.add_marker("slow")
 
 

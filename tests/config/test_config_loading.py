@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 
 import pytest
@@ -174,14 +175,33 @@ def test_invalid_yaml_names_file_and_line(tmp_path, text):
     assert "broken.yaml, line " in message(path)
 
 
+@pytest.fixture(scope="module")
+def demo():
+    return load_config(DEMO)
+
+
+def test_loading_builds_the_schema_once_and_shares_no_value_between_configs(minimal, monkeypatch):
+    load_config(minimal)
+    built = []
+    structured = OmegaConf.structured
+    monkeypatch.setattr(OmegaConf, "structured", lambda *what, **how: built.append(what) or structured(*what, **how))
+    changed = load_config(minimal, ["policy.lora.rank=2", "run.name=a", "env={digit_sort: {strict: true}}"])
+    changed.policy.lora.target_modules.append("other")
+    changed.gdpo.rewards["other"] = 1.0
+    again = load_config(minimal)
+    assert built == []
+    assert again == load_config(minimal, ["policy.lora.rank=0"])
+    assert "other" not in again.policy.lora.target_modules and "other" not in again.gdpo.rewards
+
+
 @quick
 @given(
     rewards=st.dictionaries(st.from_regex(r"[a-z]{1,8}", fullmatch=True), st.floats(-10, 10), min_size=1, max_size=4),
     name=st.from_regex(r"[a-z0-9_.-]{1,12}", fullmatch=True),
     seed=st.integers(0, 2**31),
 )
-def test_a_saved_config_loads_back_equal(tmp_path, rewards, name, seed):
-    config = load_config(DEMO)
+def test_a_saved_config_loads_back_equal(demo, tmp_path, rewards, name, seed):
+    config = copy.deepcopy(demo)
     config.gdpo.rewards = rewards
     config.run.name = name
     config.run.seed = seed

@@ -16,7 +16,7 @@ Node = TypeVar("Node", bound=ast.AST)
 
 _SWITCHES = {"get_quantization_config": ("load_in_4bit", "load_in_8bit"), "get_peft_config": ("use_peft",)}
 """Functions of TRL that return None unless one of these fields of ``ModelConfig`` is on."""
-_MOST_STEPS = 1_000_000
+_MOST_STEPS = 100_000
 """Expressions that are looked at in one script."""
 _OPERATIONS = {
     ast.Add: operator.add,
