@@ -64,7 +64,7 @@ def test_the_fields_of_the_asynchronous_trainer_are_those_of_the_installed_class
     others = {key: value for key, value in theirs.items() if key not in GRPO_CONFIG or value != GRPO_CONFIG[key]}
     assert ASYNC_GRPO_CONFIG == others
     assert not set(WITHOUT_A_FIELD) & set(theirs)
-    run = TrlRun({}, asynchronous=True)
+    run = TrlRun({}, "AsyncGRPOTrainer")
     assert [key for key in theirs if said_of(key, theirs[key], run) is None] == []
     assert [key for key in theirs if said_of(key, theirs[key], run).matters] == []
 
