@@ -60,10 +60,12 @@ class RankPool:
 
     Args:
         prepare: called in every process before anything of Megatron is imported; they then import for themselves.
+        fork: False if each process has to import for itself, as where libraries read a variable that is set now.
     """
 
-    def __init__(self, folder: Path, prepare: Callable[[], None] | None = None):
+    def __init__(self, folder: Path, prepare: Callable[[], None] | None = None, fork: bool = True):
         self.prepare = prepare
+        self._fork = fork and prepare is None
         # Its own, because a file that ranks have met in holds their addresses for ever.
         self.folder = tempfile.mkdtemp(dir=folder)
         self.groups = 0
@@ -95,7 +97,7 @@ class RankPool:
 
     def _start(self, ranks: int) -> None:
         """Have at least ``ranks`` processes that have imported Megatron."""
-        context = multiprocessing.get_context("spawn") if self.prepare else _fork_server()
+        context = _fork_server() if self._fork else multiprocessing.get_context("spawn")
         new = range(len(self.processes), ranks)
         for rank in new:
             ours, theirs = context.Pipe()

@@ -28,7 +28,7 @@ def interpreting_policy(tmp_path_factory):
     """``interpreting_policy(layout name, function, *arguments)`` on such ranks with Megatron."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_INTERPRET", "1")
-        pool = RankPool(tmp_path_factory.mktemp("interpreting_policy"))
+        pool = RankPool(tmp_path_factory.mktemp("interpreting_policy"), fork=False)
 
         def run(name: str, function, *arguments):
             layout = layouts.parse(name)
