@@ -121,7 +121,7 @@ ROLLOUTS = (
         "rollouts/ledger.py",
         "if p < left[0] + self.window and",
         "if p <= left[0] + self.window and",
-        "rollouts/test_ledger.py::test_every_position_is_trained_or_dropped_exactly_once_within_both_bounds",
+        "rollouts/test_ledger.py::test_a_group_is_overtaken_only_by_groups_less_than_a_window_behind",
         "a group is overtaken by window - 1 later ones",
     ),
     mutant(

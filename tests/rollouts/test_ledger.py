@@ -192,6 +192,14 @@ def test_staleness_0_trains_the_groups_of_a_step_in_order():
         ledger.trained(batch)
 
 
+@pytest.mark.parametrize("ready, batch", [(2, [2]), (3, None)])
+def test_a_group_is_overtaken_only_by_groups_less_than_a_window_behind(ready, batch):
+    ledger = Ledger(groups=1, bound=4, window=3)
+    assert ledger.admit(0) == [0, 1, 2, 3]
+    ledger.move(ready, Stage.READY)
+    assert ledger.get_batch() == batch
+
+
 def test_the_limit_of_a_run_ends_admission():
     ledger = Ledger(2, admission_bound(2, 1, 1), 1, LedgerState(0, [3]), limit=5)
     assert ledger.admit(0) == [0, 1, 2, 4] and ledger.admit(0) == []
