@@ -196,7 +196,7 @@ def _finished(stage: Stage, changes: Sequence[Change]) -> bool:
     Raises:
         ConfigError: it does, but of another config.
     """
-    outcome = status_if_whole(stage.folder).get("outcome")  # without one the run goes on, or finds out that it cannot
+    outcome = status_if_whole(stage.folder).get("outcome")  # None: unknown, so the stage is run
     if any(change.key in _LENGTH for change in changes) or outcome != "complete":
         return False
     if stage.config.checkpointing.export_hf and not any(stage.model.glob("*.safetensors")):

@@ -58,7 +58,7 @@ def bound_templates() -> None:
 
 
 class _Generator(CodeGenerator):
-    """Compiles ``a ~ b``, which is no operator that jinja's sandbox can intercept."""
+    """Compiles ``a ~ b`` to a method call, because jinja's sandbox cannot intercept that operator."""
 
     def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:
         self.write("environment.concatenated(context, (")

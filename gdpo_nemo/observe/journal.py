@@ -137,7 +137,7 @@ def read_journal(run_dir: str | Path) -> list[JournalEntry]:
 
 
 def _entry(line: bytes) -> JournalEntry:
-    """One step. Raises ValueError: the line is no step; the message names the key in brackets, if there is one."""
+    """Parse one step. Raises ValueError if the line does not hold one; the message names the wrong key, if any."""
     try:
         content = parse_json(line)
     except ValueError:

@@ -106,7 +106,7 @@ def test_a_session_starts_again_after_its_raylet_died(tmp_path):
 
 @pytest.fixture(scope="module")
 def lines(tmp_path_factory) -> list[str]:
-    """What a session of a user without a home prints of its processes and sockets, and of calls after its end."""
+    """Output of a session of a user without a home: its processes, its sockets, and calls after its end."""
     return _session(tmp_path_factory.mktemp("session"), after=OWN_PROCESSES + SOCKETS + LATE_CALLS, HOME=NO_HOME)
 
 
@@ -121,7 +121,7 @@ def test_a_session_of_this_machine_listens_on_loopback_alone(lines):
 
 
 def test_a_call_after_the_session_starts_no_cluster(lines):
-    """By default Ray would, for a thread that did not notice the end."""
+    """By default Ray starts one, for example for a thread that did not notice the end of the session."""
     assert lines[3:] == ["refused False"] * 3
 
 

@@ -1,4 +1,4 @@
-"""What every rank imports, and torch as it was before: done once in the process that ranks are forked from."""
+"""Imports of every rank, done once in the process that ranks are forked from, and torch as it was before them."""
 
 import gc
 

@@ -22,7 +22,7 @@ from gdpo_nemo.config.schema import Config, PolicyConfig
 from gdpo_nemo.planning.shape import shape_from
 
 CUT = "TP2+SP"
-"""The layout that cuts the most kinds of tensors: what is wrong on one rank is wrong here, too."""
+"""The layout that splits most kinds of tensors. An error on one rank would also show here."""
 LAYOUTS = ["TP1", "TP2", "TP2+SP", "DP2", "DP2+DIST", "PP2", "CP2"]
 MODELS = tiny_models.DENSE
 MIXTURE_LAYOUTS = ["TP1", "TP2+SP", "TP2xEP2xETP1+SP", "DP2xEP2", "DP2xEP2+DIST", "PP2", "CP2xEP2+DIST"]
